@@ -12,7 +12,8 @@ WeftError
     RoomClosed       so many wait that others like it need not ask for `hold_seconds`
     RateLimited      this caller has had its share; `kind` says of what
   PeerLost           another service is gone, silent or broke its word; `worker_id` names it
-    ModelLoading     no worker yet: one is loading the model
+    NoWorker         no worker takes the request now; one may be back in a moment
+      ModelLoading   no worker yet: one is loading the model
   DeadlineExceeded   the time the caller gave is over
   Cancelled          the caller has gone
   ModelFailed        the model's own files are at fault: its template, or weights whose logits are no numbers
@@ -130,7 +131,13 @@ class PeerLost(WeftError):
         self.worker_id = worker_id
 
 
-class ModelLoading(PeerLost):
+class NoWorker(PeerLost):
+    """No worker takes the request now. One that left may be back in a moment; nothing was booked."""
+
+    reason: ClassVar[str] = "no_worker"
+
+
+class ModelLoading(NoWorker):
     """No worker serves the model yet, and one at least is loading it."""
 
     reason: ClassVar[str] = "model_loading"

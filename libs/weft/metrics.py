@@ -129,6 +129,11 @@ STAGE_SECONDS = Histogram(
     registry=REGISTRY,
 )
 
+# gateway, scheduler and workers
+STANDSTILL_SECONDS = Counter(
+    "weft_standstill_seconds", "Time in which this process was stopped or got no processor time", registry=REGISTRY
+)
+
 # workers
 STEPS = Counter("weft_engine_steps", "Engine steps", registry=REGISTRY)
 STEP_SECONDS = Histogram(

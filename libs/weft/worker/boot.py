@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -63,9 +65,14 @@ class Booted:
     engine_config: EngineConfig
 
 
-async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None], arrival: Arrival) -> Booted:
-    """Load, map and build; `arrival` is kept up to date. Raises PeerLost when no weights service answers in time,
-    BadCheckpoint, NotFound; ConfigError where the worker wants a GPU and there is none."""
+async def boot(
+    config: WorkerConfig,
+    listener: Callable[[StepOutput], None],
+    arrival: Arrival,
+    clock: Callable[[], float] = time.monotonic,
+) -> Booted:
+    """Load, map and build; `arrival` is kept up to date, `clock` is the engine's. Raises PeerLost when no weights
+    service answers in time, BadCheckpoint, NotFound; ConfigError where the worker wants a GPU and there is none."""
     keep_heap()
     num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
@@ -79,7 +86,8 @@ async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None], arr
     ready = await load_weights(config.weights_addr, config.served_name, arrival.progress)
     log.mark("weights")
     arrival.turn_to("building the engine")
-    booted = await asyncio.to_thread(_build, config, sizes, ready, listener, arrival)
+    make_engine = partial(assemble, listener=listener, clock=clock)
+    booted = await asyncio.to_thread(_build, config, sizes, ready, make_engine, arrival)
     log.mark("engine")
     return booted
 
@@ -148,7 +156,7 @@ def _build(
     config: WorkerConfig,
     sizes: Sizes,
     ready: weights_service_pb2.LoadReady,
-    listener: Callable[[StepOutput], None],
+    make_engine: Callable[[Decoder, str, EngineConfig], Engine],
     arrival: Arrival,
 ) -> Booted:
     model, machine = parse_config(ready.config_json), sizes.machine
@@ -167,7 +175,7 @@ def _build(
     least = sizes.least(model)[0] // size
     num_blocks = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
-    engine = assemble(decoder, machine.dtype, engine_config, listener)
+    engine = make_engine(decoder, machine.dtype, engine_config)
     logger.info(
         "engine: %s on %s, %d blocks of %d tokens, %d KiB each",
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),

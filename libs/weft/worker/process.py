@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import grpc
 
 from weft import log, metrics, trace
+from weft.awake import AwakeClock
 from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
@@ -71,7 +73,7 @@ class Desk(Protocol):
 @dataclass(frozen=True, slots=True)
 class Workplace:
     """What a role finds when it is installed. `transports`: the nearest first. `endpoint`: what peers are told of its
-    pool. `tasks` outlives every request."""
+    pool. `tasks` outlives every request. `clock`: limits on peers' silence go by it."""
 
     worker_id: str
     boot_id: str
@@ -88,6 +90,7 @@ class Workplace:
     grammars: GrammarDesk = field(default_factory=GrammarDesk)
     lease_seconds: float = LEASE_SECONDS
     tally: Tally = field(default_factory=Tally)
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +123,15 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
 async def _live(config: WorkerConfig, posts: Sequence[Post], is_draining: bool = False) -> Parked | None:
     """From weights and a pool until they are given back, or the process is to end."""
     feed, arrival = EngineFeed(), Arrival(config.worker_id, config.role, config.served_name)
+    clock = AwakeClock(on_standstill=metrics.STANDSTILL_SECONDS.inc)
     async with announced(config.scheduler_addr, arrival):
-        booted = await boot(config, feed.listener, arrival)
+        booted = await boot(config, feed.listener, arrival, clock)
         booted.engine.start()
         arrival.turn_to("joining")
         try:
             async with background() as tasks:
-                return await _serve(config, posts, is_draining, booted, feed, tasks, arrival)
+                tasks.create_task(clock.tick())
+                return await _serve(config, posts, is_draining, booted, feed, tasks, arrival, clock)
         finally:
             await asyncio.to_thread(booted.engine.stop)
             feed.forget()
@@ -140,14 +145,15 @@ async def _serve(
     feed: EngineFeed,
     tasks: asyncio.TaskGroup,
     arrival: Arrival,
+    clock: AwakeClock,
 ) -> Parked | None:
     rpc = RpcServer([post.service_name for post in posts])
-    place = await _furnish(config, booted, feed, tasks)
+    place = replace(await _furnish(config, booted, feed, tasks), clock=clock)
     log.mark("transport and store")
     desks = [post.install(place, rpc.server) for post in posts]
     address = await rpc.start(config.host, config.port)
     engine = place.engine
-    vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks)
+    vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks, clock)
     health = Health(vitals, rpc)
     membership = Membership(
         config.scheduler_addr,

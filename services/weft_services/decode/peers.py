@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from weft import trace
+from weft.awake import AwakeTimeout
 from weft.errors import PeerLost
 from weft.kv.handoff import SIGNS_A_LEASE, PrefillEvent, PrefillOrder
 from weft.request import WorkerAddress
@@ -22,8 +24,9 @@ MIN_RENEWAL_SECONDS = 0.01
 class PrefillCall:
     """One prompt's stream, kept alive until `finish`."""
 
-    def __init__(self, order: PrefillOrder, lease_seconds: float) -> None:
+    def __init__(self, order: PrefillOrder, lease_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.lease_seconds = lease_seconds
+        self._clock = clock
         self._order = order
         self._is_done = False
         self._has_news = asyncio.Event()
@@ -33,6 +36,10 @@ class PrefillCall:
         """The lease has begun; this is what the lender takes for silence."""
         self.lease_seconds = lease_ms / 1000
         self._has_news.set()
+
+    def patience(self) -> AwakeTimeout:
+        """Ends a scope in which the lender says nothing for the length of the lease; `restart` it at each word."""
+        return AwakeTimeout(self.lease_seconds, self._clock)
 
     def finish(self) -> None:
         """The last read has returned."""
@@ -65,8 +72,11 @@ class PrefillCall:
 class PrefillPeers:
     """All prefill workers, by address. Until one has named its lease it is taken to be ours."""
 
-    def __init__(self, channels: ChannelPool, lease_seconds: float) -> None:
+    def __init__(
+        self, channels: ChannelPool, lease_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._channels = channels
+        self._clock = clock
         self._lease_seconds = lease_seconds
 
     @asynccontextmanager
@@ -74,7 +84,8 @@ class PrefillPeers:
         self, worker: WorkerAddress, order: PrefillOrder, timeout_seconds: float
     ) -> AsyncIterator[PrefillCall]:
         """Place an order; the call ends with the scope. Broken calls come out as WeftError."""
-        call = PrefillCall(replace(order, lease_ms=round(1000 * self._lease_seconds)), self._lease_seconds)
+        order = replace(order, lease_ms=round(1000 * self._lease_seconds))
+        call = PrefillCall(order, self._lease_seconds, self._clock)
         async with self._channels.lend(worker.address) as channel:
             stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
             prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())

@@ -90,13 +90,12 @@ class Reception:
         return self._borrowing.abandon() if self._borrowing else ()
 
     async def _listen(self, call: PrefillCall, pulling: asyncio.Task[None]) -> PromptFinished:
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(call.lease_seconds) as patience:
+        async with call.patience() as patience:
             async for event in call.events():
                 if isinstance(event, LeaseClosed):
                     return self._closed(event, pulling)
                 self._take(event, call)
-                patience.reschedule(loop.time() + call.lease_seconds)
+                patience.restart(call.lease_seconds)
         raise PeerLost("the lender ended the call early")
 
     def _take(self, event: PrefillEvent, call: PrefillCall) -> None:

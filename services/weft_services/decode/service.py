@@ -122,7 +122,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
     quarantine = Quarantine(place.engine.unquarantine)
     place.tasks.create_task(quarantine.keep())
     borrower = Borrower(place.transports, place.memory, place.tasks, quarantine)
-    peers = PrefillPeers(place.channels, place.lease_seconds)
+    peers = PrefillPeers(place.channels, place.lease_seconds, place.clock)
     hand_offs = HandOffs(place.engine, peers, borrower, place.fingerprint, place.tally)
     desk = SequenceDesk(place, hand_offs)
     place.tasks.create_task(desk.watch(place.engine.pulse))

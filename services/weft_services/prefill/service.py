@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from weft import trace
+from weft.awake import AwakeTimeout
 from weft.errors import Incompatible, InvalidRequest, NotFound, PeerLost
 from weft.kv.handoff import (
     SIGNS_A_LEASE,
@@ -61,12 +62,14 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         memory: BlockBytes,
         accepted: Accepted,
         with_checksums: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._desk = desk
         self._embedder = embedder
         self._memory = memory
         self._accepted = accepted
         self._with_checksums = with_checksums
+        self._clock = clock
 
     # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
     async def Prefill(  # type: ignore[override]
@@ -121,7 +124,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         while True:
             silence_ms = ours_ms if lease.is_accepted else max(ours_ms, lease.order.lease_ms)
             try:
-                async with asyncio.timeout(silence_ms / 1000):
+                async with AwakeTimeout(silence_ms / 1000, self._clock):
                     request = await anext(requests, None)
             except TimeoutError:
                 lease.end = "expired"
@@ -195,7 +198,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> PrefillDesk:
     place.feed.subscribe(embedder.on_step)
     place.tasks.create_task(embedder.watch(place.engine.pulse))
     accepted = Accepted(place.boot_id, place.endpoint, round(place.lease_seconds * 1000))
-    servicer = PrefillServicer(desk, embedder, place.memory, accepted, place.with_checksums)
+    servicer = PrefillServicer(desk, embedder, place.memory, accepted, place.with_checksums, place.clock)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return PrefillDesk(desk, embedder)
 

@@ -4,6 +4,7 @@ import logging
 from functools import partial
 
 from weft import log, metrics, trace
+from weft.awake import AwakeClock
 from weft.config import describe, read_config
 from weft.rpc.server import RpcServer, run, settle_heap, until_signal
 from weft_services.scheduler.affinity import Affinity
@@ -32,15 +33,18 @@ async def main(config: Config) -> None:
     kvstore = KvStore(config.kvstore_addr) if config.kvstore_addr else None
     whereabouts = Whereabouts(kvstore.locate if kvstore else None)
     make_room = partial(WaitingRoom, config.max_queue, config.queue_seconds)
-    dispatcher = Dispatcher(router, affinity, make_room, whereabouts=whereabouts)
+    clock = AwakeClock(on_standstill=metrics.STANDSTILL_SECONDS.inc)
+    dispatcher = Dispatcher(router, affinity, make_room, clock, whereabouts)
     rpc = RpcServer(NAMES)
     store = StoreWatch(kvstore.describe) if kvstore else None
-    register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds, store)
+    register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds, store, clock)
     metrics_port = metrics.expose(config.host, config.metrics_port)
     logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
     await rpc.set_ready(True)
     settle_heap()
-    await until_signal(dispatcher.run(), *([store.run()] if store else []), *([lease.run()] if planner else []))
+    await until_signal(
+        clock.tick(), dispatcher.run(), *([store.run()] if store else []), *([lease.run()] if planner else [])
+    )
     await rpc.stop(grace_seconds=0.5)
     if kvstore is not None:
         await kvstore.close()

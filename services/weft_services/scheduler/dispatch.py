@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.lifetime import Stage
@@ -170,13 +171,21 @@ class Dispatcher:
         waiting[back] = query
         WAITING.inc()
         try:
-            # no asyncio.timeout, here and below: this need not be a task of its own yet (eager.py)
-            return bool((await asyncio.wait({back}, timeout=seconds))[0])
+            await self._wait_for(back, self._clock() + seconds)
+            return back.done()
         finally:
             WAITING.dec()
             del waiting[back]
             if not waiting:
                 self._absences.pop((query.model, role), None)
+
+    async def _wait_for(self, place: asyncio.Future[Any], until: float) -> None:
+        """Until the future is done or the time has come. Timers run out first where this process has stood still: what
+        the clock leaves of the wait is waited for then, in which reports are read."""
+        # no asyncio.timeout: this need not be a task of its own yet (eager.py)
+        await asyncio.wait({place}, timeout=until - self._clock())
+        if (left := until - self._clock()) > 0 and not place.done():
+            await asyncio.wait({place}, timeout=left)
 
     def _end_absences(self, info: WorkerInfo) -> None:
         """Who is woken first is placed first, and there may not be room for all."""
@@ -203,7 +212,7 @@ class Dispatcher:
         self._places[waiter] = preference, place
         WAITING.inc()
         try:
-            await asyncio.wait({place}, timeout=min(waiter.give_up_at, until) - now)
+            await self._wait_for(place, min(waiter.give_up_at, until))
             if place.done():
                 return place.result()
             raise Overloaded(str(busy), room.retry_after(query, self._clock(), busy.retry_after_seconds))

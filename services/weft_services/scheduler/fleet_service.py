@@ -3,14 +3,15 @@ dispatcher, bytes out."""
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Container
+import time
+from collections.abc import AsyncIterator, Callable, Container
 from dataclasses import asdict
 from typing import TypeVar
 
 import grpc
 
+from weft.awake import AwakeTimeout
 from weft.errors import InvalidRequest
 from weft.request import WorkerRole
 from weft.rpc.wire import (
@@ -46,12 +47,15 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         report_interval_ms: int,
         silence_seconds: float,
         store: StoreWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`silence_seconds` by the clock end a membership."""
         self._dispatcher = dispatcher
         self._store = store
         self._report_interval_ms = report_interval_ms
         self._silence_seconds = silence_seconds
         self._arrivals = arrivals
+        self._clock = clock
 
     async def Join(
         self,
@@ -146,7 +150,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         return pb.JoinResponse(report_interval_ms=interval_ms, drain=drain, park=park, role=role)
 
     async def _next(self, requests: AsyncIterator[MessageT]) -> MessageT | None:
-        async with asyncio.timeout(self._silence_seconds):
+        async with AwakeTimeout(self._silence_seconds, self._clock):
             return await anext(requests, None)
 
 

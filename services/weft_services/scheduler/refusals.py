@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from weft.errors import InvalidRequest, Overloaded, PeerLost, WeftError
+from weft.errors import InvalidRequest, NoWorker, Overloaded, PeerLost, WeftError
 from weft.request import ModelFingerprint, WorkerRole
 from weft_services.scheduler.fleet import serves
 from weft_services.scheduler.served import Served
@@ -15,7 +15,7 @@ MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
 
 
-class NobodyReady(PeerLost):
+class NobodyReady(NoWorker):
     """No worker of a role takes requests. One may be back in a moment: a worker is started anew when it has died."""
 
     def __init__(self, message: str, role: WorkerRole) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.errors import InvalidRequest, PeerLost
+from weft.errors import InvalidRequest, NoWorker
 from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import RequestKey
@@ -129,7 +129,7 @@ class Router:
         except InvalidRequest as error:  # the last word, to clients and gateways
             # who had its place fits where that was
             if query.key.generation > 0 or self.fleet.has_lost(query.model, query.prompt_tokens, now):
-                raise PeerLost(f"{error}, and where it would nobody is live") from error
+                raise NoWorker(f"{error}, and where it would nobody is live") from error
             raise
 
     def still(self, preference: Preference) -> Preference:

@@ -16,6 +16,7 @@ from weft.errors import (
     InvalidRequest,
     ModelLoading,
     NotFound,
+    NoWorker,
     Overloaded,
     PeerLost,
     RoomClosed,
@@ -202,7 +203,7 @@ def _refuse(result: pb.RouteResult, error: WeftError) -> None:
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
     hold_ms = round(error.hold_seconds * 1000) if isinstance(error, RoomClosed) else 0
     refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds, hold_ms=hold_ms)
-    if isinstance(error, ModelLoading):
+    if isinstance(error, NoWorker):
         refusal.reason = error.reason
     if isinstance(error, InvalidRequest) and error.reason is not None:
         refusal.reason = error.reason
@@ -268,9 +269,10 @@ def register(
     report_interval_ms: int,
     silence_seconds: float,
     store: StoreWatch | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Put both servicers on the server."""
     arrivals = Arrivals()
     pb_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(dispatcher, arrivals), server)  # type: ignore[no-untyped-call, unused-ignore]
-    fleet = FleetServicer(dispatcher, arrivals, report_interval_ms, silence_seconds, store)
+    fleet = FleetServicer(dispatcher, arrivals, report_interval_ms, silence_seconds, store, clock)
     pb_grpc.add_FleetServiceServicer_to_server(fleet, server)  # type: ignore[no-untyped-call, unused-ignore]

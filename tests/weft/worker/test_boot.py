@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from weft.capacity.room import Machine
 from weft.capacity.sizes import Sizes, choose
 from weft.config import ConfigError, read_config
+from weft.engine.build import assemble
 from weft.errors import BadCheckpoint, NotFound, Overloaded, PeerLost
 from weft.request import WorkerRole
 from weft.rpc.server import RpcServer
@@ -119,8 +121,9 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_opened(
 ) -> None:
     monkeypatch.setattr(boot, "available_bytes", lambda: 1000)
     there = pb2.LoadReady(config_json=json.dumps(FIELDS), shm_name="no such image", size_bytes=7)
+    make = partial(assemble, listener=lambda output: None)
     with pytest.raises(BadCheckpoint, match=f"the model does not fit: .*{what}"):
-        boot._build(config(**more), choose(config(**more).wanted, False), there, lambda output: None, arrival())
+        boot._build(config(**more), choose(config(**more).wanted, False), there, make, arrival())
 
 
 async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked_for(

@@ -1,0 +1,102 @@
+"""A clock that stands still while its process does, and a timeout by it.
+
+A process that was stopped (SIGSTOP, a paused container or machine) or got no processor time has not read what its
+peers said meanwhile. By a plain clock they would all look silent when it continues. By this one each of them has the
+rest of its limit from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+logger = logging.getLogger(__name__)
+TICK_SECONDS = 0.25
+# a longer step of a clock that ticks is a standstill, of which a tick's time counts
+MAX_STEP_SECONDS = 1.0
+# how long after a standstill lost connections are blamed on it: pings that were due run out at once
+SHAKEN_SECONDS = 3.0
+
+
+class AwakeClock:
+    """Monotonic seconds in which this process ran, while `tick` runs; all seconds otherwise. Any thread may read it."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, on_standstill: Callable[[float], object] = lambda _: None
+    ) -> None:
+        """`on_standstill` receives the seconds of each standstill, in the thread that noticed it."""
+        self._clock = clock
+        self._on_standstill = on_standstill
+        self._lock = threading.Lock()
+        self._seen_at = clock()
+        self._awake = self._seen_at
+        self._resumed_at = float("-inf")
+        self._is_ticking = False
+
+    def __call__(self) -> float:
+        """The time now."""
+        with self._lock:
+            now = self._clock()
+            step, self._seen_at = now - self._seen_at, now
+            stood_still = self._is_ticking and step > MAX_STEP_SECONDS
+            self._awake += TICK_SECONDS if stood_still else step
+            awake = self._awake
+            if stood_still:
+                self._resumed_at = awake
+        if stood_still:
+            logger.warning("process stood still seconds=%.1f", step)
+            self._on_standstill(step)
+        return awake
+
+    @property
+    def is_shaken(self) -> bool:
+        """The process stood still within the last SHAKEN_SECONDS."""
+        return self() - self._resumed_at < SHAKEN_SECONDS
+
+    async def tick(self) -> None:
+        """Look at the time until cancelled, so that an idle process differs from one that stands still."""
+        self()
+        self._is_ticking = True
+        try:
+            while True:
+                await asyncio.sleep(TICK_SECONDS)
+                self()
+        finally:
+            self._is_ticking = False
+
+
+class AwakeTimeout:
+    """`async with AwakeTimeout(seconds, clock)` is `asyncio.timeout` by a clock. Raises TimeoutError."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._timeout = asyncio.timeout(None)
+        self.restart(seconds)
+
+    def restart(self, seconds: float) -> None:
+        """Count `seconds` from now."""
+        self._seconds = seconds
+        self._ends_at = self._clock() + seconds
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def _look(self) -> None:
+        loop, left = asyncio.get_running_loop(), self._ends_at - self._clock()
+        if left > 0:
+            self._timer = loop.call_later(left, self._look)
+        else:
+            self._timeout.reschedule(loop.time())

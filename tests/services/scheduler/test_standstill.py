@@ -1,0 +1,134 @@
+"""A scheduler that itself stood still: it takes no worker for gone whose reports it could not read meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.services.scheduler.fakes import MODEL, Clock, hello, worker_info
+from weft.awake import TICK_SECONDS, AwakeClock
+from weft.errors import NoWorker
+from weft.request import RequestKey, WorkerRole
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.arrivals import Arrivals
+from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.fleet import RETURN_SECONDS
+from weft_services.scheduler.fleet_service import FleetServicer
+from weft_services.scheduler.router import Router
+from weft_services.scheduler.state import Placement, RouteQuery, Worker, WorkerReport
+from weft_services.scheduler.waiting import WaitingRoom
+
+SILENCE_SECONDS = 5.0
+LONG = 27.0
+
+
+class Mesh:
+    """A worker of each role, under a clock that ticks."""
+
+    def __init__(self, queue_seconds: float = 20.0) -> None:
+        self.time = Clock()
+        self.clock = AwakeClock(self.time)
+        self.router = Router(SILENCE_SECONDS)
+        self.dispatcher = Dispatcher(self.router, Affinity("", 60), lambda: WaitingRoom(8, queue_seconds), self.clock)
+        self.workers = {role: self.start(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
+
+    def start(self, role: WorkerRole) -> Worker:
+        worker = self.dispatcher.join(worker_info(f"{role}-0", role))
+        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100))
+        return worker
+
+    def pass_(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_SECONDS)):
+            self.time.now += TICK_SECONDS
+            self.clock()
+
+    async def ask(self, name: str) -> asyncio.Task[Placement]:
+        query = RouteQuery(RequestKey(name), MODEL, prompt_tokens=4, max_tokens=1)
+        task = asyncio.create_task(self.dispatcher.route(query))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return task
+
+
+@asynccontextmanager
+async def ticking(queue_seconds: float = 20.0) -> AsyncIterator[Mesh]:
+    mesh = Mesh(queue_seconds)
+    task = asyncio.create_task(mesh.clock.tick())
+    await asyncio.sleep(0)
+    try:
+        yield mesh
+    finally:
+        task.cancel()
+
+
+async def test_sweep_keeps_workers_after_a_standstill() -> None:
+    async with ticking() as mesh:
+        mesh.time.now += LONG
+        assert mesh.router.sweep(mesh.clock()) == []
+        mesh.pass_(SILENCE_SECONDS - 1)
+        assert mesh.router.sweep(mesh.clock()) == [], "they have the rest of their time"
+        mesh.pass_(2.0)
+        assert len(mesh.router.sweep(mesh.clock())) == 2, "and no longer"
+
+
+async def test_lost_role_is_waited_for_after_a_standstill() -> None:
+    """All memberships break where all stood still; it was longer ago than a role is waited for."""
+    async with ticking() as mesh:
+        mesh.time.now += RETURN_SECONDS + LONG
+        for worker in mesh.workers.values():
+            mesh.dispatcher.leave(worker, "stream broke")
+        asked = await mesh.ask("one")
+        assert not asked.done()
+        for role in mesh.workers:
+            mesh.start(role)
+        assert (await asked).decode.worker_id == "decode-0"
+
+
+async def test_request_keeps_its_wait_over_a_standstill() -> None:
+    """Its timer runs out before reports are read; by the clock there is time left."""
+    mesh = Mesh(queue_seconds=0.01)
+    mesh.dispatcher.leave(mesh.workers[WorkerRole.DECODE], "killed")
+    asked = await mesh.ask("one")
+    mesh.time.now -= 5.0  # of its wait is left
+    await asyncio.sleep(0.05)
+    mesh.start(WorkerRole.DECODE)
+    assert (await asked).decode.worker_id == "decode-0"
+
+
+async def test_refusal_says_that_a_worker_may_return() -> None:
+    async with ticking(queue_seconds=0.01) as mesh:
+        mesh.dispatcher.leave(mesh.workers[WorkerRole.DECODE], "killed")
+        with pytest.raises(NoWorker, match="no decode worker"):
+            await (await mesh.ask("one"))
+
+
+async def test_membership_lasts_over_a_standstill() -> None:
+    """The next report is there when the scheduler reads again, and only its timer has run out."""
+    time = Clock()
+    dispatcher = Dispatcher(Router(SILENCE_SECONDS), Affinity("", 60), clock=time)
+    servicer = FleetServicer(dispatcher, Arrivals(), 1000, 0.01, clock=time)
+    said: asyncio.Queue[pb.JoinRequest] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[pb.JoinRequest]:
+        while True:
+            yield await said.get()
+
+    said.put_nowait(pb.JoinRequest(hello=hello("decode-0", "decode")))
+    joined = servicer.Join(requests(), None)  # type: ignore[arg-type]
+    await anext(joined)
+    (worker,) = dispatcher.workers()
+    listening = asyncio.ensure_future(anext(joined))
+    await asyncio.sleep(0)
+    time.now -= 5.0  # of its silence is left
+    await asyncio.sleep(0.05)
+    said.put_nowait(pb.JoinRequest(report=pb.WorkerReport(ready=True, free_blocks=9)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert dispatcher.workers() == [worker]
+    assert worker.report.ready
+    listening.cancel()
+    await asyncio.wait([listening])
