@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from weft import log
+from weft import log, metrics
+from weft.awake import AwakeClock
 from weft.files import allow_files
 from weft.rpc.server import RpcServer, settle_heap, until_signal
 from weft_services.gateway.access.door import Door
@@ -85,10 +86,17 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     scheduler = Scheduler(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
-        watch = FleetWatch(scheduler, models.names)
-        mesh = Mesh(scheduler, links, settler, group, config.move_seconds, watch.news.publish)
+        clock = AwakeClock(on_standstill=metrics.STANDSTILL_SECONDS.inc)
+        watch = FleetWatch(scheduler, models.names, clock)
+        mesh = Mesh(
+            *(scheduler, links, settler, group, config.move_seconds, watch.news.publish),
+            misses=lambda model: watch.misses(model, config.move_seconds),
+            clock=clock,
+        )
         prefill = PrefillPeers()
-        pipeline = Pipeline(models, mesh, Embeddings(watch, prefill), watch, config.max_requests)
+        embeddings = Embeddings(watch, prefill, config.move_seconds, clock)
+        pipeline = Pipeline(models, mesh, embeddings, watch, config.max_requests)
+        ticking = group.create_task(clock.tick(), name="clock")
         listeners = Listeners(config, pipeline, door, kept)
         await listeners.start(group)
         guarding = group.create_task(door.run(pipeline.end_revoked), name="door")
@@ -102,7 +110,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             pipeline.is_draining = True
             watch.news.close()
             await _drain(listeners, pipeline, links, config.grace_seconds)
-            for each in (guarding, settling, routing):
+            for each in (guarding, settling, routing, ticking):
                 each.cancel()
             pipeline.close()
             await prefill.close()

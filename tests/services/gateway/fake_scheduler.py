@@ -27,7 +27,11 @@ class Refused(Exception):
         said = dict(metadata)
         seconds, hold_ms = float(said.get("weft-retry-after", 0)), int(said.get("weft-hold-ms", 0))
         self.message = scheduler_service_pb2.RouteRefusal(
-            code=code.value[0], message=details, retry_after_seconds=seconds, hold_ms=hold_ms
+            code=code.value[0],
+            message=details,
+            retry_after_seconds=seconds,
+            hold_ms=hold_ms,
+            reason=said.get("weft-reason", ""),
         )
 
 
@@ -62,8 +66,8 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         add_SchedulerServiceServicer_to_server(self, self._server)
         add_FleetServiceServicer_to_server(self, self._server)
 
-    async def open(self) -> None:
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+    async def open(self, address: str = "127.0.0.1:0") -> None:
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"
         await self._server.start()
 
     async def kill(self) -> None:

@@ -186,7 +186,7 @@ async def test_grpc_gives_the_same_vectors(bench: MakeBench) -> None:
 async def test_another_worker_does_what_one_cannot(
     bench: MakeBench, refusal: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with bench() as b, with_prefill(b, 2) as workers:
+    async with bench(move_seconds=0.1) as b, with_prefill(b, 2) as workers:
         workers[0].refusal = refusal
         answer = await b.lenient.embeddings.create(model=MODEL_NAME, input=["hello", "x"])
         assert len(answer.data) == 2
@@ -213,7 +213,7 @@ async def test_nobody_is_sooner_than_their_key_allows(bench: MakeBench, tmp_path
 
 
 async def test_without_a_prefill_worker_it_is_a_503(bench: MakeBench) -> None:
-    async with bench() as b:
+    async with bench(move_seconds=0.1) as b:
         b.scheduler.is_prefill_ready = False
         await b.gateway.watch.poll()
         status, _ = await b.refused("/v1/embeddings", input="hello")

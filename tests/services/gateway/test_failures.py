@@ -152,14 +152,14 @@ async def test_late_words_of_an_older_attempt_change_nothing(bench: MakeBench) -
 async def test_the_schedulers_refusals_keep_their_meaning(
     bench: MakeBench, refusal: Any, status: int, kind: str
 ) -> None:
-    async with bench() as b:
+    async with bench(move_seconds=0.1) as b:
         b.scheduler.refusal = refusal
         response = await b.http.post("/v1/completions", json=STREAM)
         assert response.status_code == status
         assert response.json()["error"]["type"] == kind
         assert response.headers["retry-after"] == "1"
-        if status != 429:
-            await b.scheduler.until(lambda: b.scheduler.stages() == ["cancelled"])
+        if refusal[1] in ("no decode worker", "going away"):  # what the scheduler did with it is not known
+            await b.scheduler.until(lambda: {*b.scheduler.stages()} == {"cancelled"})
 
 
 async def test_a_full_fleet_is_told_nothing_of_those_whom_it_refused(bench: MakeBench) -> None:

@@ -165,7 +165,6 @@ async def test_a_stream_to_the_scheduler_that_has_gone_dead_is_opened_anew(
     async with bench() as b:
         body = {"model": MODEL_NAME, "prompt": "x"}
         with monkeypatch.context() as hasty:
-            hasty.setattr(peers, "ROUTE_SECONDS", 0.05)
-            assert (await b.http.post("/v1/completions", json=body)).status_code == 503
-        assert (await b.http.post("/v1/completions", json=body)).status_code == 200
+            hasty.setattr(peers, "ROUTE_SECONDS", 0.5)
+            assert (await b.http.post("/v1/completions", json=body)).status_code == 200
         assert num_streams == 2

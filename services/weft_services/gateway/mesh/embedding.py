@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
-from weft.errors import EngineFailed, Overloaded, PeerLost
+from weft.errors import EngineFailed, NoWorker, Overloaded, PeerLost
 from weft.ids import new_id
 from weft.request import RequestKey, WorkerRole
 from weft_services.gateway.mesh.fleet import FleetWatch
@@ -18,6 +20,10 @@ from weft_services.gateway.mesh.workers import Worker
 
 MAX_AT_A_TIME = 32  # inputs of one request
 MAX_ATTEMPTS = 3
+# in all, where workers that failed are tried again: an input that kills workers must not kill the fleet
+MAX_TRIES = 2 * MAX_ATTEMPTS
+# before that, and between two looks at a fleet that has no worker for an input: the fleet is asked for as often
+PAUSE_SECONDS = 1.0
 
 Vector = tuple[float, ...]
 
@@ -25,9 +31,18 @@ Vector = tuple[float, ...]
 class Embeddings:
     """What is sent and not answered yet counts beside what workers last reported."""
 
-    def __init__(self, watch: FleetWatch, peers: PrefillPeers) -> None:
+    def __init__(
+        self,
+        watch: FleetWatch,
+        peers: PrefillPeers,
+        move_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`move_seconds` is how long an input waits for a worker that was there a moment ago."""
         self._watch = watch
         self._peers = peers
+        self._move_seconds = move_seconds
+        self._clock = clock
         self._sent: Counter[str] = Counter()  # tokens by boot id
 
     async def embed(self, prepared: PreparedEmbedding, priority: int, seconds: float) -> list[Vector]:
@@ -47,13 +62,19 @@ class Embeddings:
     async def _on_some_worker(self, model: str, order: EmbedOrder, deadline: float) -> Vector:
         """The same input gives the same vector anywhere, so a worker that fails is followed by another."""
         failed = set[str]()
-        problem: PeerLost | EngineFailed | Overloaded = PeerLost("no prefill worker is ready")
-        for attempt in range(MAX_ATTEMPTS):
-            worker = self._least_busy(model, failed)
+        problem: PeerLost | EngineFailed | Overloaded = NoWorker("no prefill worker is ready")
+        give_up_at = self._clock() + self._move_seconds
+        generation = 0
+        while generation < MAX_TRIES:
+            worker = self._least_busy(model, failed) if len(failed) < MAX_ATTEMPTS else None
             if worker is None:
-                break
+                if not isinstance(problem, PeerLost) or not self._may_wait(model, give_up_at, deadline):
+                    break
+                await asyncio.sleep(PAUSE_SECONDS)
+                failed.clear()
+                continue
             boot_id, seconds = worker.address.boot_id, deadline - asyncio.get_running_loop().time()
-            order = replace(order, key=RequestKey(order.key.request_id, attempt))
+            order, generation = replace(order, key=RequestKey(order.key.request_id, generation)), generation + 1
             self._sent[boot_id] += len(order.token_ids)
             try:
                 return await self._peers.embed(worker.address, order, max(seconds, 0.0))
@@ -64,6 +85,12 @@ class Embeddings:
                 self._sent[boot_id] -= len(order.token_ids)
                 self._sent += Counter()  # forgets workers that nothing is sent to
         raise problem
+
+    def _may_wait(self, model: str, give_up_at: float, deadline: float) -> bool:
+        """A worker that was lost may be back: as sequences do, an input waits for it."""
+        now, loop_now = self._clock(), asyncio.get_running_loop().time()
+        is_in_time = now + PAUSE_SECONDS <= give_up_at and loop_now + PAUSE_SECONDS < deadline
+        return is_in_time and self._watch.misses(model, self._move_seconds)
 
     def _least_busy(self, model: str, failed: set[str]) -> Worker | None:
         able = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from weft.errors import WeftError
 from weft.request import WorkerRole
@@ -40,6 +41,15 @@ class Fleet:
                 missing.append(f"{what}, {coming} loading the model" if coming else what)
         return missing
 
+    def serving(self, role: WorkerRole) -> frozenset[str]:
+        """Ids of the workers that take requests in a role."""
+        return frozenset(w.address.worker_id for w in self.workers if w.role.can(role) and w.serves)
+
+    @property
+    def withdrawn(self) -> frozenset[str]:
+        """Ids of the workers that an operator has taken out of service."""
+        return frozenset(w.address.worker_id for w in self.workers if w.is_draining or w.is_parked)
+
     @property
     def block_tokens(self) -> int | None:
         """Tokens per KV block; None while nobody has joined."""
@@ -61,6 +71,14 @@ def _of_model(model: str, report: FleetReport) -> Fleet:
     return Fleet(tuple(worker for worker in report.workers if worker.model == model), None, arrivals)
 
 
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """When a model was last seen to be served, and by which workers in each role."""
+
+    at: float = float("-inf")
+    by: Mapping[WorkerRole, frozenset[str]] = field(default_factory=dict)
+
+
 class FleetWatch:
     """Polls the scheduler. After a lost poll the last workers stay, for their limits. Who has handed off what to whom
     is asked for while somebody listens.
@@ -69,16 +87,29 @@ class FleetWatch:
     in between.
     """
 
-    def __init__(self, scheduler: Scheduler, models: Iterable[str]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, models: Iterable[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._scheduler = scheduler
+        self._clock = clock
         self.picture = FleetReport()
         self._has_hand_offs = False
         self.news = News[FleetReport | HandOff]()
         self._fleets = {model: Fleet() for model in models}
+        self._served = {model: _Served() for model in self._fleets}
 
     def of(self, model: str) -> Fleet:
         """The latest picture of a served model's workers."""
         return self._fleets[model]
+
+    def misses(self, model: str, seconds: float) -> bool:
+        """The model was served within the last `seconds`, and a worker that served it may come back by itself: none
+        has joined in a role that it needs, or it lost its last one other than by an operator's wish."""
+        served, fleet = self._served[model], self._fleets[model]
+        if self._clock() - served.at > seconds:
+            return False
+        missing = [before for role, before in served.by.items() if not fleet.serving(role)]
+        return not missing or any(before - fleet.withdrawn for before in missing)
 
     @property
     def is_ready(self) -> bool:
@@ -127,6 +158,10 @@ class FleetWatch:
             self._has_hand_offs = with_hand_offs
             fleets = {model: _of_model(model, self.picture) for model in self._fleets}
         self._fleets = fleets
+        for model, fleet in fleets.items():
+            if not fleet.reasons:
+                by = {role: fleet.serving(role) for role in (WorkerRole.DECODE, WorkerRole.PREFILL)}
+                self._served[model] = _Served(self._clock(), by)
         if (self.is_ready, self.reasons) != before:
             logger.info("ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weft import metrics
-from weft.errors import DeadlineExceeded, EngineFailed, Overloaded, PeerLost, RoomClosed, WeftError
+from weft.awake import AwakeClock
+from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, RoomClosed, WeftError
 from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey, WorkerAddress
 from weft_services.gateway.mesh.decode_peers import DecodeLink, StartMessage, compose
@@ -23,6 +24,7 @@ from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, StartCommand
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.refusals import Refusals
+from weft_services.gateway.mesh.routes import StreamLost
 from weft_services.gateway.mesh.sequence import Sequence
 from weft_services.gateway.mesh.sessions import Standing
 from weft_services.gateway.mesh.settler import Booking, Settler
@@ -47,7 +49,8 @@ metrics.from_zero(metrics.MOVES, _CAUSES.values())
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The peers a sequence needs, the group that owns its moves, how long one may wait for a worker, who is told of
-    hand-offs, and what has just been refused."""
+    hand-offs, and what has just been refused. `misses`: a model's worker was there within that time, and may be back
+    soon."""
 
     scheduler: Scheduler
     links: DecodeLinks
@@ -56,6 +59,8 @@ class Mesh:
     move_seconds: float
     on_hand_off: Callable[[HandOff], None] = lambda hand_off: None
     refusals: Refusals = field(default_factory=Refusals)
+    misses: Callable[[str], bool] = lambda model: False
+    clock: AwakeClock = field(default_factory=AwakeClock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ class Flight:
         return self._decode.worker_id if self._decode is not None else ""
 
     async def place(self) -> None:
-        """The first placement. Waits for no worker that is not there, except in place of one that was lost."""
+        """The first placement. Waits for a worker up to `move_seconds`, where one was there a moment ago."""
         await self._place(None)
 
     def spoke(self, usage: PromptUsage | None) -> None:
@@ -133,9 +138,13 @@ class Flight:
         """The attempt has failed: begin the next in the background. Raises the error when it must be the last."""
         logger.warning("attempt=%s failed worker=%s error=%s", self.key, worker_id or "unknown", error)
         assert self._decode is not None
-        self._suspect(self._decode)
-        self._try_again(Stage.FAILED, _at_fault(error, worker_id))
-        self._num_fruitless = 0 if len(self.sequence.token_ids) > self._num_resumed else self._num_fruitless + 1
+        if isinstance(error, PeerLost) and self._mesh.clock.is_shaken:
+            # this process stood still: connections that broke over it say nothing of workers, nor of the request
+            self._try_again(Stage.FAILED)
+        else:
+            self._suspect(self._decode)
+            self._try_again(Stage.FAILED, _at_fault(error, worker_id))
+            self._num_fruitless = 0 if len(self.sequence.token_ids) > self._num_resumed else self._num_fruitless + 1
         has_tried = self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES
         if has_tried or self._mesh.links.is_closed:
             raise error
@@ -175,21 +184,23 @@ class Flight:
     async def _place(self, failed: WeftError | None) -> None:
         """Until it has been started somewhere. `failed` is what the attempt before died of.
 
-        In place of a lost worker another is waited for, up to `move_seconds`; then `failed` is raised.
+        In place of a lost worker another is waited for, up to `move_seconds`; then `failed` is raised, or the last
+        refusal where nothing was begun.
         """
-        loop = asyncio.get_running_loop()
-        give_up_at, pause = loop.time() + self._mesh.move_seconds, FIRST_PAUSE_SECONDS
+        clock, pause = self._mesh.clock, FIRST_PAUSE_SECONDS
+        give_up_at = clock() + self._mesh.move_seconds
         while True:
             try:
                 placement = await self._route()
             except (PeerLost, Overloaded) as refusal:
-                if failed is None:
-                    raise
-                if not self._may_wait(failed) or loop.time() > give_up_at:
+                if not self._may_wait(refusal, failed) or clock() > give_up_at:
+                    if failed is None:
+                        raise
                     raise failed from refusal
                 if pause == FIRST_PAUSE_SECONDS:
                     logger.warning("sequence=%s waits for a worker: %s", self.key, refusal)
-                self._try_again(Stage.CANCELLED)
+                if self._booking is not None or failed is not None:
+                    self._try_again(Stage.CANCELLED)
                 await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), self._shared.remaining_seconds()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
@@ -201,7 +212,7 @@ class Flight:
                 self._suspect(placement.decode)
                 self._try_again(Stage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
                 # there may always be another that cannot be reached; once this gateway is leaving nobody can
-                if self._mesh.links.is_closed or loop.time() > give_up_at:
+                if self._mesh.links.is_closed or clock() > give_up_at:
                     raise failed from None
             else:
                 return
@@ -211,11 +222,15 @@ class Flight:
         """Once an attempt has spoken, all that was asked of the prompt is there."""
         return None if self.sequence.token_ids else self._num_prompt_logprobs
 
-    def _may_wait(self, failed: WeftError) -> bool:
+    def _may_wait(self, refusal: WeftError, failed: WeftError | None) -> bool:
         """Not once this gateway is leaving, and not for a full worker before anything was begun: that is the client's
-        choice."""
+        choice. Nor then for a worker that has long been away, never was there, or that an operator withdrew."""
         if self._mesh.links.is_closed:
             return False
+        if failed is None:
+            generation = self._shared.prepared.generation
+            is_away = isinstance(refusal, NoWorker | StreamLost) and not generation.reject_if_busy
+            return is_away and self._mesh.misses(generation.model)
         return bool(self.sequence.token_ids) or not isinstance(failed, Overloaded)
 
     async def _route(self) -> Placement:
@@ -242,8 +257,8 @@ class Flight:
         self._booking = Booking(self.key, self._mesh.settler)
         try:
             placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds(), self._compose)
-        except Overloaded as error:
-            self._booking = None  # who is refused holds nothing: a fleet that is full need not be told
+        except (Overloaded, NoWorker) as error:
+            self._booking = None  # a refused request holds nothing: a fleet that is full need not be told
             if isinstance(error, RoomClosed):
                 self._mesh.refusals.remember(query, error)
             raise

@@ -10,7 +10,7 @@ from weft.errors import (
     Cancelled,
     DeadlineExceeded,
     NotFound,
-    PeerLost,
+    NoWorker,
 )
 from weft.request import WorkerRole
 from weft.rpc import wire
@@ -39,21 +39,21 @@ class Scheduler:
     async def route(
         self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
     ) -> Placement:
-        """Raises Overloaded, PeerLost (no scheduler, or no worker for it), DeadlineExceeded. `meanwhile` is done while
-        a place is looked for, perhaps more than once."""
+        """Raises Overloaded, StreamLost (no scheduler), PeerLost (no worker for it), DeadlineExceeded. `meanwhile` is
+        done while a place is looked for, perhaps more than once."""
         num_answers = self._routes.num_answers
         try:
             async with asyncio.timeout(min(ROUTE_SECONDS, timeout_seconds)):
                 return await self._route(query, timeout_seconds, meanwhile)
         except NotFound as error:  # the name is one we serve, so nobody has joined yet
-            raise PeerLost(f"no worker serves {query.model!r}") from error
+            raise NoWorker(f"no worker serves {query.model!r}") from error
         except Cancelled as error:  # by the scheduler, which is going away
-            raise PeerLost("the scheduler is going away") from error
+            raise StreamLost("the scheduler is going away") from error
         except TimeoutError as error:
             if timeout_seconds <= ROUTE_SECONDS:
                 raise DeadlineExceeded("the request took too long") from error
             self._routes.doubt(num_answers)
-            raise PeerLost("the scheduler does not answer") from error
+            raise StreamLost("the scheduler does not answer") from error
 
     async def _route(self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None]) -> Placement:
         """Again where the stream breaks: another scheduler may answer at the same address, at the next try or the one

@@ -15,7 +15,7 @@ from contextlib import suppress
 import grpc
 
 from weft import trace
-from weft.errors import InvalidRequest, ModelLoading, Overloaded, PeerLost, RoomClosed, WeftError, from_code
+from weft.errors import InvalidRequest, ModelLoading, NoWorker, Overloaded, PeerLost, RoomClosed, WeftError, from_code
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES
 from weft.rpc.outgoing import Outgoing, speaking
@@ -152,6 +152,8 @@ def _some(items: deque[common_pb2.RequestKey]) -> list[common_pb2.RequestKey]:
 def _refusal(refused: pb.RouteRefusal) -> WeftError:
     if refused.reason == ModelLoading.reason:
         return ModelLoading(refused.message)
+    if refused.reason == NoWorker.reason:
+        return NoWorker(refused.message)
     error = from_code(refused.code, refused.message)
     if isinstance(error, Overloaded) and refused.hold_ms:
         return RoomClosed(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)

@@ -1,0 +1,222 @@
+"""No worker takes a new request: it waits for one that was there a moment ago, as a stream under way does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fake_scheduler import FakeScheduler
+from tests.services.gateway.fakes import answering
+from tests.services.gateway.test_embeddings import with_prefill
+from tests.services.gateway.test_moves import ask as moved
+from weft.awake import TICK_SECONDS, AwakeClock
+from weft.errors import NoWorker
+from weft.request import WorkerAddress, WorkerRole
+from weft_services.gateway.mesh import embedding, fleet
+from weft_services.gateway.mesh.fleet import FleetWatch
+from weft_services.gateway.mesh.workers import FleetReport, Worker
+
+NOBODY = (grpc.StatusCode.UNAVAILABLE, "no decode worker is live", (("weft-reason", NoWorker.reason),))
+LOADING = (grpc.StatusCode.UNAVAILABLE, "it is being loaded", (("weft-reason", "model_loading"),))
+UNKNOWN = (grpc.StatusCode.NOT_FOUND, "no worker serves it")
+MISMATCH = (grpc.StatusCode.UNAVAILABLE, "no prefill worker runs what the decode workers run")
+
+
+async def ask(b: Bench, **fields: Any) -> httpx.Response:
+    return await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "x", **fields})
+
+
+async def asked_while(b: Bench, refusal: Any, num_tries: int = 3) -> httpx.Response:
+    """A request that is refused so many times before there is a worker."""
+    b.decode.script = answering([*b.ids("hello"), END])
+    b.scheduler.refusal = refusal
+    task = asyncio.create_task(ask(b))
+    await b.scheduler.until(lambda: len(b.scheduler.routed) >= num_tries)
+    b.scheduler.refusal = None
+    return await task
+
+
+@pytest.mark.parametrize("refusal", [NOBODY, LOADING, UNKNOWN], ids=["lost", "started anew", "scheduler started anew"])
+async def test_request_waits_for_a_worker_that_was_there(bench: MakeBench, refusal: Any) -> None:
+    async with bench() as b:
+        response = await asked_while(b, refusal)
+        assert response.status_code == 200
+        assert {route.key.generation for route in b.scheduler.routed} == {0}, "it has had no place before others"
+
+
+async def test_request_waits_for_the_scheduler(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = answering([*b.ids("hello"), END])
+        await b.scheduler.kill()
+        task = asyncio.create_task(ask(b))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        again = FakeScheduler(b.scheduler.decoders, MODEL_NAME, b.scheduler.max_context)
+        await again.open(b.scheduler.address)
+        try:
+            assert (await task).status_code == 200
+        finally:
+            await again.kill()
+
+
+async def test_request_is_refused_when_its_wait_is_over(bench: MakeBench) -> None:
+    async with bench(move_seconds=0.2) as b:
+        b.scheduler.refusal = NOBODY
+        response = await ask(b)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert len(b.scheduler.routed) > 1
+        assert b.scheduler.settled == [], "a refused request holds nothing"
+
+
+@pytest.mark.parametrize("refusal", [NOBODY, LOADING, UNKNOWN], ids=["none", "loading", "unknown"])
+async def test_request_is_refused_at_once_when_none_ever_served(bench: MakeBench, refusal: Any) -> None:
+    async with bench() as b:
+        b.scheduler.decoders, b.scheduler.refusal = [], refusal
+        await b.gateway.watch.poll()
+        b.gateway.watch._served[MODEL_NAME] = fleet._Served()
+        assert (await ask(b)).status_code == 503
+        assert len(b.scheduler.routed) == 1
+
+
+async def test_request_is_refused_at_once_when_workers_differ(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.refusal = MISMATCH
+        assert (await ask(b)).status_code == 503
+        assert len(b.scheduler.routed) == 1
+
+
+async def test_request_that_wants_no_wait_is_refused_at_once(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.refusal = NOBODY
+        assert (await ask(b, reject_if_busy=True)).status_code == 503
+        assert len(b.scheduler.routed) == 1
+
+
+async def test_request_is_refused_when_an_operator_drained_the_worker(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.draining.add("decode-0")
+        await b.gateway.watch.poll()
+        b.scheduler.refusal = NOBODY
+        assert (await ask(b)).status_code == 503
+        assert len(b.scheduler.routed) == 1
+
+
+async def test_embedding_waits_for_a_worker(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "PAUSE_SECONDS", 0.05)
+    async with bench() as b, with_prefill(b):
+        b.scheduler.is_prefill_ready = False
+        await b.gateway.watch.poll()
+        task = asyncio.create_task(b.http.post("/v1/embeddings", json={"model": MODEL_NAME, "input": "x"}))
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        b.scheduler.is_prefill_ready = True
+        assert (await task).status_code == 200
+
+
+async def test_embedding_that_kills_workers_ends(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "PAUSE_SECONDS", 0.01)
+    async with bench() as b, with_prefill(b) as (worker,):
+        worker.refusal = grpc.StatusCode.UNAVAILABLE
+        response = await b.http.post("/v1/embeddings", json={"model": MODEL_NAME, "input": "x"})
+        assert response.status_code == 503
+        assert len(worker.asked) == embedding.MAX_TRIES
+
+
+async def test_lost_stream_blames_no_worker_after_a_standstill(bench: MakeBench, heard: None) -> None:
+    """Its only worker is asked again at once, and losses do not add up to the end of the stream."""
+    async with bench() as b:
+        answer = [*b.ids("hello world"), END]
+        b.decode.script = answering(answer, dies_after=1)
+        clock = b.gateway.pipeline._mesh.clock
+        clock._resumed_at = clock()
+        task = asyncio.create_task(moved(b))
+        await b.scheduler.until(lambda: len(b.scheduler.routed) > 1)
+        assert not b.scheduler.routed[1].excluded_boot_ids
+        task.cancel()
+
+
+class Picture:
+    """A scheduler that answers by a list of workers, and the gateway's view of it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.workers = [worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", WorkerRole.DECODE)]
+        self.watch = FleetWatch(self, [MODEL_NAME], lambda: self.now)  # type: ignore[arg-type]
+
+    async def fleet(self, with_hand_offs: bool) -> FleetReport:
+        return FleetReport(tuple(self.workers))
+
+    async def misses(self, *workers: Worker) -> bool:
+        self.workers = list(workers)
+        await self.watch.poll()
+        return self.watch.misses(MODEL_NAME, 30.0)
+
+
+def worker(worker_id: str, role: WorkerRole, **changes: Any) -> Worker:
+    values: dict[str, Any] = {"is_ready": True, "block_tokens": 16, "max_context_tokens": 99, "weights_hash": ""}
+    return Worker(WorkerAddress(worker_id, "boot", "127.0.0.1:1"), role, MODEL_NAME, **{**values, **changes})
+
+
+PREFILL, DECODE = worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", WorkerRole.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("then", "is_missed"),
+    [
+        ((), True),
+        ((PREFILL,), True),
+        ((PREFILL, replace(DECODE, is_ready=False)), True),
+        ((PREFILL, replace(DECODE, is_ready=False, is_draining=True)), False),
+        ((PREFILL, replace(DECODE, is_ready=False, is_parked=True)), False),
+        ((replace(PREFILL, is_ready=False, is_draining=True), DECODE), False),
+        ((replace(PREFILL, is_ready=False, is_draining=True),), True),
+        ((PREFILL, DECODE), True),
+    ],
+    ids=["all", "one", "not ready", "drained", "parked", "other role drained", "one each", "none"],
+)
+async def test_watch_misses_workers_that_left_by_themselves(then: tuple[Worker, ...], is_missed: bool) -> None:
+    picture = Picture()
+    await picture.watch.poll()
+    picture.now += 5.0
+    assert await picture.misses(*then) is is_missed
+
+
+async def test_watch_misses_the_lost_one_beside_a_drained_one() -> None:
+    picture = Picture()
+    other = worker("decode-1", WorkerRole.DECODE)
+    picture.workers.append(other)
+    await picture.watch.poll()
+    assert await picture.misses(PREFILL, replace(other, is_ready=False, is_draining=True))
+
+
+async def test_watch_misses_no_worker_for_long() -> None:
+    picture = Picture()
+    await picture.watch.poll()
+    picture.now += 31.0
+    assert not await picture.misses()
+
+
+async def test_watch_misses_no_worker_that_never_was() -> None:
+    assert not await Picture().misses(PREFILL)
+
+
+async def test_watch_counts_no_standstill_of_its_own() -> None:
+    picture = Picture()
+    clock = AwakeClock(lambda: picture.now)
+    picture.watch = FleetWatch(picture, [MODEL_NAME], clock)  # type: ignore[arg-type]
+    ticks = asyncio.create_task(clock.tick())
+    await asyncio.sleep(0)
+    await picture.watch.poll()
+    picture.now += 60.0
+    assert await picture.misses()
+    for _ in range(round(31.0 / TICK_SECONDS)):
+        picture.now += TICK_SECONDS
+        clock()
+    assert not await picture.misses()
+    ticks.cancel()
