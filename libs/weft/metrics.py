@@ -129,7 +129,8 @@ STAGE_SECONDS = Histogram(
     registry=REGISTRY,
 )
 
-# gateway, scheduler and workers
+# every process; the second of gateway, scheduler and workers
+ANONYMOUS_BYTES = Gauge("weft_anonymous_memory_bytes", "Anonymous memory of this process", registry=REGISTRY)
 STANDSTILL_SECONDS = Counter(
     "weft_standstill_seconds", "Time in which this process was stopped or got no processor time", registry=REGISTRY
 )
@@ -214,6 +215,18 @@ DISK_FAILURES = Counter(
 )
 INDEX_BLOCKS = Gauge("weft_kv_index_blocks", "Blocks in the index of workers' pools", registry=REGISTRY)
 INDEX_RESYNCS = Counter("weft_kv_index_resyncs", "Workers told to begin anew with a snapshot", registry=REGISTRY)
+
+
+def _anonymous_bytes() -> float:
+    """0 where there is no Linux."""
+    try:
+        with open("/proc/self/status") as status:
+            return next((1024.0 * int(line.split()[1]) for line in status if line.startswith("RssAnon:")), 0.0)
+    except OSError:
+        return 0.0
+
+
+ANONYMOUS_BYTES.set_function(_anonymous_bytes)
 
 
 def expose(host: str, port: int) -> int:

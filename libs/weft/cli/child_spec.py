@@ -49,7 +49,8 @@ class ChildSpec:
     not ready after `start_seconds`, counted anew whenever a child says how far it has come if it `heeds_progress`: one
     may wait for what another one does. `order` is the line
     for which the standby process forks this child, where it can do that. One that `leads_session` has its cores dealt
-    out beside the others', where the kernel does that by session; forked ones always have.
+    out beside the others', where the kernel does that by session; forked ones always have. With more anonymous memory
+    than `memory_bytes` it is logged, with far more ended; 0: neither.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ChildSpec:
     order: bytes = b""
     leads_session: bool = False
     probe_again: Callable[[], Awaitable[bool]] | None = None
+    memory_bytes: int = 0
 
 
 class ChildFailed(Exception):

@@ -25,11 +25,15 @@ from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.objects import is_remote
 
 SHARED_MEMORY = Path("/dev/shm")
+# beside weights and activations: imports, sequences that wait, grammars, what malloc keeps; on a GPU its libraries too
+WORKER_BYTES, CUDA_HOST_BYTES = 3 * GIB // 2, 8 * GIB
 ADVICE = "take fewer workers (--both 1), a smaller WEFT_CHUNK_TOKENS or more memory; `weft plan` shows the arithmetic"
 
 
-def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> None:
-    """Raises BadCheckpoint for what does not fit or is not whole, ConfigError for a setting that cannot be."""
+def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of anonymous memory that each worker is to take, by name: weights as its kernels read them and activations;
+    a pool is shared memory, or a GPU's. Raises BadCheckpoint for what does not fit or is not whole, ConfigError for a
+    setting that cannot be."""
     said = {"WEFT_DTYPE": options.dtype, "WEFT_WEIGHTS": options.weights, "WEFT_MAX_SEQS": str(options.max_seqs)}
     wanted = read_settings(Wanted, {**environ, **said})
     sizes = choose(wanted, bool(options.gpus) and not is_for_cpus_only())
@@ -45,6 +49,14 @@ def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> None:
         _check_cards(options, models, sizes)
     else:
         _check_memory(options, models, sizes, images, available_bytes() + there)
+    return {name: _worker_bytes(models[model], sizes) for name, model in options.workers.items()}
+
+
+def _worker_bytes(model: ModelConfig, sizes: Sizes) -> int:
+    if sizes.machine.device == "cuda":
+        return CUDA_HOST_BYTES  # weights and activations are the GPU's
+    room = sizes.room(model, 0)
+    return room.weights + room.activations + WORKER_BYTES
 
 
 @dataclass(frozen=True, slots=True)

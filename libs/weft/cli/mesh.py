@@ -10,10 +10,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.capacity.layout import GIB
 from weft.cli.child_spec import ChildSpec
 from weft.cli.health import grpc_serves, http_answers, redis_answers
 from weft.cli.layout import Addresses, MeshOptions
@@ -29,6 +30,10 @@ STANDBY_COMMAND = (
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
 # beside reading weights, which says how far it is; and with it, where the log is too quiet for that
 WORKER_START_SECONDS, BLIND_START_SECONDS = 900.0, 4 * 3600.0
+# of the scheduler's index, for workers' pools and the store's
+PREFIX_KEY_BYTES = 600
+# anonymous memory that services other than workers take at most, their indexes full and all their requests long
+SERVICE_BYTES = {"valkey": GIB // 2, "scheduler": 2 * GIB, "kvstore": 3 * GIB, "weights": 3 * GIB, "gateway": 4 * GIB}
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
@@ -43,6 +48,15 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
         for index, (name, model) in enumerate(options.workers.items())
     ]
     return [*stores, *workers, *(_gateway(options, at, name) for name in at.gateways)]
+
+
+def with_memory(specs: Iterable[ChildSpec], workers: Mapping[str, int]) -> list[ChildSpec]:
+    """The same, each with the memory that is planned for it; `workers` by name. What the user's own settings enlarge
+    (WEFT_PREFIX_KEYS, WEFT_SEGMENT_BYTES) comes on top."""
+    extra = read_config(_Enlarged)
+    added = {"scheduler": extra.prefix_keys * PREFIX_KEY_BYTES, "kvstore": extra.segment_bytes}
+    planned = {kind: size + added.get(kind, 0) for kind, size in SERVICE_BYTES.items()}
+    return [replace(spec, memory_bytes=workers.get(spec.name) or planned[spec.name.split("-")[0]]) for spec in specs]
 
 
 def worker_waits(environ: Mapping[str, str]) -> dict[str, str]:
@@ -139,6 +153,14 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
         leads_session=True,
     )
     return _patient(options, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Enlarged:
+    """By the user, or as the services have it."""
+
+    prefix_keys: int = 1_000_000
+    segment_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from weft.cli.child import Child, describe_exit
 from weft.cli.child_spec import CONFIG_EXIT_CODE, ChildFailed, ChildSpec, Listener, RestartPolicy, State
+from weft.cli.memory_guard import MemoryGuard, MemoryPlan
 from weft.cli.nursery import Nursery
 from weft.log import PROGRESS
 
@@ -178,12 +179,15 @@ class Supervisor:
         except OSError as error:
             return _Life(str(error), None, (), None)
         self._children[spec.name] = child
+        guard = MemoryGuard(MemoryPlan(spec.memory_bytes), lambda line: self._listener.on_line(spec.name, line))
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(child.read_lines(lambda line: self._on_line(spec.name, line)))
                 prober = group.create_task(self._probe(spec, child))
+                guarding = group.create_task(guard.watch(child))
                 code = await child.wait()
                 prober.cancel()
+                guarding.cancel()
                 child.signal_group(signal.SIGKILL)
                 await asyncio.wait([reader], timeout=DRAIN_SECONDS)
                 reader.cancel()
@@ -192,7 +196,7 @@ class Supervisor:
             await child.wait()
             del self._children[spec.name]
         overdue = not prober.cancelled() and prober.result() is None
-        how = (
+        how = guard.verdict or (
             f"not ready after {spec.start_seconds:g} s{' without progress' * spec.heeds_progress}"
             if overdue
             else describe_exit(code)

@@ -22,7 +22,7 @@ from weft.cli.display import Display
 from weft.cli.fit import check_fit
 from weft.cli.gpus import usable_gpus
 from weft.cli.layout import Addresses, MeshOptions, pick_addresses
-from weft.cli.mesh import HARMLESS, STANDBY_COMMAND, mesh_specs
+from weft.cli.mesh import HARMLESS, STANDBY_COMMAND, mesh_specs, with_memory
 from weft.cli.ports import PortTaken, reachable
 from weft.cli.record import MeshRecord, recorded
 from weft.cli.settings import check_settings
@@ -99,13 +99,14 @@ def _checked(place: str, given: str) -> Path:
         raise UsageError(f"{given}: {error.strerror}") from error
 
 
-def _check_models(options: MeshOptions) -> None:
-    """What can be told before a minute of starting: an architecture that there is, a tokenizer, and room for it all."""
+def _check_models(options: MeshOptions) -> dict[str, int]:
+    """What can be told before a minute of starting: an architecture that there is, a tokenizer, and room for it all.
+    Returns the memory that each worker is to take."""
     try:
         for directory in options.models.values():
             read_config(directory)
             check_tokenizer(directory)
-        check_fit(options, os.environ)
+        return check_fit(options, os.environ)
     except (BadCheckpoint, ConfigError, Unreadable) as error:
         raise UsageError(str(error)) from error
 
@@ -143,8 +144,8 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         at = pick_addresses(options)
     except PortTaken as error:
         raise UsageError(str(error)) from error
-    _check_models(options)
-    specs = _checked_specs(options, at)
+    planned = _check_models(options)
+    specs = with_memory(_checked_specs(options, at), planned)
     console = Console(soft_wrap=True)
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)
     if trouble:

@@ -75,6 +75,15 @@ def test_all_workers_and_the_weights_in_shared_memory_must_fit(
         check_fit(options, environ)
 
 
+def test_each_worker_has_a_plan_of_what_it_takes() -> None:
+    options = replace(OPTIONS, num_decode=2)
+    planned = check_fit(options, {})
+    assert set(planned) == set(options.workers)
+    config, sizes = read_config(SHIPPED), choose(Wanted(), False)
+    room = sizes.room(config, 64 * GIB)
+    assert planned["decode-1"] == room.weights + room.activations + fit.WORKER_BYTES
+
+
 def test_weights_that_lie_in_shared_memory_already_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     image = read_checkpoint(SHIPPED).total_bytes
     set_memory(monkeypatch, needed_bytes(OPTIONS) - image)

@@ -12,7 +12,7 @@ import pytest
 from weft.cli.child_spec import ChildSpec
 from weft.cli.gpus import usable_gpus
 from weft.cli.layout import Addresses, MeshOptions
-from weft.cli.mesh import mesh_specs
+from weft.cli.mesh import mesh_specs, with_memory
 from weft.cli.up import ending_signals
 from weft.config import ConfigError, read_config, read_models
 from weft.worker.config import WeightsForm, WorkerConfig
@@ -47,6 +47,17 @@ def test_workers_for_both_roles_are_counted_and_told_so() -> None:
     at = dataclasses.replace(AT, workers={"worker-0": "127.0.0.1:5", "worker-1": "127.0.0.1:6"})
     specs = {spec.name: spec for spec in mesh_specs(options, at)}
     assert [specs[name].environ["WEFT_ROLE"] for name in at.workers] == ["both", "both"]
+
+
+def test_every_process_has_a_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = MeshOptions(ONE, num_decode=2, num_gateways=2)
+    specs = mesh_specs(options, dataclasses.replace(AT, gateways={"gateway-0": 9, "gateway-1": 10}))
+    planned = {spec.name: spec.memory_bytes for spec in with_memory(specs, dict.fromkeys(options.workers, 7))}
+    assert [planned[name] for name in options.workers] == [7, 7, 7]
+    assert all(planned.values())
+    monkeypatch.setenv("WEFT_PREFIX_KEYS", "100000000")
+    larger = {spec.name: spec.memory_bytes for spec in with_memory(specs, dict.fromkeys(options.workers, 7))}
+    assert [name for name in planned if larger[name] > planned[name]] == ["scheduler"]
 
 
 def test_peers_are_told_each_others_addresses() -> None:
