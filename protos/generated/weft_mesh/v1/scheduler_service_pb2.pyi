@@ -332,8 +332,8 @@ class RouteRefusal(_message.Message):
     or more would be told the same; a gateway need not ask. 0: this request alone.
     """
     reason: _builtins.str
-    """What is wrong in the word that clients know: with INVALID_ARGUMENT such as context_length_exceeded, with UNAVAILABLE model_loading;
-    empty: there is none.
+    """What is wrong in one word: with INVALID_ARGUMENT such as context_length_exceeded, with UNAVAILABLE model_loading, or no_worker,
+    where none takes the request and one may be back; empty: there is none.
     """
     def __init__(
         self,
