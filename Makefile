@@ -5,13 +5,14 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak chaos page-test client-test agents lint protos install install-dev pin clean
+.PHONY: help serve test soak chaos pauses page-test client-test agents lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
 	@echo "make soak     the engine at random for 100,000 steps a family and loop, freed memory poisoned (half an hour; ARGS='-k llama4')"
 	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
+	@echo "make pauses   30 minutes of paused and killed processes, memory of each watched  (ARGS='--minutes 5')"
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
 	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against a gateway and a whole mesh; installs them, node must be there"
 	@echo "make agents   Claude Code, Codex and OpenCode list a folder through the gateway; npm installs them (1 GB)"
@@ -32,6 +33,9 @@ soak: install-dev
 # --tb=native: Python 3.11 fails to show long tracebacks of nested groups
 chaos: install-dev
 	@exec $(BIN)/python -m pytest tests/chaos --rounds 1 --tb=native $(ARGS)
+
+pauses: install-dev
+	@exec $(BIN)/python -m loadtest.pauses $(ARGS)
 
 page-test: install-dev
 	@scripts/page-test.sh $(ARGS)

@@ -138,6 +138,14 @@ class LocalMesh:
                 raise MeshTrouble(f"a worker does not come back:\n{self.log()[-4000:]}")
             await asyncio.sleep(0.3)
 
+    async def until_whole(self) -> None:
+        """Wait until the gateway answers and every worker is ready, whatever was done to them."""
+        deadline = time.monotonic() + START_SECONDS
+        while not await asyncio.to_thread(self._is_ready):
+            if time.monotonic() > deadline:
+                raise MeshTrouble(f"the mesh does not come back:\n{self.log()[-4000:]}")
+            await asyncio.sleep(0.3)
+
     async def moves(self, client: httpx.AsyncClient) -> int:
         """Sequences that the gateway has moved so far."""
         text = (await client.get("/metrics")).text

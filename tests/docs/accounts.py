@@ -63,6 +63,7 @@ MAKE: dict[str, str] = {
     "agents": "installs 1 GB of other people's agents; its tests are in tests/agents",
     "soak": "half an hour; the same for some hundreds of steps is in make test",
     "chaos": "minutes; one round is in make test",
+    "pauses": "half an hour; tests/mesh/test_pauses.py has each kind of pause once",
 }
 OTHERS: dict[str, str] = {
     "docker": "wants a daemon; tests/contract/test_compose.py starts what the compose files start, as processes",

@@ -10,10 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from loadtest import chaos
+from loadtest import chaos, pauses
+from loadtest.answers import Answer, Ask
 from loadtest.chaos import Tally, is_sound
 from loadtest.local_mesh import MeshTrouble
 from loadtest.soak import Samples, troubles
+
+from weft.cli.memory_guard import MIB
 
 MISSING = {"decode-0": 1}
 
@@ -77,3 +80,47 @@ def test_a_soak_tells_of_failures_and_of_blocks_that_are_missing() -> None:
     assert troubles(grown(0), defaultdict(int, answered=9, failed=1), {}, 120) == ["1 requests failed, 9 were answered"]
     assert troubles(grown(0), defaultdict(int), {}, 15) == ["0 requests failed, 0 were answered"]
     assert troubles(grown(0), defaultdict(int, answered=9), MISSING, 15) == ["blocks are missing: {'decode-0': 1}"]
+
+
+def paused(peak_mib: float, **ends: int) -> pauses.Tally:
+    """A run in which a worker of 200 MiB took so much."""
+    tally = pauses.Tally(ends=Counter({"right": 100, **ends}))
+    tally.memory.first = {"decode-0": 200 * MIB}
+    tally.memory.peak["decode-0"] = round(peak_mib * MIB)
+    return tally
+
+
+@pytest.mark.parametrize(
+    ("tally", "expected"),
+    [
+        (paused(259), True),
+        (paused(261), False),
+        (paused(200, lost=1), False),
+        (paused(200, right=0), False),
+        (paused(200, **{"gone with the gateway": 9, "no worker for long": 1}), True),
+    ],
+    ids=["flat", "grown", "lost", "none answered", "counted apart"],
+)
+def test_pauses_is_met_when_memory_is_flat_and_none_lost(tally: pauses.Tally, expected: bool) -> None:
+    assert pauses.is_sound(tally) is expected
+
+
+@pytest.mark.parametrize(
+    ("gone", "back", "seconds", "end"),
+    [
+        (None, None, 5.0, "lost"),
+        (None, None, 31.0, "no worker for long"),
+        (103.0, None, 5.0, "gone with the gateway"),
+        (103.0, 104.0, 5.0, "gone with the gateway"),
+        (90.0, 95.0, 5.0, "lost"),
+    ],
+    ids=["lost", "waited", "no gateway", "gateway again", "gateway long back"],
+)
+def test_pauses_counts_what_no_worker_could_answer_apart(
+    gone: float | None, back: float | None, seconds: float, end: str
+) -> None:
+    tally = pauses.Tally()
+    tally.gateway_gone_at = tally.gateway_gone_at if gone is None else gone
+    tally.gateway_back_at = tally.gateway_back_at if back is None else back
+    tally.count(Ask("one", {}), Answer(), Answer(error="503"), 100.0, 100.0 + seconds)
+    assert tally.ends == {end: 1}
