@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 # a longer step of a clock that ticks is a standstill, of which a tick's time counts
 MAX_STEP_SECONDS = 1.0
+# a shorter one is enough for pings of 0.7 s to run out
+LATE_STEP_SECONDS = 0.6
 # how long after a standstill lost connections are blamed on it: pings that were due run out at once
 SHAKEN_SECONDS = 3.0
 
@@ -46,7 +48,7 @@ class AwakeClock:
             stood_still = self._is_ticking and step > MAX_STEP_SECONDS
             self._awake += TICK_SECONDS if stood_still else step
             awake = self._awake
-            if stood_still:
+            if self._is_ticking and step > LATE_STEP_SECONDS:
                 self._resumed_at = awake
         if stood_still:
             logger.warning("process stood still seconds=%.1f", step)
@@ -55,7 +57,7 @@ class AwakeClock:
 
     @property
     def is_shaken(self) -> bool:
-        """The process stood still within the last SHAKEN_SECONDS."""
+        """The process stood still, or ran late, within the last SHAKEN_SECONDS."""
         return self() - self._resumed_at < SHAKEN_SECONDS
 
     async def tick(self) -> None:
