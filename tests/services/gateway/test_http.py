@@ -8,6 +8,7 @@ import gzip
 import os
 import re
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,19 @@ async def test_a_connection_that_says_nothing_is_closed(bench: MakeBench, monkey
         reader, writer = await connect(b)
         async with asyncio.timeout(10):
             assert await reader.read() == b""
+        writer.close()
+
+
+async def test_head_is_read_when_gateway_stood_still(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(http_server, "LATE_SECONDS", 0.05)
+    async with bench() as b:
+        reader, writer = await connect(b)
+        await asyncio.sleep(0.05)  # it has been accepted
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        time.sleep(1.3)  # noqa: ASYNC251 - the gateway's loop, which is this one, stands still
+        async with asyncio.timeout(10):
+            assert b"200" in await reader.readline()
         writer.close()
 
 

@@ -24,6 +24,8 @@ from weft_services.gateway.front.unframed import Unframed
 MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0
+# a timer that is later than this says that the process stood still
+LATE_SECONDS = 1.0
 # requests of one connection that wait while another is answered
 MAX_PIPELINED = 512
 KEEP_ALIVE_SECONDS = 75
@@ -181,7 +183,18 @@ class GuardedProtocol(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._is_in_head = True
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+            self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        due = self.loop.time() + HEAD_SECONDS
+        self._head_timer = self.loop.call_at(due, self._judge_head, due)
+
+    def _judge_head(self, due: float) -> None:
+        """The head is not here. Where this process stood still it is not read yet, and has its time again."""
+        if self.loop.time() - due > LATE_SECONDS:
+            self._wait_for_head()
+        else:
+            self.transport.close()
 
     def _watch_reader(self) -> None:
         unread = self.transport.get_write_buffer_size()
