@@ -4,9 +4,10 @@
     python -m loadtest.overload --seconds 12 --ramp-seconds 5       a quick look
     python -m loadtest.overload --out results                       overload.json, and overload.html with plots
 
-Starts a mesh of its own: gateway, scheduler, a prefill and a decode worker with 30 million random weights, and promises
-(WEFT_TARGETS) that go with what is measured here. First a ramp: twice as many requests a second, again and again, until
-the mesh answers fewer than it is asked; then as many as it answered. Capacity is the most that it answered in a second.
+Starts a mesh of its own: gateway, scheduler, a prefill and a decode worker with 30 million random weights, with default
+settings unless `--targets` or `--queue-seconds` say otherwise. First a ramp: twice as many requests a second, again and
+again, until the mesh answers fewer than it is asked; then as many as it answered. Capacity is the most that it answered
+in a second.
 Then the flood. Requests come by chance at a fixed rate, whatever becomes of those before them, and nobody comes back.
 
 A request is good when its first token and the mean time of the others keep the promise of `--slo`. Goodput counts good
@@ -240,7 +241,8 @@ def _conditions(options: Options) -> str:
         f"One prefill and one decode worker, 30 million weights, gateway, scheduler and clients on one machine. "
         f"Prompts of about {options.prompt_tokens} tokens, answers of about {options.output_tokens}. "
         f"Good: first token within {options.slo.first_token:g} s, others {1000 * options.slo.per_token:g} ms on "
-        f"average. WEFT_TARGETS={options.targets} WEFT_QUEUE_SECONDS={options.queue_seconds:g}. Times in ms."
+        f"average. WEFT_TARGETS={options.targets or 'default'} WEFT_QUEUE_SECONDS={options.queue_seconds:g}. "
+        "Times in ms."
     )
 
 
@@ -255,7 +257,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> tuple[Options, Path
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("--slo", type=float, nargs=2, default=(3.0, 0.1), metavar=("TTFT", "PER_TOKEN"))
-    parser.add_argument("--targets", default="600/80", help="WEFT_TARGETS of the mesh")
+    parser.add_argument("--targets", default="", help="WEFT_TARGETS of the mesh; empty: its default")
     parser.add_argument("--queue-seconds", type=float, default=2.0, help="WEFT_QUEUE_SECONDS of the mesh")
     parser.add_argument("--deadline", type=float, default=20.0, help="of a request, seconds")
     parser.add_argument("--seed", type=int, default=1)

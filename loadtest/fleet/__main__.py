@@ -1,14 +1,16 @@
-"""`python -m loadtest.fleet`: policies compared over a trace, hits against fleet and cache size, prefill split from
-decode or not, or the simulator's speed.
+"""`python -m loadtest.fleet`: policies compared over a trace, goodput over load, hits against fleet and cache size,
+prefill split from decode or not, or the simulator's speed.
 
     python -m loadtest.fleet compare --trace mooncake_conversation.jsonl --workers 64 --loads 0.6,0.8,0.95
+    python -m loadtest.fleet overload --trace azure_2023_code.csv --workers 16 --loads 0.5,0.8,0.95,1.1,1.5,4
     python -m loadtest.fleet hits    --trace mooncake_conversation.jsonl --workers 8,64,1000 --load 0.8
     python -m loadtest.fleet split   --trace mooncake_conversation.jsonl --workers 64 --loads 0.3,0.5,0.7,0.9
     python -m loadtest.fleet speed   --trace mooncake_conversation.jsonl
 
 Prints a table; `--out DIR` writes it as JSON, of `hits` beside what is there already, and as a page with plots.
 Everything is a simulation of workers; the routing is the scheduler's own code. Same trace, same options, same figures:
-rules that break ties by chance are run with several seeds in `compare`, whose mean is told.
+rules that break ties by chance are run with several seeds in `compare`, which prints their mean. `overload` ends with
+status 1 when goodput past capacity falls below its bar.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.fleet.experiments import compare, hits, speed, split
+from loadtest.fleet.overload import overload
 from loadtest.fleet.page import page
 from loadtest.traces import trace_file
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], tuple[list[Table], list[str], object]]] = {
     "compare": compare,
     "hits": hits,
+    "overload": overload,
     "speed": speed,
     "split": split,
 }
@@ -70,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = {**of, "figures": figures}
         (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         (options.out / f"{name}.html").write_text(page(f"Weft fleet simulation: {options.experiment}", parts))
+    sys.exit(isinstance(figures, dict) and figures.get("met") is False)
 
 
 def _with_earlier(file: Path, of: Mapping[str, object], figures: object) -> object:

@@ -1,5 +1,5 @@
-"""The experiments: who waits how long under which policy, how many hits against fleet and cache size, what splitting
-prefill from decode does, how fast this runs."""
+"""The experiments: how long requests wait under each policy, hits against fleet and cache size, what splitting prefill
+from decode does, how fast this runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from loadtest.fleet.scenario import Scenario
 from loadtest.fleet.simulator import FleetPlan, Policy, Simulation
 from loadtest.fleet.trace import Request, read_trace
 from loadtest.fleet.zoo import Zoo, least_requests, zoo
+from weft_services.scheduler.targets import NO_TARGETS
 
 Result = tuple[list[Table], list[str], object]
 COLUMNS = {
@@ -45,16 +46,17 @@ NO_END = 1 << 40
 def compare(options: argparse.Namespace) -> Result:
     """Weft, without and with its shared store, and the zoo over one fleet at several loads."""
     trace, machine = read_trace(options.trace), load_machine(options.machine)
-    workers, cache = int(options.workers), _tokens(options.cache)
-    tables, parts, figures = [], [page.text(_conditions(options, machine))], {}
+    workers, cache = int(options.workers), tokens(options.cache)
+    tables, parts, figures = [], [page.text(conditions(options, machine))], {}
     for load in map(float, options.loads.split(",")):
         scenario = Scenario(workers, load, options.requests)
         requests = scenario.requests(trace, machine)
-        plan = FleetPlan(machine, scenario.num_prefill, workers - scenario.num_prefill, cache_tokens=cache)
-        rows = [_run(replace(plan, store_tokens=NO_END), Weft("weft with its store", Signals(store=True)), requests)]
-        rows.append(_run(plan, Weft(), requests))
+        plan = scenario.plan(machine, cache)
+        rows = [run(replace(plan, store_tokens=NO_END), Weft("weft with its store", Signals(store=True)), requests)]
+        rows.append(run(plan, Weft(), requests))
+        rows.append(run(plan, Weft("weft, all admitted", targets=NO_TARGETS), requests))
         draws = [zoo(seed) for seed in range(options.draws)]
-        rows += [average([_run(plan, each, requests) for each in same]) for same in zip(*draws, strict=True)]
+        rows += [average([run(plan, each, requests) for each in same]) for same in zip(*draws, strict=True)]
         title = f"{workers} workers at {load:.0%} load"
         tables.append(_table(title, rows))
         parts += [page.heading(title), _html(rows)]
@@ -68,7 +70,7 @@ def hits(options: argparse.Namespace) -> Result:
     trace, machine = read_trace(options.trace), load_machine(options.machine)
     sizes = [int(size) for size in options.workers.split(",")]
     caches = [part.strip() for part in options.cache.split(",")]
-    tables, parts, figures = [], [page.text(_conditions(options, machine))], {}
+    tables, parts, figures = [], [page.text(conditions(options, machine))], {}
     for cache in caches:
         by_name: dict[str, list[float]] = {}
         for size in sizes:
@@ -80,8 +82,8 @@ def hits(options: argparse.Namespace) -> Result:
             for policy, with_store in _signals():
                 store = NO_END if with_store else 0
                 both = (scenario.num_prefill, size - scenario.num_prefill)
-                plan = FleetPlan(machine, *both, cache_tokens=_tokens(cache), store_tokens=store)
-                rows.append(_run(plan, policy, requests))
+                plan = FleetPlan(machine, *both, cache_tokens=tokens(cache), store_tokens=store)
+                rows.append(run(plan, policy, requests))
                 by_name.setdefault(policy.name, []).append(100 * rows[-1].of_ideal)
             title = f"{size} workers, {cache} M tokens of cache on each, at {options.load:.0%} load"
             tables.append(_table(title, rows))
@@ -95,17 +97,18 @@ def hits(options: argparse.Namespace) -> Result:
 def split(options: argparse.Namespace) -> Result:
     """So many workers that do both, against the same number split into prefill and decode, under the same requests."""
     trace, machine = read_trace(options.trace), load_machine(options.machine)
-    workers, cache, loads = int(options.workers), _tokens(options.cache), options.loads.split(",")
-    tables, parts, figures = [], [page.text(_conditions(options, machine))], {}
+    workers, cache, loads = int(options.workers), tokens(options.cache), options.loads.split(",")
+    tables, parts, figures = [], [page.text(conditions(options, machine))], {}
     by_side: dict[str, list[Figures]] = {}
     for load in loads:
         scenario = Scenario(workers, float(load), options.requests)
         requests, half = scenario.requests(trace, machine), scenario.num_prefill
+        plan = FleetPlan(machine, 0, 0, cache_tokens=cache)
         plans = {
-            f"{workers} that do both": FleetPlan(machine, 0, 0, num_both=workers, cache_tokens=cache),
-            f"{half} prefill, {workers - half} decode": FleetPlan(machine, half, workers - half, cache_tokens=cache),
+            f"{workers} that do both": replace(plan, num_both=workers),
+            f"{half} prefill, {workers - half} decode": replace(plan, num_prefill=half, num_decode=workers - half),
         }
-        rows = [_run(plan, Weft(name), requests) for name, plan in plans.items()]
+        rows = [run(plan, Weft(name, targets=NO_TARGETS), requests) for name, plan in plans.items()]
         for row in rows:
             by_side.setdefault(row.policy, []).append(row)
         title = f"{workers} workers, {float(load):.0%} of what half of them can prefill"
@@ -129,9 +132,10 @@ def speed(options: argparse.Namespace) -> Result:
     machine = load_machine(options.machine)
     scenario = Scenario(SPEED_WORKERS, options.load, SPEED_REQUESTS)
     requests = scenario.requests(read_trace(options.trace), machine)
-    plan = FleetPlan(machine, 500, 500, cache_tokens=_tokens(options.cache.split(",")[0]))
+    cache = tokens(options.cache.split(",")[0])
+    plan = FleetPlan(machine, 500, 500, cache_tokens=cache)
     began = time.process_time()
-    row = _run(plan, Weft(), requests)
+    row = run(plan, Weft(targets=NO_TARGETS), requests)
     seconds = time.process_time() - began
     title = f"{len(requests)} requests, {SPEED_WORKERS} workers: {seconds:.0f} s of CPU"
     return [_table(title, [row])], [page.heading(title), _html([row])], {"cpu_seconds": seconds, **row.as_dict()}
@@ -140,15 +144,15 @@ def speed(options: argparse.Namespace) -> Result:
 def _signals() -> list[tuple[Policy, bool]]:
     return [
         (Zoo("least requests", least_requests), False),
-        (Weft("load only", Signals(sessions=False, prefixes=False)), False),
-        (Weft("affinity", Signals(sessions=True, prefixes=False)), False),
-        (Weft("prefix index", Signals(sessions=False, prefixes=True)), False),
-        (Weft("weft", Signals()), False),
-        (Weft("weft and store", Signals(store=True)), True),
+        (Weft("load only", Signals(sessions=False, prefixes=False), targets=NO_TARGETS), False),
+        (Weft("affinity", Signals(sessions=True, prefixes=False), targets=NO_TARGETS), False),
+        (Weft("prefix index", Signals(sessions=False, prefixes=True), targets=NO_TARGETS), False),
+        (Weft("weft", Signals(), targets=NO_TARGETS), False),
+        (Weft("weft and store", Signals(store=True), targets=NO_TARGETS), True),
     ]
 
 
-def _run(plan: FleetPlan, policy: Policy, requests: Sequence[Request]) -> Figures:
+def run(plan: FleetPlan, policy: Policy, requests: Sequence[Request]) -> Figures:
     print(f"{policy.name} ...", end=" ", flush=True, file=sys.stderr)
     began = time.process_time()
     outcome = Simulation(plan, policy).run(requests)
@@ -156,11 +160,11 @@ def _run(plan: FleetPlan, policy: Policy, requests: Sequence[Request]) -> Figure
     return summarize(policy.name, requests, outcome, Targets())
 
 
-def _tokens(millions: str) -> int:
+def tokens(millions: str) -> int:
     return int(float(millions) * 1e6)
 
 
-def _conditions(options: argparse.Namespace, machine: Machine) -> str:
+def conditions(options: argparse.Namespace, machine: Machine) -> str:
     return (
         f"Simulated, not measured. Trace {options.trace.name}; machine {machine.name} ({machine.source}). "
         "Half of the workers prefill, half decode; one copy of the trace, with users of its own, for every eight. "

@@ -56,7 +56,8 @@ def summarize(name: str, requests: Sequence[Request], outcome: Outcome, targets:
     prompts = sum(job.request.prompt_tokens for job in jobs)
     hits = sum(job.cached_tokens + job.stored_tokens for job in jobs)
     computing = [worker for worker in outcome.workers if worker.role != "decode"]
-    good = sum(_is_good(job, targets) for job in jobs)
+    # what is answered after the last request came is no rate: an overloaded fleet has a backlog then
+    good = sum(_is_good(job, targets) and job.first_token_at <= requests[-1].at for job in jobs)
     itl = _itl(outcome.workers)
     tokens = sum(job.request.output_tokens for job in jobs)
     dollars = len(outcome.workers) * outcome.workers[0].machine.dollars_per_hour * span / 3600

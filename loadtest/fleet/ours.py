@@ -24,6 +24,7 @@ from weft_services.scheduler.state import (
     WorkerInfo,
     WorkerReport,
 )
+from weft_services.scheduler.targets import DEFAULT_TARGETS, Targets
 
 MODEL = "model"
 MAX_CONTEXT_TOKENS = 1_000_000
@@ -44,10 +45,16 @@ class Signals:
 class Weft:
     """The router behind the simulator's interface."""
 
-    def __init__(self, name: str = "weft", signals: Signals = Signals(), planner: RolePlanner | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "weft",
+        signals: Signals = Signals(),
+        planner: RolePlanner | None = None,
+        targets: Targets = DEFAULT_TARGETS,
+    ) -> None:
         self.name = name
         self._signals = signals
-        self._router = Router(silence_seconds=float("inf"), max_keys=MAX_KEYS, planner=planner)
+        self._router = Router(silence_seconds=float("inf"), targets=targets, max_keys=MAX_KEYS, planner=planner)
         self._sessions: dict[bytes, Preference] = {}
         self._members: list[Worker] = []
         self._workers: list[Machinery] = []
@@ -87,6 +94,7 @@ class Weft:
         try:
             placed = self._router.place(query, known, now)
         except Overloaded as error:
+            self._router.count_refusal(MODEL, now)
             return Rejected(error.retry_after_seconds)
         decode = self._workers[int(placed.decode.worker_id)]
         return Chosen(self._workers[int(placed.prefill.worker_id)] if placed.prefill else decode, decode)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtest.fleet.machine import Machine
+from loadtest.fleet.simulator import FleetPlan
 from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster
 
 WORKERS_A_COPY = 8
@@ -23,6 +24,11 @@ class Scenario:
     def num_prefill(self) -> int:
         """One half; the best ratio that the Mooncake paper found for this trace was about 1:1."""
         return max(self.num_workers // 2, 1)
+
+    def plan(self, machine: Machine, cache_tokens: int) -> FleetPlan:
+        """That many workers, half of them for each role, and clients that do not come back when refused."""
+        num_decode = self.num_workers - self.num_prefill
+        return FleetPlan(machine, self.num_prefill, num_decode, cache_tokens=cache_tokens, clients_retry=False)
 
     def requests(self, trace: Sequence[Request], machine: Machine) -> list[Request]:
         """The trace at that load."""

@@ -58,7 +58,7 @@ class Policy(Protocol):
 class FleetPlan:
     """How many workers of which kind, and what they hold. `cache_tokens`: a prefill worker's, 0 for its pool.
 
-    With `clients_retry` who is refused comes back after the time it was told; its wait counts from the first time.
+    With `clients_retry` a refused request comes back after its Retry-After; its wait counts from the first time.
     """
 
     machine: Machine

@@ -11,6 +11,7 @@ import pytest
 from loadtest.fleet.figures import Targets, average, summarize, weighted_percentile
 from loadtest.fleet.machine import H100, load_machine
 from loadtest.fleet.ours import Signals, Weft
+from loadtest.fleet.overload import holds
 from loadtest.fleet.page import bars, lines, page, table
 from loadtest.fleet.scenario import Scenario, ideal_seconds
 from loadtest.fleet.simulator import FleetPlan, Outcome, Policy, Simulation
@@ -19,6 +20,7 @@ from loadtest.fleet.worker import BlockCache, Job, Machinery
 from loadtest.fleet.zoo import zoo
 
 from weft_services.scheduler.planner import Limits, RolePlanner
+from weft_services.scheduler.targets import NO_TARGETS
 
 PLAN = FleetPlan(H100, num_prefill=2, num_decode=2)
 
@@ -230,3 +232,49 @@ def test_percentiles_of_weights() -> None:
     assert weighted_percentile({1.0: 1, 2.0: 98, 3.0: 1}, 50) == 2.0
     assert weighted_percentile({1.0: 1, 2.0: 98, 3.0: 1}, 99.5) == 3.0
     assert weighted_percentile({1.0: 1, 2.0: 1, 9.0: 0}, 50) == 1.5
+
+
+@pytest.mark.parametrize(("num_sessions", "speed"), [(400, 1.5), (1000, 2.5)])
+def test_admission_keeps_goodput_in_overload(num_sessions: int, speed: float) -> None:
+    requests = faster(conversations(num_sessions, 5), speed)
+    plan = FleetPlan(H100, 4, 4, cache_tokens=4_000_000, clients_retry=False)
+    ours, everything = (
+        summarize(policy.name, requests, Simulation(plan, policy).run(requests), Targets())
+        for policy in (Weft(), Weft("all", targets=NO_TARGETS))
+    )
+    assert ours.goodput > 1.3 * everything.goodput
+    assert ours.rejected > everything.rejected
+
+
+def test_admission_refuses_nothing_below_capacity() -> None:
+    plan = FleetPlan(H100, 4, 4, cache_tokens=4_000_000, clients_retry=False)
+    num_rejected = len(Simulation(plan, Weft()).run(conversations(400, 5)).rejected)
+    assert num_rejected == 0
+
+
+@pytest.mark.parametrize(
+    ("goodputs", "expected"),
+    [([5.0, 9.0, 8.2, 8.9], True), ([5.0, 9.0, 8.0, 8.9], False), ([5.0, 9.0, 12.0, 30.0], True)],
+)
+def test_overload_bar_is_of_the_best_goodput_so_far(goodputs: list[float], expected: bool) -> None:
+    assert holds([0.5, 0.9, 1.1, 4.0], goodputs) is expected
+
+
+def test_overload_bar_leaves_loads_below_capacity_alone() -> None:
+    assert holds([0.5, 0.8, 0.95], [5.0, 9.0, 1.0])
+
+
+def test_goodput_leaves_out_what_the_backlog_answers() -> None:
+    requests = [request(n, 0.001 * n) for n in range(4)]
+    assert summarize("weft", requests, run(Weft(), requests), Targets(ttft=1e9)).goodput == 0.0
+
+
+def test_prompts_without_cached_prefix_wait_no_longer_than_by_least_requests() -> None:
+    rng = random.Random(7)
+    times = sorted(rng.uniform(0, 60) for _ in range(1500))
+    requests = [request(n, at, prompt=int(rng.lognormvariate(8.0, 1.0)) + 1, output=20) for n, at in enumerate(times)]
+    plan = FleetPlan(H100, 4, 4)
+    rules = [Weft("weft", targets=NO_TARGETS), *(rule for rule in zoo() if rule.name == "least requests")]
+    ours, theirs = (summarize(rule.name, requests, run(rule, requests, plan), Targets()) for rule in rules)
+    assert ours.prefill_busy > 0.5
+    assert ours.ttft_mean <= 1.01 * theirs.ttft_mean

@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.lifetime import Stage
-from weft.metrics import ROUTES, WAITING
+from weft.metrics import OVER_TARGET, ROUTES, WAITING
 from weft.request import WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.bookings import Booking
@@ -36,7 +36,7 @@ from weft_services.scheduler.state import (
     WorkerInfo,
     WorkerReport,
 )
-from weft_services.scheduler.targets import TooLate
+from weft_services.scheduler.targets import OverTarget, TooLate
 from weft_services.scheduler.waiting import WaitingRoom, rank_of
 from weft_services.scheduler.whereabouts import Whereabouts
 
@@ -134,6 +134,8 @@ class Dispatcher:
             placement = await self._place_in_time(query, preference)
         except WeftError as error:
             self._router.refuse(query)
+            if isinstance(error, Overloaded) and not isinstance(error, TooLate):
+                self._router.count_refusal(query.model, self._clock())
             next(counter for kind, counter in _REFUSED if isinstance(error, kind)).inc()
             raise
         (_BY_SESSION if placement.by_session else _BY_LOAD).inc()
@@ -203,6 +205,8 @@ class Dispatcher:
             try:
                 return self._placed(query, preference, now, passage)
             except Full as error:
+                if isinstance(error, OverTarget):
+                    OVER_TARGET.inc()
                 busy, passage = error, self._router.past(query, error, passage)
         if self._router.passes_over(query):
             raise busy  # others would wait behind it, for a worker that has room for them

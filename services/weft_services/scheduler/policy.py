@@ -34,6 +34,9 @@ MAX_CARE = 64.0
 # costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
 TIE_SHARE = 0.02
 TIE_SECONDS = 0.005
+# Of MAX_WAIT_RATIO, for a prompt of which nothing is cached anywhere. The whole ratio keeps a short rest with its
+# prefix. With nothing cached, few prompts before it count more than few tokens (loadtest.fleet compare, Azure trace).
+SPREAD_SHARE = 0.25
 # a session's own word on where its cache is counts less than what was dispatched there, by who knows that
 CLAIM_CREDIT = 0.5
 # moving blocks to another worker: a part of what computing them takes, and a round trip
@@ -144,9 +147,11 @@ class _View:
 
     def _prefill_costs(self) -> Row:
         demand, served, last = self.demand, self.served, self.demand.query.prompt_tokens - 1
-        costs = served.prefill_costs(*self._work(0))
-        costs += served.bars[WorkerRole.PREFILL]
         slots, preferred = served.prefill_slots, served.by_id.get(demand.preference.prefill_id)
+        tokens, weighed = self._work(0)
+        is_new = preferred is None and not demand.prefixes.held
+        costs = served.prefill_costs(tokens * SPREAD_SHARE if is_new else tokens, weighed)
+        costs += served.bars[WorkerRole.PREFILL]
         own, weight, before = 0, 0.0, -1  # nearly all who hold anything hold what is common, and no more
         for worker, tokens in demand.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
@@ -263,12 +268,13 @@ class _View:
         held = held_tokens(demand, prefill)
         own = _uncomputed(demand, held)
         handoff = 0.0 if prefill is decode else HANDOFF_SECONDS
-        wait = prefill.wait_seconds(own)
+        needed = demand.query.prompt_tokens + demand.output_tokens
+        wait = prefill.wait_seconds(own) + decode.room_seconds(needed, demand.output_tokens)
         return Placement(
             decode=decode,
             prefill=None if prefill is decode else prefill,
             prefill_tokens=own,
-            decode_tokens=demand.query.prompt_tokens + demand.output_tokens,
+            decode_tokens=needed,
             by_session=decode.worker_id == preference.decode_id or prefill.worker_id == preference.prefill_id,
             ttft_seconds=wait + own * prefill.token_seconds + handoff,
             wait_seconds=wait,

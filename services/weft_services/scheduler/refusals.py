@@ -72,4 +72,9 @@ def retry_after(workers: Iterable[Worker]) -> float:
         max(worker.prefill_tokens * worker.token_seconds, worker.decode_tokens * worker.decode_token_seconds)
         for worker in workers
     ]
-    return min(max(min(seconds, default=0.0) / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+    return clamp_retry(min(seconds, default=0.0) / 2)
+
+
+def clamp_retry(seconds: float) -> float:
+    """A Retry-After between the least and the most that clients are given."""
+    return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)

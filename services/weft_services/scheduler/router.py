@@ -14,6 +14,7 @@ from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Booking, Bookings
+from weft_services.scheduler.crowd import Crowd, Crowds
 from weft_services.scheduler.fleet import Fleet, serves
 from weft_services.scheduler.gateways import Gateways
 from weft_services.scheduler.lengths import OutputLengths
@@ -37,7 +38,7 @@ from weft_services.scheduler.state import (
     WorkerInfo,
     WorkerReport,
 )
-from weft_services.scheduler.targets import NO_TARGETS, Targets, check_deadline
+from weft_services.scheduler.targets import DEFAULT_TARGETS, Targets, check_deadline
 
 logger = logging.getLogger(__name__)
 # the store bounds itself
@@ -62,7 +63,7 @@ class Router:
     def __init__(
         self,
         silence_seconds: float,
-        targets: Targets = NO_TARGETS,
+        targets: Targets = DEFAULT_TARGETS,
         max_keys: int = MAX_KEYS,
         planner: RolePlanner | None = None,
     ) -> None:
@@ -76,6 +77,7 @@ class Router:
         # prompts that are in its memory, and of those that end on its disk
         self._stored: PrefixIndex[tuple[bytes, Tier]] = PrefixIndex(max_keys)
         self._bookings = Bookings()
+        self._crowds = Crowds()
         self._lengths = OutputLengths()
 
     def join(self, info: WorkerInfo, now: float) -> Worker:
@@ -112,7 +114,7 @@ class Router:
         placement = self._choose(demand, now, passage)
         # who lost its place goes before all who wait: were it to wait for a fleet that is half empty, so would they
         priority = Priority.DEFAULT if query.key.generation > 0 else query.priority
-        self._targets.check(query.model, priority, placement)
+        self._targets.check(query.model, priority, placement, lambda: self._crowd_before(query, now))
         check_deadline(query, placement)
         self._bookings.book(query, placement, now)
         block_tokens = self.fleet.models[query.model].block_tokens
@@ -121,6 +123,12 @@ class Router:
             self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
             self.fleet.probe(worker, now)
         return placement
+
+    def _crowd_before(self, query: RouteQuery, now: float) -> Crowd:
+        """What competes with this request; nothing with one that lost its place: it was admitted before."""
+        if query.key.generation > 0:
+            return Crowd(0)
+        return self._crowds.of(query.model, self.fleet.models[query.model], now)
 
     def _choose(self, demand: Demand, now: float, passage: Passage) -> Placement:
         query = demand.query
@@ -157,6 +165,10 @@ class Router:
     def refuse(self, query: RouteQuery) -> None:
         """It is told that there is no place for it, and will not be settled."""
         self._bookings.refuse(query.key)
+
+    def count_refusal(self, model: str, now: float) -> None:
+        """A request of this model was refused because the fleet is busy."""
+        self._crowds.refuse(model, now)
 
     def demand(self, query: RouteQuery, preference: Preference = NO_PREFERENCE) -> Demand:
         """The request, and all that is known of it and of use."""

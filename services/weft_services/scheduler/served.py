@@ -62,7 +62,7 @@ class Served:
     def _first(self, role: WorkerRole) -> Worker | None:
         return next((worker for worker in self.workers if worker.info.role.can(role)), None)
 
-    def prefill_costs(self, own: int, weight: float) -> Row:
+    def prefill_costs(self, own: float, weight: float) -> Row:
         """`Worker.prefill_cost` of each, whether it prefills or not."""
         costs: Row = own * self._overtaken_seconds
         np.minimum(costs, self._prefill_seconds, out=costs)

@@ -87,14 +87,17 @@ class WorkerReport:
 
 @dataclass(slots=True)
 class Load:
-    """What is booked on a worker: prompt tokens to compute, tokens to hold while decoding, requests."""
+    """What is booked on a worker: prompt tokens to compute, tokens to hold while decoding, requests, and prompts that
+    are not computed yet."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
     requests: int = 0
+    prompts: int = field(default=0, compare=False)
 
     def add(self, prefill_tokens: int, decode_tokens: int) -> None:
-        """More of both, or less."""
+        """Add one request's tokens, or remove them when negative."""
+        self.prompts += (prefill_tokens > 0) - (prefill_tokens < 0)
         self.prefill_tokens += prefill_tokens
         self.decode_tokens += decode_tokens
 
@@ -164,6 +167,15 @@ class Worker:
         """How long a prompt of which so many tokens have to be computed waits here: for those before it, but short ones
         do not wait for all of long ones (`weft.engine.waiting`)."""
         return min(self.prefill_seconds, own_tokens * self.overtaken_seconds)
+
+    def room_seconds(self, own_tokens: int, output_tokens: int) -> float:
+        """How long a new sequence of `own_tokens` waits for KV blocks. Sequences release a pool in the time that one
+        answer takes. Bookings overestimate, so the wait is 0 until the worker itself reports waiting sequences."""
+        lacking = self.decode_tokens + own_tokens - self.info.pool_tokens
+        if lacking <= 0 or not self.report.num_waiting:
+            return 0.0
+        answer_seconds = output_tokens * self.speed.itl_seconds(max(self.report.num_running, 1))
+        return lacking / (self.info.pool_tokens or 1) * answer_seconds
 
     def prefill_cost(self, own_tokens: int, weight: float) -> float:
         """Of a prompt of which so many tokens have to be computed here, and weigh that much."""

@@ -2,51 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from weft.config import ConfigError
 from weft.errors import Overloaded
 from weft.request import WorkerRole
-from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Full
-from weft_services.scheduler.state import Placement, Priority, RouteQuery
+from weft_services.scheduler.crowd import Crowd
+from weft_services.scheduler.refusals import MIN_RETRY_SECONDS, Full, clamp_retry
+from weft_services.scheduler.state import INFINITE, Placement, Priority, RouteQuery
 
 # work that nobody waits for leaves this share of the promised time to the others
 BATCH_SHARE = 0.5
+# The default target. With the wait for room (WEFT_QUEUE_SECONDS) and its own prompt, a request has its first token within
+# 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
+DEFAULT_WAIT_SECONDS = 1.0
+# A small or slow fleet finishes a burst of this size, and this many clients that ask one request after the other never
+# add up to more. On a fast fleet it takes less than DEFAULT_WAIT_SECONDS.
+DEFAULT_BURST_PROMPTS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Seconds that a prompt may wait before it is computed, and between two tokens; 0: no promise."""
+    """Seconds that a prompt may wait before it is computed, and between two tokens; 0: no promise. With a crowd below
+    `burst_prompts` a prompt may wait longer."""
 
     wait_seconds: float = 0.0
     itl_seconds: float = 0.0
+    burst_prompts: int = 0
+
+
+DEFAULT_TARGET = Target(DEFAULT_WAIT_SECONDS, burst_prompts=DEFAULT_BURST_PROMPTS)
+
+
+class OverTarget(Full):
+    """There is room, but the request would wait longer than promised, or slow down others too much."""
+
+
+def _endless_crowd() -> Crowd:
+    return Crowd(INFINITE)
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """By model; `usual` for the others."""
 
-    usual: Target = Target()
+    usual: Target = DEFAULT_TARGET
     by_model: Mapping[str, Target] = field(default_factory=dict)
 
-    def check(self, model: str, priority: Priority, placement: Placement) -> None:
-        """Raises Full when the request would wait too long there, or make all others there too slow.
+    def check(
+        self, model: str, priority: Priority, placement: Placement, crowd: Callable[[], Crowd] = _endless_crowd
+    ) -> None:
+        """Raises OverTarget when the request would wait too long there, or make all others there too slow.
 
         What computing the prompt itself takes is not counted: a long prompt is no reason to refuse it, also not when
-        idle.
+        idle. `crowd`: what competes with the request. Refused clients come back as well, so Retry-After counts them.
         """
         target = self.by_model.get(model, self.usual)
         share = BATCH_SHARE if priority is Priority.BATCH else 1.0
-        late = placement.wait_seconds - share * target.wait_seconds
-        if target.wait_seconds and late > 0:
-            raise Full("too many prompts wait already", late, WorkerRole.PREFILL)
+        limit = share * target.wait_seconds
+        if target.wait_seconds and placement.wait_seconds > limit:
+            before = crowd()
+            if before.size >= share * target.burst_prompts:
+                again = clamp_retry(before.seconds(placement.wait_seconds) - limit)
+                raise OverTarget("too many prompts wait already", again, WorkerRole.PREFILL)
         is_shared = placement.decode.booked.requests > 0
         if target.itl_seconds and is_shared and placement.itl_seconds > share * target.itl_seconds:
-            raise Full("too many answers are being generated already", MIN_RETRY_SECONDS, WorkerRole.DECODE)
+            raise OverTarget("too many answers are being generated already", MIN_RETRY_SECONDS, WorkerRole.DECODE)
 
 
-NO_TARGETS = Targets()
+DEFAULT_TARGETS = Targets()
+NO_TARGETS = Targets(Target())
 
 
 class TooLate(Overloaded):
@@ -64,14 +90,13 @@ def check_deadline(query: RouteQuery, placement: Placement) -> None:
     if late <= 0 or query.resumed_tokens:
         return
     if any(worker.booked.requests for worker in (placement.decode, placement.prefill or placement.decode)):
-        retry_after_seconds = min(max(late, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-        raise TooLate("the answer would not be complete by its deadline", retry_after_seconds)
+        raise TooLate("the answer would not be complete by its deadline", clamp_retry(late))
 
 
 def parse_targets(text: str) -> Targets:
     """`2000/50` (milliseconds of waiting, and between tokens) for all models, `name=2000/50,...` for some. 0: no
-    promise."""
-    usual, by_model = Target(), {}
+    promise. Models that are not named keep DEFAULT_TARGET."""
+    usual, by_model = DEFAULT_TARGET, {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, numbers = part.rpartition("=")
         wait, slash, itl = numbers.partition("/")
