@@ -118,7 +118,7 @@ BOOKED_REQUESTS = Gauge("weft_booked_requests", "Requests booked on workers", re
 DECLINED_ROLES = Counter("weft_declined_roles", "Roles that workers were asked for and did not play", registry=REGISTRY)
 WAITING = Gauge("weft_routes_waiting", "Requests that wait for room", registry=REGISTRY)
 OVER_TARGET = Counter(
-    "weft_over_target", "Requests that came when the expected wait was beyond the target", registry=REGISTRY
+    "weft_over_target", "Requests that came when the expected wait or ITL was over target", registry=REGISTRY
 )
 LOCATES = Counter("weft_locates", "Questions to kvstore, by what came of them", ["outcome"], registry=REGISTRY)
 ROUTES = Counter("weft_routes", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
