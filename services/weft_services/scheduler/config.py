@@ -19,7 +19,8 @@ class Config:
     """From WEFT_* variables. An empty redis_url means no session affinity, an empty kvstore_addr that only
     what this scheduler dispatched is known of who caches what; `max_queue` requests of a model wait for room, each
     no longer than `queue_seconds`; `targets` is what waiting and generating may take before new requests have to
-    wait, empty: the default of targets.py; `planner` what they may take before a worker changes its role, empty: never."""
+    wait, empty: the default of targets.py; `planner` what they may take before a worker changes its role, empty:
+    never."""
 
     host: str = "127.0.0.1"
     port: int = 0

@@ -117,6 +117,7 @@ class Router:
         self._targets.check(query.model, priority, placement, lambda: self._crowd_before(query, now))
         check_deadline(query, placement)
         self._bookings.book(query, placement, now)
+        self._crowds.place(query.model, placement.wait_seconds, placement.own_seconds, now)
         block_tokens = self.fleet.models[query.model].block_tokens
         for worker in {placement.decode, placement.prefill or placement.decode}:
             held = demand.prefixes.held.get(worker, 0) // block_tokens
@@ -128,7 +129,7 @@ class Router:
         """What competes with this request; nothing with one that lost its place: it was admitted before."""
         if query.key.generation > 0:
             return Crowd(0)
-        return self._crowds.of(query.model, self.fleet.models[query.model], now)
+        return self._crowds.before(query.model, self.fleet.models[query.model], now)
 
     def _choose(self, demand: Demand, now: float, passage: Passage) -> Placement:
         query = demand.query

@@ -308,3 +308,8 @@ class Placement:
     wait_seconds: float = 0.0
     itl_seconds: float = 0.0
     held_tokens: int = 0
+
+    @property
+    def own_seconds(self) -> float:
+        """What computing the prompt takes."""
+        return self.prefill_tokens * (self.prefill or self.decode).token_seconds

@@ -14,25 +14,33 @@ from weft_services.scheduler.state import INFINITE, Placement, Priority, RouteQu
 
 # work that nobody waits for leaves this share of the promised time to the others
 BATCH_SHARE = 0.5
-# The default target. With the wait for room (WEFT_QUEUE_SECONDS) and its own prompt, a request has its first token within
-# 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
+# The default target. With the wait for room (WEFT_QUEUE_SECONDS) and its own prompt, a request has its first token
+# within 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
 DEFAULT_WAIT_SECONDS = 1.0
 # A small or slow fleet finishes a burst of this size, and this many clients that ask one request after the other never
 # add up to more. On a fast fleet it takes less than DEFAULT_WAIT_SECONDS.
 DEFAULT_BURST_PROMPTS = 32
+# A fleet that keeps up with its load works off longer bursts as well. More than this is no use to anyone.
+DEFAULT_BURST_SECONDS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """Seconds that a prompt may wait before it is computed, and between two tokens; 0: no promise. With a crowd below
-    `burst_prompts` a prompt may wait longer."""
+    `burst_prompts` a prompt may wait longer, and on a fleet that keeps up with its load for `burst_seconds`."""
 
     wait_seconds: float = 0.0
     itl_seconds: float = 0.0
     burst_prompts: int = 0
+    burst_seconds: float = 0.0
+
+    def allows(self, wait_seconds: float, crowd: Crowd, share: float) -> bool:
+        """May a prompt wait so long for a burst to pass."""
+        is_short = crowd.keeps_up and wait_seconds <= share * self.burst_seconds
+        return is_short or crowd.size < share * self.burst_prompts
 
 
-DEFAULT_TARGET = Target(DEFAULT_WAIT_SECONDS, burst_prompts=DEFAULT_BURST_PROMPTS)
+DEFAULT_TARGET = Target(DEFAULT_WAIT_SECONDS, burst_prompts=DEFAULT_BURST_PROMPTS, burst_seconds=DEFAULT_BURST_SECONDS)
 
 
 class OverTarget(Full):
@@ -63,7 +71,7 @@ class Targets:
         limit = share * target.wait_seconds
         if target.wait_seconds and placement.wait_seconds > limit:
             before = crowd()
-            if before.size >= share * target.burst_prompts:
+            if not target.allows(placement.wait_seconds, before, share):
                 again = clamp_retry(before.seconds(placement.wait_seconds) - limit)
                 raise OverTarget("too many prompts wait already", again, WorkerRole.PREFILL)
         is_shared = placement.decode.booked.requests > 0

@@ -10,7 +10,7 @@ from weft.lifetime import Stage
 from weft.metrics import OVER_TARGET
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.crowd import MEMORY_SECONDS, Crowd
+from weft_services.scheduler.crowd import IDLE_SECONDS, MEMORY_SECONDS, Crowd
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 from weft_services.scheduler.router import Progress, Router
@@ -90,6 +90,41 @@ def test_overload_is_held_to_the_target_until_refusals_fade() -> None:
     with pytest.raises(OverTarget):
         ask(router, "late", 0.1)
     ask(router, "later", 2 * MEMORY_SECONDS)
+
+
+def busy_fleet(requests_a_second: int, seconds: int) -> Router:
+    """A worker that computes one prompt of 0.5 s after the other; the others wait for it."""
+    router = mesh(Router(1e9, parse_targets("")))
+    for second in range(seconds):
+        for number in range(requests_a_second):
+            ask(router, f"{second}/{number}", float(second), tokens=1000)
+            router.settle(Progress(RequestKey(f"{second}/{number}"), Stage.FINISHED), float(second))
+    return router
+
+
+def wait_behind(router: Router, num_prompts: int, now: float) -> None:
+    for number in range(num_prompts):
+        ask(router, f"before{number}", now, tokens=120)
+    ask(router, "next", now, tokens=1000)
+
+
+def test_fleet_that_keeps_up_admits_long_bursts() -> None:
+    # 60 prompts of 0.06 s wait: more than 32, and 3.6 s
+    wait_behind(busy_fleet(requests_a_second=1, seconds=60), 60, 60.0)
+
+
+def test_fleet_that_does_not_keep_up_refuses_long_bursts() -> None:
+    with pytest.raises(OverTarget):
+        wait_behind(busy_fleet(requests_a_second=3, seconds=60), 60, 60.0)
+
+
+def test_burst_is_over_when_no_worker_was_idle_lately() -> None:
+    router = busy_fleet(requests_a_second=1, seconds=60)
+    ask(router, "long", 60.0, tokens=90_000)
+    for number in range(DEFAULT_BURST_PROMPTS):
+        ask(router, f"short{number}", 61.0 + IDLE_SECONDS, tokens=1)
+    with pytest.raises(OverTarget):
+        ask(router, "next", 61.0 + IDLE_SECONDS, tokens=1000)
 
 
 def test_refusals_of_one_model_are_no_matter_of_another() -> None:
