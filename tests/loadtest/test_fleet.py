@@ -274,7 +274,7 @@ def test_prompts_without_cached_prefix_wait_no_longer_than_by_least_requests() -
     times = sorted(rng.uniform(0, 60) for _ in range(1500))
     requests = [request(n, at, prompt=int(rng.lognormvariate(8.0, 1.0)) + 1, output=20) for n, at in enumerate(times)]
     plan = FleetPlan(H100, 4, 4)
-    rules = [Weft("weft", targets=NO_TARGETS), *(rule for rule in zoo() if rule.name == "least requests")]
+    rules: list[Policy] = [Weft("weft", targets=NO_TARGETS), *(rule for rule in zoo() if rule.name == "least requests")]
     ours, theirs = (summarize(rule.name, requests, run(rule, requests, plan), Targets()) for rule in rules)
     assert ours.prefill_busy > 0.5
     assert ours.ttft_mean <= 1.01 * theirs.ttft_mean

@@ -37,7 +37,7 @@ from weft_services.scheduler.state import (
     WorkerReport,
 )
 from weft_services.scheduler.targets import OverTarget, TooLate
-from weft_services.scheduler.waiting import WaitingRoom, rank_of
+from weft_services.scheduler.waiting import SURE_SHARE, WaitingRoom, rank_of
 from weft_services.scheduler.whereabouts import Whereabouts
 
 SWEEP_SECONDS = 1.0
@@ -207,6 +207,7 @@ class Dispatcher:
             except Full as error:
                 if isinstance(error, OverTarget):
                     OVER_TARGET.inc()
+                    self._check_wait(query, error)
                 busy, passage = error, self._router.past(query, error, passage)
         if self._router.passes_over(query):
             raise busy  # others would wait behind it, for a worker that has room for them
@@ -225,6 +226,13 @@ class Dispatcher:
             room.leave(waiter, self._clock())
             del self._places[waiter]
             self._seat()  # there may have been room all the time for who comes next
+
+    def _check_wait(self, query: RouteQuery, error: OverTarget) -> None:
+        """Raises the error where the queue before the workers does not shrink to the target in time: 429 at once is
+        worth more than after a wait."""
+        longest = SURE_SHARE * self._rooms[query.model].longest(query)
+        if query.key.generation == 0 and error.late_seconds > longest:
+            raise error
 
     def _placed(self, query: RouteQuery, preference: Preference, now: float, passage: Passage) -> Placement:
         placement = self._router.place(query, preference, now, passage)

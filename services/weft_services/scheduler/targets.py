@@ -44,7 +44,12 @@ DEFAULT_TARGET = Target(DEFAULT_WAIT_SECONDS, burst_prompts=DEFAULT_BURST_PROMPT
 
 
 class OverTarget(Full):
-    """There is room, but the request would wait longer than promised, or slow down others too much."""
+    """There is room, but the request would wait longer than promised, or slow down others too much. `late_seconds`: by
+    how much its wait is over the target."""
+
+    def __init__(self, message: str, retry_after_seconds: float, role: WorkerRole, late_seconds: float = 0.0) -> None:
+        super().__init__(message, retry_after_seconds, role)
+        self.late_seconds = late_seconds
 
 
 def _endless_crowd() -> Crowd:
@@ -73,7 +78,9 @@ class Targets:
             before = crowd()
             if not target.allows(placement.wait_seconds, before, share):
                 again = clamp_retry(before.seconds(placement.wait_seconds) - limit)
-                raise OverTarget("too many prompts wait already", again, WorkerRole.PREFILL)
+                raise OverTarget(
+                    "too many prompts wait already", again, WorkerRole.PREFILL, placement.wait_seconds - limit
+                )
         is_shared = placement.decode.booked.requests > 0
         if target.itl_seconds and is_shared and placement.itl_seconds > share * target.itl_seconds:
             raise OverTarget("too many answers are being generated already", MIN_RETRY_SECONDS, WorkerRole.DECODE)

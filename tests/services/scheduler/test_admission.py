@@ -24,6 +24,7 @@ from weft_services.scheduler.targets import (
     Target,
     parse_targets,
 )
+from weft_services.scheduler.waiting import WaitingRoom
 
 # at the usual 2,000 tokens a second a prompt takes 2 s: one before it is more than the target
 PROMPT_TOKENS = 4000
@@ -200,7 +201,7 @@ def test_own_target_holds_for_bursts_too() -> None:
 async def test_dispatcher_counts_refusals_and_requests_over_target() -> None:
     clock, router = Clock(), mesh(Router(1000.0))
     dispatcher = Dispatcher(router, Affinity("", 60), clock=clock)
-    over = OVER_TARGET._value.get()  # type: ignore[attr-defined]
+    over = OVER_TARGET._value.get()
     for number in range(2 * DEFAULT_BURST_PROMPTS):
         query = RouteQuery(RequestKey(f"r{number}"), MODEL, PROMPT_TOKENS, 10)
         if number < DEFAULT_BURST_PROMPTS:
@@ -208,11 +209,21 @@ async def test_dispatcher_counts_refusals_and_requests_over_target() -> None:
         else:
             with pytest.raises(Overloaded):
                 await dispatcher.route(query)
-    assert OVER_TARGET._value.get() - over == DEFAULT_BURST_PROMPTS  # type: ignore[attr-defined]
+    assert OVER_TARGET._value.get() - over == DEFAULT_BURST_PROMPTS
     for number in range(DEFAULT_BURST_PROMPTS - 2):
         router.settle(Progress(RequestKey(f"r{number}"), Stage.FINISHED), clock.now)
     with pytest.raises(Overloaded):
         await dispatcher.route(RouteQuery(RequestKey("still"), MODEL, PROMPT_TOKENS, 10))
+
+
+async def test_hopeless_wait_is_refused_without_waiting() -> None:
+    router, clock = mesh(Router(1000.0)), Clock()
+    dispatcher = Dispatcher(router, Affinity("", 60), lambda: WaitingRoom(8, 2.0), clock)
+    for number in range(DEFAULT_BURST_PROMPTS):
+        await dispatcher.route(RouteQuery(RequestKey(f"r{number}"), MODEL, PROMPT_TOKENS, 10))
+    with pytest.raises(OverTarget):
+        await dispatcher.route(RouteQuery(RequestKey("late"), MODEL, PROMPT_TOKENS, 10))
+    assert dispatcher.num_waiting == 0
 
 
 def test_sequence_waits_for_blocks_when_the_worker_says_so() -> None:
