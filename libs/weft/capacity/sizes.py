@@ -16,8 +16,14 @@ from weft.model.spec import ModelConfig
 BLOCK_TOKENS = {"cpu": 16, "cuda": 64}
 # prompt tokens of a step where nobody says otherwise: enough for the products with weights to be multiplied, not read
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
-# where others generate they wait for that step: some 0.15 s on two cores (860 tokens a second of a 200M model)
-MIXED_TOKENS = {"cpu": 128, "cuda": 512}
+# Prompt tokens beside generating sequences. With 32 clients on two cores and a 182M model, 128 to 320 tokens: slowest
+# first token 11.2 -> 8.7 s, median gap between tokens 190 -> 58 ms, 157 -> 175 tokens/s (docs/results/servers.md).
+MIXED_TOKENS = {"cpu": 320, "cuda": 512}
+# Prompt tokens of several prompts in one step where no sequence generates: each waits for all of them. Longer steps are
+# no cheaper per token on a CPU.
+SHARED_TOKENS = {"cpu": 128, "cuda": 512}
+# Prompts of requests that arrive together. Four of 300 tokens fit: with fewer, 8 requests start in more groups.
+BURST_TOKENS = 1280
 MAX_SEQS = {"cpu": 64, "cuda": 256}
 # a worker that holds less than this of one sequence is no use
 LEAST_CONTEXT_TOKENS = 1024
@@ -49,8 +55,14 @@ class Sizes:
     machine: Machine
     chunk_tokens: int
     mixed_tokens: int
+    shared_tokens: int
     max_seqs: int
     num_blocks: int
+
+    @property
+    def burst_tokens(self) -> int:
+        """Maximum prompt tokens of any step: up to three chunks where these are small."""
+        return max(self.chunk_tokens, min(3 * self.chunk_tokens, BURST_TOKENS))
 
     def paging(self, model: ModelConfig) -> Paging:
         """How the model's sequences lie in the pool. On a GPU a step is planned beside the one under way."""
@@ -67,7 +79,7 @@ class Sizes:
 
     def room(self, model: ModelConfig, free: int) -> Room:
         """For this model, with so many bytes free before anything is loaded; not checked."""
-        return measure_room(model, self.machine, self.chunk_tokens, self.max_seqs, free)
+        return measure_room(model, self.machine, self.burst_tokens, self.max_seqs, free)
 
 
 def choose(wanted: Wanted, has_cuda: bool) -> Sizes:
@@ -81,6 +93,7 @@ def choose(wanted: Wanted, has_cuda: bool) -> Sizes:
         machine=Machine(device, dtype, block_tokens, is_resident),
         chunk_tokens=wanted.chunk_tokens or CHUNK_TOKENS[device],
         mixed_tokens=wanted.mixed_tokens or MIXED_TOKENS[device],
+        shared_tokens=wanted.mixed_tokens or SHARED_TOKENS[device],
         max_seqs=wanted.max_seqs or MAX_SEQS[device],
         num_blocks=wanted.num_blocks,
     )

@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from weft.engine.burst import burst_step, is_burst
 from weft.engine.config import EngineConfig
 from weft.engine.messages import PromptProgress, Reserved, StepOutput
 from weft.engine.pages import Pages
@@ -162,19 +163,25 @@ class Planner:
         single = [sequence for sequence in self.running if sequence.is_in_its_text]
         prompts = (sequence for sequence in self.running if sequence.is_in_its_prompt)
         others = sorted(prompts, key=lambda sequence: need(sequence, now), reverse=True)
-        works = [self._work(sequence, 1) for sequence in single]
-        budget, shared = (self._config.prompt_budget(is_mixed) for is_mixed in (bool(single), True))
+        if is_burst(self._config, single, others, now):
+            rooms = {prompt: self.pages.room(prompt) - prompt.num_launched for prompt in others}
+            if works := [self._work(*each, now) for each in burst_step(self._config, rooms)]:
+                return works
+        works = [self._work(sequence, 1, now) for sequence in single]
+        budget, shared = self._config.prompt_budgets(is_mixed=bool(single))
         for sequence in others:
             num_tokens = min(budget, sequence.num_pending, self.pages.room(sequence) - sequence.num_launched)
             if num_tokens > 0:
                 budget = min(budget, shared) - num_tokens  # the first prompt waits for those beside it
-                works.append(self._work(sequence, num_tokens))
+                works.append(self._work(sequence, num_tokens, now))
         return works
 
-    def _work(self, sequence: Sequence, num_tokens: int) -> Work:
+    def _work(self, sequence: Sequence, num_tokens: int, now: float) -> Work:
         work = Work(sequence, sequence.num_launched, num_tokens, num_tokens == sequence.num_pending)
         sequence.num_launched += num_tokens
         if work.samples:
+            if not sequence.num_generated:
+                sequence.started_at = now
             sequence.expect(self._config.context_tokens)
         return work
 

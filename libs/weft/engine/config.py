@@ -15,8 +15,10 @@ MIN_PINNED = 64
 class EngineConfig:
     """Bounds of one engine; blocks are counted in blocks, everything else in tokens or sequences.
 
-    `chunk_tokens`: of a prompt, computed in one step at most; `mixed_tokens`: prompt tokens of a step that others wait
-    for, who generate in it or have a prompt in it (0: as many). `max_waiting`: sequences not yet admitted.
+    `chunk_tokens`: of a prompt, computed in one step at most. `mixed_tokens`: maximum prompt tokens of a step that also
+    generates (0: `chunk_tokens`). `shared_tokens`: maximum prompt tokens of a step with several prompts and no
+    generating sequence (0: `mixed_tokens`); one longer chunk runs alone. `burst_tokens`: maximum prompt tokens of a step that
+    computes a burst, see `weft.engine.burst`, but not less than a chunk. `max_waiting`: sequences not yet admitted.
     `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time
     (0: an eighth of the pool, 64 at least).
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
@@ -32,6 +34,8 @@ class EngineConfig:
     max_context_tokens: int
     chunk_tokens: int = 512
     mixed_tokens: int = 0
+    shared_tokens: int = 0
+    burst_tokens: int = 0
     max_num_seqs: int = 64
     max_waiting: int = 8192
     steps_ahead: int = 0
@@ -64,6 +68,12 @@ class EngineConfig:
         object.__setattr__(self, "max_pinned", self.max_pinned or max(MIN_PINNED, self.num_blocks // MAX_PINNED_SHARE))
         object.__setattr__(self, "context_tokens", paging.longest(self.num_blocks, self.max_context_tokens))
 
-    def prompt_budget(self, is_mixed: bool) -> int:
-        """Prompt tokens of one step, with somebody else in it or without."""
-        return min(self.mixed_tokens or self.chunk_tokens, self.chunk_tokens) if is_mixed else self.chunk_tokens
+    @property
+    def max_step_tokens(self) -> int:
+        """Prompt tokens of any step at most."""
+        return max(self.burst_tokens, self.chunk_tokens)
+
+    def prompt_budgets(self, is_mixed: bool) -> tuple[int, int]:
+        """Maximum prompt tokens of a step with one prompt, and with several. `is_mixed`: sequences generate in it."""
+        mixed = min(self.mixed_tokens or self.chunk_tokens, self.chunk_tokens)
+        return (mixed, mixed) if is_mixed else (self.chunk_tokens, min(self.shared_tokens or mixed, self.chunk_tokens))

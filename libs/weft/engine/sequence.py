@@ -46,6 +46,7 @@ class Sequence:
     num_cached: int = 0
     is_filled: bool = False
     admitted_at: float | None = None
+    started_at: float = 0.0  # when the step that computed the end of its prompt was planned, or its KV arrived
     compute_seconds: float = 0.0
     history: History | None = None
     turn: tuple[float, int] = (0.0, 0)  # see `weft.engine.waiting`; given when the planner takes it in

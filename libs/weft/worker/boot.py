@@ -230,6 +230,8 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         max_context_tokens=model.max_positions,
         chunk_tokens=sizes.chunk_tokens,
         mixed_tokens=sizes.mixed_tokens,
+        shared_tokens=sizes.shared_tokens,
+        burst_tokens=sizes.burst_tokens,
         max_num_seqs=sizes.max_seqs,
         eos_token_ids=model.eos_token_ids,
         reaches=paging.reaches,

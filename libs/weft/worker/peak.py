@@ -42,6 +42,7 @@ from weft_kernels.caches import cache_folder
 logger = logging.getLogger(__name__)
 # tokens: numbers of rows for which packed products are tuned, and may be unpacked where longer ones are not
 SHORTER_CHUNKS = (256, 512)
+SIZES = ("block_tokens", "chunk_tokens", "max_step_tokens", "max_num_seqs", "decode_graphs")
 # everything that takes memory when a token is chosen
 SAMPLING = SamplingParams(
     max_tokens=2, temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, num_logprobs=20, repetition_penalty=1.1
@@ -77,7 +78,7 @@ def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: tor
 
         name = torch.cuda.get_device_name(device)
         tiles = table_of(name).digest
-    sizes = {each: getattr(limits, each) for each in ("block_tokens", "chunk_tokens", "max_num_seqs", "decode_graphs")}
+    sizes = {name: getattr(limits, name) for name in SIZES}
     versions = {
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
@@ -93,11 +94,11 @@ def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: tor
 def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch.device) -> int:
     """Bytes beyond the pool and what graphs keep beside it (`static_bytes`), on a pool as small as can be.
 
-    One step has one token of as many as the largest graph is captured for, the next one a whole chunk at the end of the
-    longest context, all of which is scored, beside one token of everybody else: a capture begins with giving back all
-    that torch only keeps, and its own memory stays. Where matrices are packed, shorter chunks come in between: which
-    of them unpack a matrix first, tuning decides for each number of rows. Raises BadCheckpoint where there is no room
-    for it.
+    The first step has one token of as many sequences as the largest graph is captured for. The last one has a whole
+    chunk at the end of the longest context, all of it scored, the rest of a burst, and one token of all others. A
+    capture begins with giving back all that torch only keeps, and its own memory stays. Where matrices are packed,
+    shorter chunks come in between: tuning decides for each number of rows whether a matrix is unpacked first. Raises
+    BadCheckpoint where there is no room for it.
     """
     least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
     small = replace(limits, num_blocks=least, max_pinned=0)
@@ -110,7 +111,10 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
         long = _work(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
         shorter = [each for each in SHORTER_CHUNKS if model.packed and each < chunk]
         between = [[_work(limits.paging, limits.max_context_tokens - each, each)] for each in shorter]
-        for works in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], *between, [long, *others]):
+        rest = min(limits.max_step_tokens - chunk, limits.max_context_tokens)
+        burst = [_work(limits.paging, 0, rest)] if rest > 0 else []
+        most = [long, *burst, *others[len(burst) :]]
+        for works in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], *between, most):
             runner.launch(works).collect()
     except torch.OutOfMemoryError as error:
         raise BadCheckpoint(

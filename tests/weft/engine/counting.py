@@ -69,9 +69,11 @@ class CountingRunner:
         assert len({id(work.sequence) for work in works}) == len(works)
         generating = [work for work in works if work.num_tokens == 1 and work.samples and not work.sequence.is_prefill]
         pieces = [work.num_tokens for work in works if work.num_tokens > 1]
-        assert sum(pieces) <= self.config.prompt_budget(is_mixed=bool(generating))
-        # nobody waits for more of other prompts than that
-        assert sum(pieces) <= max([*pieces, self.config.prompt_budget(is_mixed=True)])
+        alone, shared = self.config.prompt_budgets(is_mixed=bool(generating))
+        assert sum(pieces) <= (alone if generating else self.config.max_step_tokens)
+        if any(work.sequence.is_prefill for work in works):
+            assert sum(pieces) <= max([*pieces, shared])
+        assert all(each <= self.config.chunk_tokens for each in pieces)
         assert all(work.num_tokens >= 1 for work in works)
         for group, reach in enumerate(self.config.reaches):
             most = 2 * self.config.paging.most(group)

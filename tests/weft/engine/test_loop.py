@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from tests.weft.engine.counting import BOUNDED, CONFIG, WINDOWS, CountingRunner, next_token
+from weft.engine.burst import MAX_FIRST_TOKENS
 from weft.engine.loop import Loop
 from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
@@ -267,9 +268,11 @@ def test_prompts_come_in_small_pieces_beside_those_who_generate_and_in_large_one
     prompts = {"writer": [1, 2, 3], "reader": [4] * 30, "late": [5] * 30}
     entering = {
         name: Sequence(SequenceSpec(RequestKey(name), tuple(prompt), sampling, SequenceMode.GENERATE), prompt, 0.0)
-        for (name, prompt), sampling in zip(prompts.items(), map(SamplingParams, (8, 1, 1)), strict=True)
+        for (name, prompt), sampling in zip(prompts.items(), map(SamplingParams, (14, 1, 1)), strict=True)
     }
     loop.turn([entering["writer"]])
+    for _ in range(MAX_FIRST_TOKENS):
+        loop.turn([])  # at its first tokens it would pause for the reader
     loop.turn([entering["reader"]])
     while not loop.turn([]):
         pass
@@ -277,7 +280,7 @@ def test_prompts_come_in_small_pieces_beside_those_who_generate_and_in_large_one
     while not loop.turn([]):
         pass
     pieces = {name: [count for key, count in runner.chunks if key.request_id == name] for name in prompts}
-    assert pieces == {"writer": [3] + [1] * 7, "reader": [5] * 6, "late": [12, 12, 6]}
+    assert pieces == {"writer": [3] + [1] * 13, "reader": [5] * 6, "late": [12, 12, 6]}
 
 
 def test_a_prompt_waits_for_others_in_its_step_only_while_they_are_short() -> None:
