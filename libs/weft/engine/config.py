@@ -17,8 +17,9 @@ class EngineConfig:
 
     `chunk_tokens`: of a prompt, computed in one step at most. `mixed_tokens`: maximum prompt tokens of a step that also
     generates (0: `chunk_tokens`). `shared_tokens`: maximum prompt tokens of a step with several prompts and no
-    generating sequence (0: `mixed_tokens`); one longer chunk runs alone. `burst_tokens`: maximum prompt tokens of a step that
-    computes a burst, see `weft.engine.burst`, but not less than a chunk. `max_waiting`: sequences not yet admitted.
+    generating sequence (0: `mixed_tokens`); one longer chunk runs alone. `burst_tokens`: maximum prompt tokens of a
+    step that computes a burst, see `weft.engine.burst`, but not less than a chunk. `max_waiting`: sequences not yet
+    admitted.
     `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time
     (0: an eighth of the pool, 64 at least).
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
