@@ -139,7 +139,7 @@ class LocalMesh:
             await asyncio.sleep(0.3)
 
     async def until_whole(self) -> None:
-        """Wait until the gateway answers and every worker is ready, whatever was done to them."""
+        """Wait until the gateway answers and every worker is ready again."""
         deadline = time.monotonic() + START_SECONDS
         while not await asyncio.to_thread(self._is_ready):
             if time.monotonic() > deadline:

@@ -27,7 +27,7 @@ from weft_kernels.sampling import SamplingRows, logprobs, sample, tops
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """`on_host`: tokens, the largest logits of rows, as the model gave them and as they were sampled from, and then,
-    where somebody `asked`, three tensors of logprobs: of the chosen, values, ids.
+    where logprobs are `asked` for, three tensors of logprobs: of the chosen, values, ids.
 
     `order`: where in them the results stand, in the order of the works. By row: `asked`, how many logprobs, and
     `failures`, why there is no token.

@@ -1,7 +1,7 @@
 """What a request gives to the chat template besides messages and tools, and the switches of thinking among it.
 
 Clients of other servers write these switches in places of their own. All of them end up as the variables that templates
-read; a template that has none thinks, or does not, whatever is asked.
+read; a template without that switch decides by itself.
 """
 
 from __future__ import annotations

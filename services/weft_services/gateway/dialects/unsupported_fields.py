@@ -1,7 +1,7 @@
 """Fields that would change the answer and that Weft does not implement: they are refused, not ignored.
 
 Each has the values that change nothing, which clients send habitually, and many have the field to use instead. What
-changes no answer (who pays, how a provider is chosen, what a cache does) and what no server knows is let through.
+changes no answer (billing, choice of a provider, caching) and what no server knows is let through.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def build_private_app(pipeline: Pipeline) -> ASGIApp:
 
 
 def _is_served(routes: list[Route], scope: Scope) -> bool:
-    """Is there such an address, whatever is done with it."""
+    """True if the address is served, by any method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in routes)
 
 

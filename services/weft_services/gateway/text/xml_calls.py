@@ -27,7 +27,7 @@ TELLING = frozenset(("type", "properties", "enum", "const", "anyOf", "oneOf", "a
 MAX_HOPS = 8
 
 Schemas = Mapping[str, dict[str, Any]]
-Missing = set[str] | None  # parameters that a call has not had yet; None: whatever is written
+Missing = set[str] | None  # parameters that a call has not had yet; None: any name
 
 
 def qwen_xml(schemas: Schemas) -> Parser:
