@@ -130,9 +130,9 @@ class _OwnPaths:
         return renamed(path, RENAMED_PATHS)
 
 
-def _include(value: Any) -> list[Any]:
-    """Only logprobs are heard: thoughts are never encrypted here, the rest belongs to tools that are not there."""
-    if not isinstance(value, list | None):
+def _include(value: Any) -> list[str]:
+    """Return what an answer should include. Only logprobs count: all else belongs to tools that Weft lacks."""
+    if not isinstance(value, list | None) or not all(isinstance(each, str) for each in value or ()):
         raise InvalidRequest("include: expected a list of strings", "include")
     return value or []
 
