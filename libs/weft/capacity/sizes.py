@@ -16,14 +16,16 @@ from weft.model.spec import ModelConfig
 BLOCK_TOKENS = {"cpu": 16, "cuda": 64}
 # prompt tokens of a step where nobody says otherwise: enough for the products with weights to be multiplied, not read
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
-# Prompt tokens beside generating sequences. With 32 clients on two cores and a 182M model, 128 to 320 tokens: slowest
-# first token 11.2 -> 8.7 s, median gap between tokens 190 -> 58 ms, 157 -> 175 tokens/s (docs/results/servers.md).
-MIXED_TOKENS = {"cpu": 320, "cuda": 512}
+# Prompt tokens beside generating sequences. With 32 clients on two cores and a 182M model, 256 instead of 128 tokens:
+# slowest first token 11.2 -> 9.4 s, median gap between tokens 190 -> 60 ms, 157 -> 167 tokens/s. 320 tokens: 8.7 s, but
+# the median first token comes later, 1.6 -> 1.9 to 2.6 s (docs/results/servers.md).
+MIXED_TOKENS = {"cpu": 256, "cuda": 512}
 # Prompt tokens of several prompts in one step where no sequence generates: each waits for all of them. Longer steps are
 # no cheaper per token on a CPU.
 SHARED_TOKENS = {"cpu": 128, "cuda": 512}
-# Prompts of requests that arrive together. Four of 300 tokens fit: with fewer, 8 requests start in more groups.
-BURST_TOKENS = 1280
+# Prompts of requests that arrive together. Four of 270 tokens fit: with fewer, 8 requests start in more groups; with
+# more, most of them get their first token with the last group.
+BURST_TOKENS = 1088
 MAX_SEQS = {"cpu": 64, "cuda": 256}
 # a worker that holds less than this of one sequence is no use
 LEAST_CONTEXT_TOKENS = 1024

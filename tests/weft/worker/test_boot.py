@@ -100,7 +100,7 @@ def test_workers_that_share_a_gpu_leave_each_other_their_part() -> None:
 
 def test_what_settings_leave_open_follows_the_device() -> None:
     cpu, gpu = Machine("cpu", "float32", 16, is_resident=True), Machine("cuda", "bfloat16", 64)
-    assert choose(config().wanted, has_cuda=False) == Sizes(cpu, 512, 320, 128, 64, 0)
+    assert choose(config().wanted, has_cuda=False) == Sizes(cpu, 512, 256, 128, 64, 0)
     assert choose(config().wanted, has_cuda=True) == Sizes(gpu, 2048, 512, 512, 256, 0)
     more = {"CHUNK_TOKENS": "9", "MIXED_TOKENS": "8", "MAX_SEQS": "7", "NUM_BLOCKS": "6", "WEIGHTS": "resident"}
     said = choose(config(DTYPE="bfloat16", BLOCK_TOKENS="32", **more).wanted, has_cuda=False)
