@@ -27,6 +27,14 @@ types() {
     return $status
 }
 
+# The rule is younger than the history; a shallow clone does not contain its first commit.
+subjects() {
+    local first=b5f04702d791aefc45f2e68e724b6b774c152e38
+    git merge-base --is-ancestor "$first" HEAD 2>/dev/null || return 0
+    git log --no-merges --format=%s "$first..HEAD" | awk 'length($0) > 72 { print; found = 1 } END { exit found }'
+}
+
+check "commit subjects" subjects
 check "ruff" $bin/ruff check --output-format=concise .
 check "ruff format" $bin/ruff format --check .
 check "mypy --strict" types
