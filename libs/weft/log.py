@@ -11,7 +11,7 @@ import time
 from contextvars import ContextVar
 from pathlib import Path
 
-from weft.streams import open_streams
+from weft.file_descriptors import open_streams
 
 logger = logging.getLogger(__name__)
 # `weft.cli.display` reads it

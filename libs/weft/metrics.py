@@ -123,7 +123,7 @@ OVER_TARGET = Counter(
 LOCATES = Counter("weft_locates", "Questions to kvstore, by what came of them", ["outcome"], registry=REGISTRY)
 ROUTES = Counter("weft_routes", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
 
-# every service, for the stages of weft.lifetime that it sees
+# every service, for the stages of weft.request_stage that it sees
 STAGE_SECONDS = Histogram(
     "weft_request_stage_seconds",
     "Time that requests spent in a stage of their life",

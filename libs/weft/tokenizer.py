@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.json_file import read_object
-from weft.storage import is_there, read_small, told
+from weft.file_io import is_there, read_object, read_small, told
 
 TOKENIZER, RANKS, SETTINGS = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"

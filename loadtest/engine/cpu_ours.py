@@ -16,7 +16,7 @@ from weft.engine.core import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.model.config import read_config
 from weft.request import RequestKey, SamplingParams
-from weft.worker.heap import keep_heap
+from weft.worker.os_tuning import keep_heap
 
 BLOCK_TOKENS = 16
 # between llama.cpp's 512 and the whole prompt that vLLM is given room for

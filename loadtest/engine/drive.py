@@ -21,7 +21,7 @@ from weft.capacity.layout import GIB
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import FirstToken, PoolMemory, Reserved, SequenceMode, SequenceSpec, StepOutput
-from weft.kv.groups import Paging
+from weft.kv.layer_groups import Paging
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.request import RequestKey, SamplingParams
 

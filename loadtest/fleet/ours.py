@@ -10,9 +10,9 @@ from loadtest.fleet.simulator import Chosen, Rejected
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
 from loadtest.fleet.worker import BlockCache, Job, Machinery
 from weft.errors import Overloaded
-from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft.tally import PrefixTally, Tallies, WorkTally
+from weft.request_stage import Stage
+from weft.worker_stats import PrefixTally, Tallies, WorkTally
 from weft_services.scheduler.located import Located
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.router import Progress, Router

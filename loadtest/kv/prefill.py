@@ -16,18 +16,17 @@ from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.kv.handoff import PrefillOrder
 from weft.kv.tiers import Tier
+from weft.kv.transfer_protocol import PrefillOrder
 from weft.model.config import ModelConfig, read_config
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint, RequestKey, SamplingParams
-from weft.worker.blocks import open_blocks
-from weft.worker.estimate import FetchEstimate
-from weft.worker.heap import keep_heap
-from weft.worker.runtime import EngineFeed
-from weft.worker.store import StoreClient
-from weft.worker.store_prefix import StorePrefix
-from weft.worker.tally import Tally
+from weft.worker.engine_client import EngineFeed
+from weft.worker.fetch_cost import FetchEstimate
+from weft.worker.os_tuning import keep_heap
+from weft.worker.pool_memory import open_blocks
+from weft.worker.stats_recorder import Tally
+from weft.worker.store_client import StoreClient, StorePrefix
 
 REQUEST_SECONDS = 600.0
 

@@ -14,7 +14,7 @@ import torch
 from loadtest.kv.prefill import Shape, prefilling, read_weights
 from weft import metrics
 from weft.kv.tiers import Tier
-from weft.worker.estimate import AlwaysFetch, FetchEstimate
+from weft.worker.fetch_cost import AlwaysFetch, FetchEstimate
 
 
 async def main() -> None:

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.kv.node import KvStoreNode
+from weft.kv.memfd import SharedBytes, shared_bytes
 from weft.kv.memory import HostBlocks
-from weft.kv.shared import SharedBytes, shared_bytes
-from weft.kv.store_agent import StoreAgent, StoreSpec
-from weft.worker.staging import stage, summed
+from weft.kv.store_client_proxy import StoreAgent, StoreSpec
+from weft.worker.pool_memory import stage, summed
 
 MIB = 1024 * 1024
 SIZES = (24 * 1024, 96 * 1024, 512 * 1024, 4 * MIB)

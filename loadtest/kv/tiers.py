@@ -31,7 +31,7 @@ from loadtest.kv.node import KvStoreNode
 from loadtest.kv.prefill import Answer, Shape, prefilling, read_weights
 from loadtest.verdict import verdict
 from weft.kv.tiers import Tier
-from weft.worker.estimate import FetchEstimate
+from weft.worker.fetch_cost import FetchEstimate
 
 BLOCK_TOKENS = 16
 SEGMENT_BYTES, DISK_BYTES = 1 << 30, 4 << 30

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.services.workers import Meddler, Worker
 from weft.engine.messages import StepOutput
-from weft.kv.blocks import BlockPool
+from weft.kv.block_pool import BlockPool
 from weft.kv.transport import Lender, Run, TransferFailed
 from weft.request import RequestKey
 from weft.rpc.client import owned

@@ -12,11 +12,11 @@ from tests.chaos.relay import Halt, Hold, Hurt, Relay
 from tests.services.attach import Answer, Gateway, new_key, prompt
 from tests.services.workers import Pair, Worker, start_pair, start_worker
 from tests.weft.tiny_llama import Tiny
+from weft.asyncio_compat import background
 from weft.engine.messages import EngineLoad
 from weft.engine.sequence import State
 from weft.request import RequestKey, SamplingParams, WorkerAddress
 from weft.rpc.server import RpcServer
-from weft.worker.tasks import background
 from weft_mesh.v1 import prefill_service_pb2_grpc
 from weft_services.prefill.service import install as install_prefill
 

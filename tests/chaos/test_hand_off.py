@@ -16,8 +16,8 @@ from tests.services.workers import start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.errors import DeadlineExceeded
 from weft.request import WorkerAddress
-from weft.worker import borrow, quarantine
-from weft_services.decode import reception
+from weft.worker import kv_pull
+from weft_services.decode import kv_receiver
 
 # a state: the event of prefill's that is held back
 EVENTS = {
@@ -214,8 +214,8 @@ FAR_QUICK = [("client gone", "first pull"), ("transfer damages", "second pull")]
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "SAFETY_SECONDS", 0.01)
-    monkeypatch.setattr(quarantine, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(kv_pull, "SAFETY_SECONDS", 0.01)
+    monkeypatch.setattr(kv_pull, "SWEEP_SECONDS", 0.01)
 
 
 async def test_hand_off(tiny: Tiny, cell: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +237,8 @@ async def _hurt(tiny: Tiny, cell: tuple[str, str], transport: str, monkeypatch: 
     assert strike is not None
     if fault == "transfer fails, lands late":
         # Mooncake's first pull opens the other side, too
-        monkeypatch.setattr(reception, "PULL_SECONDS", 0.3 if transport == "grpc" else 2.0)
-        monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(kv_receiver, "PULL_SECONDS", 0.3 if transport == "grpc" else 2.0)
+        monkeypatch.setattr(kv_pull, "PATIENCE_SECONDS", 0.0)
     fields: dict[str, Any] = {"remaining_ms": _deadline_ms(state, transport)} if fault == "deadline" else {}
     hurt = Hurt(transfer_fault, PULLS.get(state, 0))
     async with scene_of(tiny, EVENTS.get(state, ""), hurt, _lease_seconds(fault), transport) as scene:

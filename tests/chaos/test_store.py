@@ -24,13 +24,13 @@ from tests.services.prefill.borrower import Lender
 from tests.services.workers import BLOCK_TOKENS, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.errors import DeadlineExceeded
-from weft.kv.handoff import PromptFinished
-from weft.kv.prefix import block_keys
+from weft.kv.block_keys import block_keys
 from weft.kv.tiers import Tier
+from weft.kv.transfer_protocol import PromptFinished
 from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
-from weft.worker import store_prefix
-from weft.worker.store_link import StoreLink
+from weft.worker import store_client
+from weft.worker.store_connection import StoreLink
 from weft_mesh.v1 import prefill_service_pb2_grpc
 
 pytestmark = pytest.mark.timeout(120)
@@ -216,7 +216,7 @@ async def test_store(
 ) -> None:
     fault, state = store_cell
     stall_seconds = LONG_STALL_SECONDS if fault == "deadline" else STALL_SECONDS
-    monkeypatch.setattr(store_prefix, "STALL_SECONDS", stall_seconds)
+    monkeypatch.setattr(store_client, "STALL_SECONDS", stall_seconds)
     fields: dict[str, Any] = {"remaining_ms": DEADLINE_MS} if fault == "deadline" else {}
     async with _scene(tiny, kvstore) as scene:
         await scene.stored(scene.victim)

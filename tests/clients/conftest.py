@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from tests.clients.scene import Door, Scene, scene
 from tests.mesh.conftest import Mesh
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 
 GATEWAYS = {"front", "whole_mesh"}
 

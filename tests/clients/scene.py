@@ -32,7 +32,7 @@ from tests.services.gateway.fakes import (
     forever,
 )
 from tests.services.gateway.test_embeddings import with_prefill
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft_services.gateway.config import Config
 from weft_services.gateway.process import running
 

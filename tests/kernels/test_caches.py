@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli.record import running_meshes
-from weft.worker.peak import remembered
+from weft.worker.memory_profile import remembered
 from weft_kernels import caches
 
 

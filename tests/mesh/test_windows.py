@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.mesh.conftest import MODEL, Mesh
 from tests.mesh.oracle import greedy, prompts
 from tests.mesh.test_tokens import complete
-from weft.kv.groups import Paging
+from weft.kv.layer_groups import Paging
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes, kv_groups
 

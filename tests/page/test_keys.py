@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from tests.page.scene import Scene, scene
 from tests.page.test_page import WAIT_MS
-from weft.keys import Key, digest_of, dump_keys
+from weft.api_keys import Key, digest_of, dump_keys
 
 USER, OPERATOR = "sk-weft-user", "sk-weft-operator"
 pytestmark = pytest.mark.timeout(240)

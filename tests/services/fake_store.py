@@ -6,7 +6,7 @@ import asyncio
 
 from weft.kv.memory import BlockBytes
 from weft.kv.tiers import Tier
-from weft.worker.store_get import Fetched, Wanted
+from weft.worker.store_reader import Fetched, Wanted
 
 
 class FakeStore:

@@ -19,14 +19,14 @@ from tests.services.attach import GREEDY, Gateway, prompt
 from tests.services.scheduler.fakes import serving
 from tests.services.worker_processes import start_process
 from tests.weft.tiny_llama import Tiny
+from weft.asyncio_compat import background
 from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed
 from weft.model.config import read_config
 from weft.request import SamplingParams, WorkerAddress
-from weft.rpc.health import SERVING
+from weft.rpc.health_service import SERVING
 from weft.rpc.server import RpcServer
 from weft.worker.config import WeightsForm
-from weft.worker.tasks import background
 from weft_kernels.linear.twelve import Twelve, pack_twelve
 from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
@@ -125,7 +125,7 @@ async def silent_prefill() -> AsyncIterator[WorkerAddress]:
 async def test_an_exhausted_pool_is_told_to_probes_and_by_way_of_the_scheduler_to_the_gateway(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.worker.vitals.EXHAUSTED_SECONDS", 0.1)
+    monkeypatch.setattr("weft.worker.health.EXHAUSTED_SECONDS", 0.1)
     monkeypatch.setattr("weft.worker.process.WATCH_SECONDS", 0.05)
     async with serving(Affinity("", 60)) as scheduler, silent_prefill() as silent, background() as tasks:
         # what the gateway answers to /ready

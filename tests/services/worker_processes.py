@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.weft.tiny_llama import Tiny
 from weft.request import WorkerAddress
 from weft.rpc.client import open_channel
-from weft.rpc.health import SERVING
+from weft.rpc.health_service import SERVING
 from weft.rpc.server import RpcServer
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Image, write_image

@@ -10,26 +10,26 @@ from typing import Any
 
 from tests.services.attach import GREEDY, Gateway
 from tests.weft.tiny_llama import Tiny
+from weft.asyncio_compat import background
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.messages import EngineLoad, StepOutput
-from weft.kv.handoff import LEASE_SECONDS
+from weft.kv.local_transport import NearTransport
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.near import NearTransport
+from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.kv.transport import Endpoint, Lender, Run, Transport
 from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint, WorkerAddress
-from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
+from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer
-from weft.worker.estimate import AlwaysFetch
+from weft.worker.engine_client import EngineFeed
+from weft.worker.fetch_cost import AlwaysFetch
+from weft.worker.kv_pull import lent_endpoint
 from weft.worker.process import Workplace
-from weft.worker.runtime import EngineFeed
-from weft.worker.store import StoreClient
-from weft.worker.tasks import background
-from weft.worker.transports import lent_endpoint
+from weft.worker.store_client import StoreClient
 from weft_services.decode.service import install as install_decode
 from weft_services.prefill.service import install as install_prefill
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weft.capacity.footprint import FIRST, LAST, Footprint, Kind, Weight
 from weft.capacity.gpus import Gpu
 from weft.errors import WeftError
-from weft.kv.groups import Paging
+from weft.kv.layer_groups import Paging
 from weft.model.spec import ModelConfig
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from itertools import pairwise
 from weft.capacity.footprint import ITEM_BYTES, Footprint, footprint
 from weft.capacity.layout import GIB, Demand, Layout, Stage, on_stage, share
 from weft.capacity.limits import Limits
-from weft.kv.groups import Paging
+from weft.kv.layer_groups import Paging
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import WORKSPACE_BYTES, ModelConfig
 

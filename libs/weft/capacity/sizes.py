@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from weft.capacity.room import Machine, Room, measure_room
 from weft.config import ConfigError, variable_name
-from weft.kv.groups import Paging
+from weft.kv.layer_groups import Paging
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import redis
 
-from weft.config import ConfigError, masked
-from weft.keys import (
+from weft.api_keys import (
     VALKEY_KEYS,
     VALKEY_SCHEMES,
     VALKEY_VERSION,
@@ -25,6 +24,7 @@ from weft.keys import (
     load_key,
     load_keys,
 )
+from weft.config import ConfigError, masked
 from weft.rpc.valkey import checked_url
 
 SECONDS, RETRY_SECONDS = 5.0, 0.05

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weft.keys import LEAST_URGENT, MOST_URGENT, BadKeys, Key, by_digest, digest_of, make_secret
+from weft.api_keys import LEAST_URGENT, MOST_URGENT, BadKeys, Key, by_digest, digest_of, make_secret
 
 app = typer.Typer(name="keys", help="API keys: add, list, revoke.", no_args_is_help=True)
 Keys = Annotated[str, typer.Option("--keys", envvar="WEFT_KEYS", help="A file, or redis://HOST:PORT/DB for a fleet.")]

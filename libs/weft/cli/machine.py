@@ -17,7 +17,7 @@ def certs(
 ) -> None:
     """Make a certificate authority and a certificate; where there is an authority, a new certificate by it."""
     from weft.cli.certs import make_certs
-    from weft.storage import in_words
+    from weft.file_io import in_words
 
     try:
         left = make_certs(folder, host or [])

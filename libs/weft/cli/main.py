@@ -16,7 +16,7 @@ from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
 from weft.cli.up_command import DType, Weights, up
 from weft.config import ConfigError, check_addresses
-from weft.streams import open_streams, written_out
+from weft.file_descriptors import open_streams, written_out
 
 app = typer.Typer(
     name="weft",

@@ -24,7 +24,7 @@ from weft.config import read_config
 # imports what both kinds of workers need, and forks them
 STANDBY_COMMAND = (
     *(sys.executable, "-m", "weft.cli.standby"),
-    *("weft.worker.ahead", "weft_services.worker", "weft_services.prefill.service", "weft_services.decode.service"),
+    *("weft.worker.preload", "weft_services.worker", "weft_services.prefill.service", "weft_services.decode.service"),
 )
 # what Mooncake says at every start, as an error, of a thing that it then goes on to make
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")

@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+from weft.api_keys import VALKEY_SCHEMES, BadKeys
 from weft.cli.child_spec import ChildSpec
 from weft.cli.key_store import read_keys
 from weft.config import ConfigError, read_config
-from weft.keys import VALKEY_SCHEMES, BadKeys
 
 # the scheduler's takes ten times as long to import as the others together, and starts first: it tells by itself
 CLASSES = {

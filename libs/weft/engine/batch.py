@@ -16,8 +16,8 @@ from weft.engine.pages import Pages
 from weft.engine.sequence import Sequence, State
 from weft.engine.waiting import WaitingLine, need
 from weft.errors import WeftError
-from weft.kv.blocks import BlockPool
-from weft.kv.groups import PageRun
+from weft.kv.block_pool import BlockPool
+from weft.kv.layer_groups import PageRun
 from weft.request import PositionLogprobs, RequestKey
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.engine.manners import MAX_NICENESS
-from weft.kv.groups import Paging, Reach
+from weft.kv.layer_groups import Paging, Reach
 
 MAX_PINNED_SHARE = 8  # one in so many blocks
 MIN_PINNED = 64

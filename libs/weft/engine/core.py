@@ -20,7 +20,7 @@ from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFai
 from weft.engine.pulse import Pulse
 from weft.engine.sequence import Sequence
 from weft.errors import Cancelled, EngineFailed, WeftError
-from weft.kv.groups import Paging
+from weft.kv.layer_groups import Paging
 from weft.request import RequestKey
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from weft.engine.inbox import Command
 from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, StepOutput
 from weft.engine.sequence import Sequence, State
 from weft.engine.settle import Settler
-from weft.kv.blocks import BlockPool
+from weft.kv.block_pool import BlockPool
 from weft.request import RequestKey
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from weft.engine.history import Constraint
 from weft.errors import WeftError
-from weft.kv.groups import PageRun
-from weft.kv.offers import SealedBlock
+from weft.kv.layer_groups import PageRun
+from weft.kv.offload_queue import SealedBlock
 from weft.request import KEEP, FinishReason, PositionLogprobs, RequestKey, Retention, SamplingParams
 
 if TYPE_CHECKING:

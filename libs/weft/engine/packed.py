@@ -12,7 +12,7 @@ import numpy as np
 from weft.engine.batch import Work
 from weft.engine.device import Array
 from weft.engine.sequence import Sequence
-from weft.kv.groups import PageRun, Paging
+from weft.kv.layer_groups import PageRun, Paging
 
 Tables = list[tuple[int, ...]]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.engine.sequence import Sequence
-from weft.kv.blocks import BlockPool, PoolExhausted
-from weft.kv.groups import PageRun, Paging, page_key
+from weft.kv.block_pool import BlockPool, PoolExhausted
+from weft.kv.layer_groups import PageRun, Paging, page_key
 
 
 class Pages:

@@ -18,7 +18,7 @@ from weft.engine.graphs import DecodeGraphs, num_scratch_blocks
 from weft.engine.messages import PoolMemory
 from weft.engine.packed import Packed, Packer
 from weft.engine.sampler import LaunchedStep, Sampler
-from weft.kv.shared import shared_bytes
+from weft.kv.memfd import shared_bytes
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.step import Rows

@@ -7,8 +7,8 @@ from enum import Enum, auto
 
 from weft.engine.history import History
 from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
-from weft.kv.groups import PageRun
-from weft.kv.prefix import block_key, reusable_blocks, root_key
+from weft.kv.block_keys import block_key, reusable_blocks, root_key
+from weft.kv.layer_groups import PageRun
 from weft.request import FinishReason
 
 

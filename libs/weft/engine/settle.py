@@ -12,10 +12,10 @@ from weft.engine.batch import Planner, Sampled, Work, report_progress
 from weft.engine.config import EngineConfig
 from weft.engine.messages import SequenceFailed, StepOutput, TokenDelta
 from weft.engine.sequence import Sequence, State
-from weft.kv.blocks import BlockPool
-from weft.kv.groups import page_key
-from weft.kv.offers import Offers, SealedBlock
-from weft.kv.prefix import tenant_tag
+from weft.kv.block_keys import tenant_tag
+from weft.kv.block_pool import BlockPool
+from weft.kv.layer_groups import page_key
+from weft.kv.offload_queue import Offers, SealedBlock
 from weft.request import FinishReason
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
+from weft.file_io import is_there
 from weft.foreign_files import foreign_path
 from weft.model import deepseek, llama, llama4, mistral, mixtral, qwen, smollm3
 from weft.model.common import read_eos
@@ -18,7 +19,6 @@ from weft.model.spec import ModelConfig as ModelConfig
 from weft.model.spec import Rope as Rope
 from weft.model.tensors import expected_tensors as expected_tensors
 from weft.model.tensors import is_ignored as is_ignored
-from weft.storage import is_there
 from weft.tokenizer import read_end_token
 
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {

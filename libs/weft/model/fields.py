@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.json_file import read_object
+from weft.file_io import read_object
 
 # What the outer object of a wrapped model says for its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 
-from weft.kv.groups import Reach
+from weft.kv.layer_groups import Reach
 from weft.model.spec import ModelConfig
 
 # [page][kv_head][layer of the group][k, v][token][dim]: one page is one contiguous run, and so is any range of its

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from weft.config import CannotListen, ConfigError
 from weft.errors import BadCheckpoint, Unreadable
 from weft.rpc.client import CHANNEL_OPTIONS
-from weft.rpc.health import Health
+from weft.rpc.health_service import Health
 from weft.rpc.status import StatusInterceptor
 from weft.rpc.tls import peer_credentials
 

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as LateError
 
-from weft.cancellation import cancellation_heeded
+from weft.asyncio_compat import cancellation_heeded
 from weft.config import ConfigError, masked
 
 logger = logging.getLogger(__name__)

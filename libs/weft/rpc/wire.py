@@ -18,7 +18,7 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
-from weft.tally import NOTHING_LOOKED_UP, HandOffTally, PrefixTally, Tallies, WorkTally
+from weft.worker_stats import NOTHING_LOOKED_UP, HandOffTally, PrefixTally, Tallies, WorkTally
 from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
 
 _FINISH_TO_WIRE = {

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
-from weft.storage import is_there, open_regular, told
+from weft.file_io import is_there, open_regular, told
 from weft.weights.ahead import ahead
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint, Unreadable
+from weft.file_io import is_there
 from weft.foreign_files import PICKLE_SUFFIXES, foreign_names
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
 from weft.model.quantization import stored_dtypes
-from weft.storage import is_there
 from weft.weights.blobs import WeightsFile
 from weft.weights.bundle.layout import SUFFIX, bundle_header_of
 from weft.weights.header import TensorEntry, header_of, is_text

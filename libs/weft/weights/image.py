@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, NotFound, Overloaded
-from weft.storage import open_regular, told
+from weft.file_io import open_regular, told
 from weft.weights.checkpoint import Checkpoint, while_unchanged
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import BadCheckpoint, Unreadable, WeftError
-from weft.storage import MAX_SMALL_BYTES, is_there, on_disk, read_small, told
+from weft.file_io import MAX_SMALL_BYTES, is_there, on_disk, read_small, told
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
 from weft_kernels.caches import cache_folder

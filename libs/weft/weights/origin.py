@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Set
 from pathlib import Path
 
-from weft.storage import told
+from weft.file_io import told
 from weft.weights.blobs import LocalFile, WeightsFile
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from weft.capacity.sizes import Wanted
 from weft.config import MAX_THREADS, WILDCARD_HOSTS, ConfigError, CpuKernels
 from weft.engine.manners import CPU_NICENESS, MAX_NICENESS
-from weft.kv.handoff import LEASE_SECONDS
+from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.request import WorkerRole
-from weft.worker.cpus import parse_cpus
+from weft.worker.os_tuning import parse_cpus
 
 # below this, a busy machine is silent for longer; nor need anybody wait longer for a peer that is gone
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 1.0, 3600.0

@@ -1,14 +1,63 @@
-"""What a worker says of its health: to whoever asks the listener, and to the scheduler through the membership."""
+"""Is this worker fit for work: its engine's thread moves, and its pool has blocks to work with. Asked on a timer.
+
+What a worker says of its health: to whoever asks the listener, and to the scheduler through the membership.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
+from weft.engine.messages import EngineLoad
+from weft.engine.pulse import Pulse
 from weft.errors import EngineFailed
 from weft.rpc.server import RpcServer
-from weft.worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
+# a full pool is a busy worker; one that stays full without a single new token has lost its blocks
+EXHAUSTED_SECONDS = 30.0
+# an engine that has not moved for so long never will: the process ends and is started again
+LOST_SECONDS = 600.0
+
+
+class Vitals:
+    """`load` is the engine's latest. Pure but for the clock."""
+
+    def __init__(
+        self, pulse: Pulse, load: Callable[[], EngineLoad], num_blocks: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pulse = pulse
+        self._load = load
+        self._num_blocks = num_blocks
+        self._clock = clock
+        self._exhausted_at: float | None = None
+        self._num_tokens = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Waiting is no use any more."""
+        return self._pulse.standing_seconds > max(LOST_SECONDS, self._pulse.patience_seconds)
+
+    def trouble(self) -> str:
+        """Why no more work should come; empty when it may."""
+        load = self._load()
+        if self._pulse.has_stopped:
+            return f"the engine has stood still for {self._pulse.standing_seconds:.0f} s"
+        if 2 * load.quarantined_blocks > self._num_blocks:
+            return f"{load.quarantined_blocks} of {self._num_blocks} blocks are in quarantine"
+        if self._is_exhausted(load):
+            return f"no block has come free and no token out in {EXHAUSTED_SECONDS:.0f} s"
+        return ""
+
+    def _is_exhausted(self, load: EngineLoad) -> bool:
+        num_tokens = load.generated_tokens + load.computed_prompt_tokens
+        if load.free_blocks + load.cached_blocks or num_tokens != self._num_tokens:
+            self._exhausted_at, self._num_tokens = None, num_tokens
+            return False
+        now = self._clock()
+        self._exhausted_at = now if self._exhausted_at is None else self._exhausted_at
+        return now - self._exhausted_at > EXHAUSTED_SECONDS
 
 
 class Health:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.asyncio_compat import background
 from weft.engine.messages import EngineLoad
 from weft.rpc.server import until_signal
-from weft.worker.membership import Introduction, Membership
-from weft.worker.tasks import background
+from weft.worker.fleet_client import Introduction, Membership
 
 logger = logging.getLogger(__name__)
 

@@ -19,36 +19,32 @@ from typing import Any, Protocol
 import grpc
 
 from weft import log, metrics, trace
-from weft.awake import AwakeClock
+from weft.asyncio_compat import background
 from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
 from weft.grammar import load_grammars
-from weft.kept import inherit, keep
-from weft.kv.handoff import LEASE_SECONDS
 from weft.kv.memory import BlockBytes
+from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.kv.transport import Endpoint, Transport
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
-from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
+from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer, until_signal
-from weft.worker.arrival import Arrival, announced
-from weft.worker.blocks import open_blocks
-from weft.worker.boot import Booted, boot
+from weft.stall_clock import AwakeClock
+from weft.startup_cache import inherit, keep
 from weft.worker.config import StoreFetch, WorkerConfig
-from weft.worker.estimate import AlwaysFetch, FetchEstimate
-from weft.worker.grammars import GrammarDesk
-from weft.worker.health import Health
-from weft.worker.membership import Introduction, Membership
-from weft.worker.pages import PagesAhead
+from weft.worker.engine_client import EngineFeed, GrammarDesk
+from weft.worker.fetch_cost import AlwaysFetch, FetchEstimate
+from weft.worker.fleet_client import Arrival, Introduction, Membership, announced
+from weft.worker.health import Health, Vitals
+from weft.worker.kv_events import PlaceReporter
+from weft.worker.kv_pull import lent_endpoint, pick_transports
 from weft.worker.parking import Parked, give_back, sleep
-from weft.worker.places import PlaceReporter
-from weft.worker.runtime import EngineFeed
-from weft.worker.store import StoreClient
-from weft.worker.tally import Tally
-from weft.worker.tasks import background
-from weft.worker.transports import lent_endpoint, pick_transports
-from weft.worker.vitals import Vitals
+from weft.worker.pool_memory import PagesAhead, open_blocks
+from weft.worker.startup import Booted, boot
+from weft.worker.stats_recorder import Tally
+from weft.worker.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25

@@ -22,18 +22,16 @@ from weft.errors import (
     PeerLost,
     WeftError,
 )
-from weft.kv.handoff import is_late
 from weft.kv.tiers import Tier
-from weft.lifetime import Stage
+from weft.kv.transfer_protocol import is_late
 from weft.request import PromptUsage, RequestKey
+from weft.request_stage import Stage
+from weft.worker.hidden_state_observers import PromptScorer
 from weft.worker.process import Workplace
-from weft.worker.scoring import PromptScorer
-from weft.worker.store_prefix import StorePrefix
-from weft_services.decode.handoff import HandOffs
-from weft_services.decode.order import Delta, Failure, SequenceOrder
-from weft_services.decode.outbox import Outbox
-from weft_services.decode.stages import StageClock
-from weft_services.decode.standstill import Standstill
+from weft.worker.store_client import StorePrefix
+from weft_services.decode.messages import Delta, Failure, Outbox, SequenceOrder
+from weft_services.decode.remote_prefill import HandOffs, Standstill
+from weft_services.decode.stage_clock import StageClock
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5

@@ -20,14 +20,12 @@ from weft.rpc.wire import (
     sampling_from_wire,
     usage_to_wire,
 )
-from weft.worker.borrow import Borrower
+from weft.worker.kv_pull import Borrower, Quarantine
 from weft.worker.process import Post, Workplace
-from weft.worker.quarantine import Quarantine
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
-from weft_services.decode.handoff import HandOffs
-from weft_services.decode.order import Delta, SequenceOrder
-from weft_services.decode.outbox import Outbox
-from weft_services.decode.peers import PrefillPeers
+from weft_services.decode.kv_receiver import PrefillPeers
+from weft_services.decode.messages import Delta, Outbox, SequenceOrder
+from weft_services.decode.remote_prefill import HandOffs
 from weft_services.decode.sequences import SequenceDesk
 
 # steps that a gateway may lag behind

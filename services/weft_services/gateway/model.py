@@ -14,10 +14,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from weft.errors import BadCheckpoint
+from weft.file_io import is_there, read_small, told
 from weft.grammar import Grammars
 from weft.model.config import read_config
 from weft.model.fields import read_json
-from weft.storage import is_there, read_small, told
 from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
 from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from weft import log, metrics
-from weft.awake import AwakeClock
-from weft.files import allow_files
+from weft.file_descriptors import allow_files
 from weft.rpc.server import RpcServer, settle_heap, until_signal
+from weft.stall_clock import AwakeClock
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config

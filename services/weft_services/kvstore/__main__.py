@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weft import log, metrics, trace
 from weft.config import ConfigError, describe, read_config
-from weft.files import allow_files
+from weft.file_descriptors import allow_files
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import Config

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weft.kv.store_agent import StoreLost
+from weft.kv.store_client_proxy import StoreLost
 
 START_SECONDS = 10.0
 POLL_SECONDS = 0.02
@@ -71,7 +71,7 @@ def _free_port(host: str) -> int:
 
 def _spawn(program: str, bind_host: str, port: int) -> subprocess.Popen[bytes]:
     """By subprocess, which forks without running gRPC's fork handlers."""
-    command = [sys.executable, "-m", "weft.kv.store_child", str(os.getpid()), program]
+    command = [sys.executable, "-m", "weft.kv.parent_death", str(os.getpid()), program]
     options = {
         "rpc_address": bind_host,
         "rpc_port": port,

@@ -17,8 +17,8 @@ from typing import Any
 
 from weft import metrics
 from weft.errors import Overloaded
-from weft.kv.store_agent import NO_SPACE, StoreAgent
-from weft.kv.store_keys import store_key
+from weft.kv.block_keys import store_key
+from weft.kv.store_client_proxy import NO_SPACE, StoreAgent
 from weft.request import Retention
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.index import StoredBlock

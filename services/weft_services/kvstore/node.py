@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.cancellation import cancellation_heeded
+from weft.asyncio_compat import cancellation_heeded
 from weft.errors import Overloaded, PeerLost
-from weft.kv.store_agent import StoreAgent, StoreBusy, StoreLost, StoreSpec
-from weft.kv.store_keys import store_key
+from weft.kv.block_keys import store_key
+from weft.kv.store_client_proxy import StoreAgent, StoreBusy, StoreLost, StoreSpec
 from weft.kv.tiers import Tier
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weft import metrics
-from weft.kv.prefix import KEY_BYTES
+from weft.kv.block_keys import KEY_BYTES
 
 MAX_BLOCKS = 4_194_304  # of all workers together; more are not remembered
 SILENCE_SECONDS = 15.0

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from weft.kv.store_agent import StoreAgent
-from weft.kv.store_keys import store_key
+from weft.kv.block_keys import store_key
+from weft.kv.store_client_proxy import StoreAgent
 from weft_services.kvstore.index import BlockIndex, StoredBlock
 
 MAX_WAITING = 16_384

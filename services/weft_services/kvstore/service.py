@@ -56,7 +56,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         with trace.served("match", trace.incoming(context.invocation_metadata())) as span:
             found = await find(request.fingerprint, request.keys)
             if span is not None:
-                span.set({"weft.keys": len(request.keys), "weft.found": sum(block is not None for block in found)})
+                span.set({"weft.api_keys": len(request.keys), "weft.found": sum(block is not None for block in found)})
         return match_to_wire(found, self._store.promote_wait_seconds)
 
     async def Promote(self, request: pb2.PromoteRequest, context: Any) -> pb2.PromoteResponse:
@@ -65,7 +65,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         with trace.served("promote", trace.incoming(context.invocation_metadata())) as span:
             promotion = await self._store.promote(request.fingerprint, request.keys)
             if span is not None:
-                span.set({"weft.keys": len(request.keys), "weft.promoted": promotion.num_blocks})
+                span.set({"weft.api_keys": len(request.keys), "weft.promoted": promotion.num_blocks})
         waited_ms = round(1000 * promotion.waited_seconds)
         return pb2.PromoteResponse(num_promoted=promotion.num_blocks, waited_ms=waited_ms)
 

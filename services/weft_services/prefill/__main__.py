@@ -7,7 +7,7 @@ from weft.config import read_config
 from weft.rpc.server import run
 from weft.weights.objects import with_local_model
 from weft.worker.config import WorkerConfig
-from weft.worker.heap import settle_imports
+from weft.worker.os_tuning import settle_imports
 from weft.worker.process import serve_worker
 from weft_services.prefill.service import POST
 

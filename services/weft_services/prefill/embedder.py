@@ -9,7 +9,7 @@ from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.pulse import Pulse
 from weft.errors import InvalidRequest, PeerLost
 from weft.request import RequestKey, SamplingParams
-from weft.worker.pooling import MeanHidden
+from weft.worker.hidden_state_observers import MeanHidden
 
 NO_TEXT = SamplingParams(max_tokens=1, temperature=0)
 WATCH_SECONDS = 0.5

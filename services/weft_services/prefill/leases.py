@@ -10,13 +10,13 @@ from weft import metrics
 from weft.engine.core import Engine
 from weft.engine.messages import PromptProgress, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import Cancelled, Incompatible, InvalidRequest, NotFound, PeerLost, WeftError
-from weft.kv.groups import PageRun, Paging
-from weft.kv.handoff import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks, is_late
+from weft.kv.layer_groups import PageRun, Paging
 from weft.kv.memory import BlockBytes
+from weft.kv.transfer_protocol import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks, is_late
 from weft.request import ModelFingerprint, RequestKey
-from weft.worker.borrow import block_checksums
-from weft.worker.grammars import GrammarDesk
-from weft.worker.store_prefix import StorePrefix
+from weft.worker.engine_client import GrammarDesk
+from weft.worker.kv_pull import block_checksums
+from weft.worker.store_client import StorePrefix
 
 metrics.from_zero(metrics.LEASES, ("returned", "cancelled", "expired", "broken", "stalled"))
 

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 
 from weft import trace
-from weft.awake import AwakeTimeout
 from weft.errors import Incompatible, InvalidRequest, NotFound, PeerLost
-from weft.kv.handoff import (
+from weft.kv.memory import BlockBytes
+from weft.kv.transfer_protocol import (
     SIGNS_A_LEASE,
     Accepted,
     Heartbeat,
@@ -22,13 +22,13 @@ from weft.kv.handoff import (
     PrefillOrder,
     PromptFinished,
 )
-from weft.kv.memory import BlockBytes
 from weft.request import WorkerRole
-from weft.rpc.blocks import block_chunks
-from weft.rpc.handoff import event_to_wire, order_from_wire
+from weft.rpc.grpc_transport import block_chunks
+from weft.rpc.transfer_wire import event_to_wire, order_from_wire
 from weft.rpc.wire import key_from_wire
+from weft.stall_clock import AwakeTimeout
 from weft.worker.process import Post, Workplace
-from weft.worker.store_prefix import StorePrefix
+from weft.worker.store_client import StorePrefix
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.prefill.embedder import Embedder
 from weft_services.prefill.leases import Lease, LeaseDesk

@@ -4,9 +4,9 @@ import logging
 from functools import partial
 
 from weft import log, metrics, trace
-from weft.awake import AwakeClock
 from weft.config import describe, read_config
 from weft.rpc.server import RpcServer, run, settle_heap, until_signal
+from weft.stall_clock import AwakeClock
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.config import Config
 from weft_services.scheduler.dispatch import Dispatcher

@@ -11,9 +11,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from weft.errors import Cancelled
-from weft.lifetime import Stage
 from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey
+from weft.request_stage import Stage
 from weft_services.scheduler.state import Load, Placement, RouteQuery, Worker
 
 # what this process has booked, told when somebody asks: a gauge that is moved takes as long as half of a booking

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
-from weft.lifetime import Stage
 from weft.metrics import OVER_TARGET, ROUTES, WAITING
 from weft.request import WorkerRole
+from weft.request_stage import Stage
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.bookings import Booking
 from weft_services.scheduler.lines import Waiter

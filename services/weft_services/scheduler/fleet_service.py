@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import grpc
 
-from weft.awake import AwakeTimeout
 from weft.errors import InvalidRequest
 from weft.request import WorkerRole
 from weft.rpc.wire import (
@@ -24,6 +23,7 @@ from weft.rpc.wire import (
     role_to_wire,
     tallies_from_wire,
 )
+from weft.stall_clock import AwakeTimeout
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc

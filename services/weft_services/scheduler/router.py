@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from weft.errors import InvalidRequest, NoWorker
 from weft.kv.tiers import Tier
-from weft.lifetime import Stage
 from weft.request import RequestKey
+from weft.request_stage import Stage
 from weft_services.scheduler.bookings import Booking, Bookings
 from weft_services.scheduler.crowd import Crowd, Crowds
 from weft_services.scheduler.fleet import Fleet, serves

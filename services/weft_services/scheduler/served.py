@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.kv.store_keys import fingerprint_digest
+from weft.kv.block_keys import fingerprint_digest
 from weft.request import WorkerRole
 from weft_services.scheduler.speed import USUAL_CREDIT, Credit
 from weft_services.scheduler.state import INFINITE, NUM_ROWS, Worker

@@ -22,8 +22,8 @@ from weft.errors import (
     RoomClosed,
     WeftError,
 )
-from weft.lifetime import Stage
 from weft.request import RequestKey
+from weft.request_stage import Stage
 from weft.rpc.status import as_weft_error
 from weft.rpc.wire import address_into_wire, key_from_wire
 from weft_mesh.v1 import common_pb2

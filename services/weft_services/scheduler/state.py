@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft.tally import NO_TALLIES, Tallies
+from weft.worker_stats import NO_TALLIES, Tallies
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE, USUAL_CREDIT, Credit, Speed
 
 NEVER = float("-inf")

@@ -6,7 +6,7 @@ import logging
 from weft import log, metrics
 from weft.config import ConfigError, describe, read_config
 from weft.errors import Overloaded, Unreadable
-from weft.files import allow_files
+from weft.file_descriptors import allow_files
 from weft.rpc.server import RpcServer, run, until_signal
 from weft.weights.objects import with_local_model
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, Cancelled, Incompatible, PeerLost, Unreadable, WeftError
-from weft.storage import telling, told
+from weft.file_io import telling, told
 from weft.weights.checkpoint import Checkpoint, files_state, read_checkpoint
 from weft.weights.head import candidates, with_own_head
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image

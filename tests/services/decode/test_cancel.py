@@ -12,22 +12,22 @@ import pytest
 from tests.services.attach import Gateway, new_key, prompt
 from tests.services.workers import Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
+from weft.asyncio_compat import background
 from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, Overloaded, PeerLost
 from weft.request import SamplingParams
 from weft.rpc.status import as_weft_error
-from weft.worker import quarantine
-from weft.worker.tasks import background
+from weft.worker import kv_pull
 from weft_mesh.v1 import decode_service_pb2
 from weft_services.decode import service
-from weft_services.decode.outbox import Outbox
-from weft_services.decode.reception import Reception
+from weft_services.decode.kv_receiver import Reception
+from weft_services.decode.messages import Outbox
 
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def _short_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "SAFETY_SECONDS", 0.01)
+    monkeypatch.setattr(kv_pull, "SAFETY_SECONDS", 0.01)
 
 
 class Gate(Meddler):

@@ -14,22 +14,22 @@ from tests.services.attach import GREEDY, prompt
 from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, fingerprint_of, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
-from weft.kv.handoff import LEASE_SECONDS, Accepted, LeaseClosed, PromptFinished, ReadyBlocks
+from weft.kv.transfer_protocol import LEASE_SECONDS, Accepted, LeaseClosed, PromptFinished, ReadyBlocks
 from weft.kv.transport import Run, TransferFailed
 from weft.request import WorkerAddress
-from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.server import RpcServer
-from weft.worker import borrow, quarantine
-from weft.worker.tally import Tally
+from weft.rpc.transfer_wire import event_to_wire, order_from_wire
+from weft.worker import kv_pull
+from weft.worker.stats_recorder import Tally
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
-from weft_services.decode.handoff import HandOffs
+from weft_services.decode.remote_prefill import HandOffs
 
 LONG = prompt(4 * CHUNK_TOKENS + 3)
 
 
 @pytest.fixture(autouse=True)
 def _short_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "SAFETY_SECONDS", 0.01)
+    monkeypatch.setattr(kv_pull, "SAFETY_SECONDS", 0.01)
 
 
 def failures(reason: str) -> float:
@@ -126,8 +126,8 @@ async def test_blocks_that_arrive_damaged(tiny: Tiny) -> None:
 
 
 async def test_a_pull_that_nobody_has_patience_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft_services.decode.reception.PULL_SECONDS", 0.05)
-    monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("weft_services.decode.kv_receiver.PULL_SECONDS", 0.05)
+    monkeypatch.setattr(kv_pull, "PATIENCE_SECONDS", 0.0)
     gate = asyncio.Event()
 
     class Stall(OnPull):

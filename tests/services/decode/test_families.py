@@ -14,8 +14,8 @@ import pytest
 from tests.services.attach import Gateway
 from tests.services.workers import start_worker
 from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
+from weft.asyncio_compat import background
 from weft.request import SamplingParams, WorkerAddress
-from weft.worker.tasks import background
 from weft_services.decode.service import install
 
 LENGTHS = (1, 7, 24, 45)

@@ -14,7 +14,7 @@ from tests.services.attach import prompt
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.kv.transport import Run
-from weft_services.decode import reception
+from weft_services.decode import kv_receiver
 
 NUM_CHUNKS, CHUNK_BLOCKS = 5, CHUNK_TOKENS // BLOCK_TOKENS
 PATIENCE_SECONDS = 10.0
@@ -80,7 +80,7 @@ async def test_what_a_client_waits_for_beyond_the_computing_is_the_last_chunks_w
             now += 7.0
 
     arrivals = Slow()
-    monkeypatch.setattr(reception, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(kv_receiver, "time", SimpleNamespace(perf_counter=lambda: now))
     async with start_pair(tiny, meddler=arrivals) as pair:
         compute_after_arrivals(pair, arrivals, monkeypatch)
         answer = await pair.gateway.generate(PROMPT, pair.prefill.address)
@@ -99,7 +99,7 @@ async def test_a_long_prompt_is_read_in_parts_each_with_a_time_of_its_own(
             sizes.append(len(runs))
 
     async with start_pair(tiny, meddler=Sizes()) as pair:
-        monkeypatch.setattr(reception, "MAX_PULL_BYTES", int(1.5 * pair.decode.place.memory.block_bytes))
+        monkeypatch.setattr(kv_receiver, "MAX_PULL_BYTES", int(1.5 * pair.decode.place.memory.block_bytes))
         answer = await pair.gateway.generate(PROMPT, pair.prefill.address)
         assert answer.tokens == pair.expected(PROMPT)
         assert sizes == [1] * NUM_CHUNKS * CHUNK_BLOCKS

@@ -12,7 +12,7 @@ from tests.services.attach import Gateway, prompt
 from tests.services.fake_store import FakeStore
 from tests.services.workers import Worker, start_worker
 from tests.weft.tiny_llama import Tiny
-from weft.worker.tasks import background
+from weft.asyncio_compat import background
 from weft_services.decode import service
 from weft_services.decode.service import install
 

@@ -16,14 +16,14 @@ from tests.services.workers import Worker, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.engine.pulse import Pulse
 from weft.errors import Overloaded, PeerLost
-from weft.kv.handoff import Accepted, Heartbeat, LeaseClosed, PromptFinished, ReadyBlocks
+from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PromptFinished, ReadyBlocks
 from weft.request import RequestKey, WorkerAddress
-from weft.rpc.handoff import event_to_wire
 from weft.rpc.server import RpcServer
+from weft.rpc.transfer_wire import event_to_wire
 from weft_mesh.v1 import prefill_service_pb2_grpc
-from weft_services.decode import fallback
-from weft_services.decode import peers as decode_peers
-from weft_services.decode.fallback import Fallbacks
+from weft_services.decode import kv_receiver as decode_peers
+from weft_services.decode import remote_prefill
+from weft_services.decode.remote_prefill import Fallbacks
 from weft_services.prefill import service as prefill_service
 
 
@@ -162,7 +162,7 @@ async def test_an_attempt_that_was_overtaken_changes_nothing(tiny: Tiny) -> None
 
 
 def test_only_so_many_tokens_of_failed_hand_offs_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "MAX_TOKENS", 100)
+    monkeypatch.setattr(remote_prefill, "MAX_TOKENS", 100)
     one, two, three = (RequestKey(name) for name in "abc")
     fallbacks = Fallbacks()
     fallbacks.begin(one, 1000, "prefill-0")  # the first, whatever its length
@@ -176,7 +176,7 @@ def test_only_so_many_tokens_of_failed_hand_offs_are_computed_here(monkeypatch: 
 
 
 async def test_beyond_them_the_gateway_hears_which_worker_is_lost(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "MAX_TOKENS", 50)
+    monkeypatch.setattr(remote_prefill, "MAX_TOKENS", 50)
     async with start_pair(tiny) as pair:
         pair.prefill.desk.close()
         before = failures("peer_lost")
@@ -195,7 +195,7 @@ async def test_beyond_them_the_gateway_hears_which_worker_is_lost(tiny: Tiny, mo
 async def test_beyond_them_nobody_is_blamed_for_a_lender_that_was_only_full(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fallback, "MAX_TOKENS", 50)
+    monkeypatch.setattr(remote_prefill, "MAX_TOKENS", 50)
     async with start_pair(tiny) as pair:
         monkeypatch.setattr(pair.prefill.engine._inbox, "_max_waiting", 0)
         async with standing(pair.decode):

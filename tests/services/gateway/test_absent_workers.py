@@ -15,9 +15,9 @@ from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import answering
 from tests.services.gateway.test_embeddings import with_prefill
 from tests.services.gateway.test_moves import ask as moved
-from weft.awake import TICK_SECONDS, AwakeClock
 from weft.errors import NoWorker
 from weft.request import WorkerAddress, WorkerRole
+from weft.stall_clock import TICK_SECONDS, AwakeClock
 from weft_services.gateway.mesh import embedding, fleet
 from weft_services.gateway.mesh.fleet import FleetWatch
 from weft_services.gateway.mesh.workers import FleetReport, Worker

@@ -22,7 +22,7 @@ from tests.services.gateway.test_embeddings import with_prefill
 from tests.services.gateway.test_grpc import stub_of
 from tests.services.gateway.test_trace import collector
 from weft import trace
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 
 __all__ = ["collector"]  # a fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.keys import Key
+from weft.api_keys import Key
 from weft.request import FinishReason
 from weft_services.gateway.access import visitor as access
 from weft_services.gateway.access.limiter import Limiter

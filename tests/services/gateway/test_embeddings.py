@@ -20,7 +20,7 @@ from openai import APIStatusError
 from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import forever
 from tests.services.gateway.test_grpc import stub_of
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft.rpc import server as rpc_server
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb

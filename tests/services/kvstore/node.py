@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weft.cli.ports import free_ports
-from weft.worker import store_link
+from weft.worker import store_connection
 
 PATIENCE_SECONDS = 30.0
 POLL_SECONDS = 0.02
@@ -41,7 +41,7 @@ def patient_look_ups() -> Iterator[None]:
     """Clients in this process wait for what is in the store, however long that takes on a busy machine: an answer that
     is late counts as nothing found."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_link, "MATCH_SECONDS", 10.0)
+        patch.setattr(store_connection, "MATCH_SECONDS", 10.0)
         yield
 
 
@@ -79,7 +79,7 @@ class KvStoreProcess:
     @property
     def owner(self) -> psutil.Process:
         """The process whose memory holds the blocks."""
-        return self._child("weft.kv.store_process")
+        return self._child("weft.kv.store_client_process")
 
     def start(self) -> None:
         """Until it says that it is ready; on a thread, where a loop must go on meanwhile."""

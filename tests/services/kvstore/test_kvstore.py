@@ -14,8 +14,8 @@ import pytest
 from tests.services.kvstore.node import POLL_SECONDS, KvStoreProcess, until
 from weft.config import ConfigError
 from weft.errors import InvalidRequest, PeerLost
-from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
-from weft.kv.store_keys import store_key
+from weft.kv.block_keys import store_key
+from weft.kv.store_client_proxy import StoreAgent, StoreLost, StoreSpec
 from weft.rpc.client import open_channel, translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc

@@ -15,7 +15,7 @@ import pytest
 from tests.services.kvstore.disk_records import MODEL, SIZE, key, record
 from weft import metrics
 from weft.errors import Overloaded
-from weft.kv.store_agent import NO_SPACE, StoreBusy, StoreLost
+from weft.kv.store_client_proxy import NO_SPACE, StoreBusy, StoreLost
 from weft.kv.tiers import Tier
 from weft.request import Retention
 from weft_services.kvstore import mover as mover_module

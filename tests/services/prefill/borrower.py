@@ -12,7 +12,7 @@ import grpc
 from tests.services.attach import new_key
 from tests.services.workers import BLOCK_TOKENS, Worker, fingerprint_of, start_worker
 from tests.weft.tiny_llama import Tiny
-from weft.kv.handoff import (
+from weft.kv.transfer_protocol import (
     LEASE_SECONDS,
     Accepted,
     Heartbeat,
@@ -23,7 +23,7 @@ from weft.kv.handoff import (
 )
 from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
-from weft.rpc.handoff import event_from_wire, order_to_wire
+from weft.rpc.transfer_wire import event_from_wire, order_to_wire
 from weft.rpc.wire import key_to_wire
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_mesh.v1 import prefill_service_pb2_grpc

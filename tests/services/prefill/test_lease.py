@@ -18,11 +18,11 @@ from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDelta
 from weft.errors import Cancelled, Overloaded
-from weft.kv.groups import PageRun, Paging, Reach
-from weft.kv.handoff import Accepted, LeaseClosed, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.layer_groups import PageRun, Paging, Reach
 from weft.kv.memory import HostBlocks
+from weft.kv.transfer_protocol import Accepted, LeaseClosed, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.request import Grammar, SamplingParams
-from weft.worker.grammars import GrammarDesk
+from weft.worker.engine_client import GrammarDesk
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_services.prefill.leases import Lease
 from weft_services.prefill.service import _Speaker

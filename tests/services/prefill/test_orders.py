@@ -12,8 +12,8 @@ from tests.services.fake_store import FakeStore
 from tests.services.prefill.borrower import start_lender
 from tests.services.workers import fingerprint_of
 from tests.weft.tiny_llama import Tiny
-from weft.kv.handoff import Accepted, LeaseClosed
-from weft.kv.prefix import block_keys
+from weft.kv.block_keys import block_keys
+from weft.kv.transfer_protocol import Accepted, LeaseClosed
 from weft.metrics import REGISTRY
 
 

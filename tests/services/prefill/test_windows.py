@@ -14,14 +14,13 @@ from tests.services.attach import new_key
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import TinyFamily, make_family
 from weft.engine.messages import Reserved
-from weft.kv.groups import Paging, page_key
-from weft.kv.prefix import block_keys
+from weft.kv.block_keys import block_keys
+from weft.kv.layer_groups import Paging, page_key
 from weft.kv.tiers import Tier
 from weft.request import RequestKey
-from weft.worker.store import StoreClient
-from weft.worker.store_get import Fetched, Wanted
-from weft.worker.store_prefix import StorePrefix
-from weft.worker.tally import Tally
+from weft.worker.stats_recorder import Tally
+from weft.worker.store_client import StoreClient, StorePrefix
+from weft.worker.store_reader import Fetched, Wanted
 
 LIMITS: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "num_blocks": 256}
 NAMES = ["mistral-window", "qwen2-window", "llama4"]

@@ -6,9 +6,9 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, ready_worker, worker_info
 from weft.errors import Overloaded
-from weft.lifetime import Stage
 from weft.metrics import OVER_TARGET
 from weft.request import RequestKey, WorkerRole
+from weft.request_stage import Stage
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.crowd import IDLE_SECONDS, MEMORY_SECONDS, Crowd
 from weft_services.scheduler.dispatch import Dispatcher

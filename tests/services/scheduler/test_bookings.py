@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.errors import Cancelled
-from weft.lifetime import Stage
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
+from weft.request_stage import Stage
 from weft_services.scheduler import bookings as bookings_module
 from weft_services.scheduler.bookings import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Booking, Bookings
 from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Load, Placement, RouteQuery, Worker, WorkerReport

@@ -8,7 +8,7 @@ from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible
 from weft.metrics import READY_WORKERS, REGISTRY
 from weft.request import WorkerAddress, WorkerRole
-from weft.tally import PrefixTally, Tallies, WorkTally
+from weft.worker_stats import PrefixTally, Tallies, WorkTally
 from weft_services.scheduler.fleet import MAX_MODELS, MISSED_SECONDS, Fleet
 from weft_services.scheduler.speed import USUAL_CREDIT, Credit, Fetching, credit_of
 from weft_services.scheduler.state import Load, Worker, WorkerReport

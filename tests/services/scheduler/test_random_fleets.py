@@ -12,8 +12,8 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
-from weft.lifetime import Stage
 from weft.request import RequestKey, WorkerRole
+from weft.request_stage import Stage
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.pace import Pace

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, worker_info
-from weft.lifetime import Stage
 from weft.request import RequestKey, WorkerAddress, WorkerRole
+from weft.request_stage import Stage
 from weft_services.scheduler.gateways import ABSENT_SECONDS
 from weft_services.scheduler.lengths import DEFAULT_OUTPUT_TOKENS
 from weft_services.scheduler.router import Progress, Router

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, hello, worker_info
-from weft.awake import TICK_SECONDS, AwakeClock
 from weft.errors import NoWorker
 from weft.request import RequestKey, WorkerRole
+from weft.stall_clock import TICK_SECONDS, AwakeClock
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.arrivals import Arrivals

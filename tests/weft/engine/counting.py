@@ -10,7 +10,7 @@ from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
 from weft.engine.sequence import Sequence
-from weft.kv.groups import PageRun, Reach
+from weft.kv.layer_groups import PageRun, Reach
 from weft.request import RequestKey
 
 CONFIG = EngineConfig(

@@ -25,8 +25,8 @@ from weft.engine.messages import (
     SequenceSpec,
     StepOutput,
 )
-from weft.kv.groups import PageRun
-from weft.kv.offers import SealedBlock
+from weft.kv.layer_groups import PageRun
+from weft.kv.offload_queue import SealedBlock
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.kv.blocks import BlockPool
+from weft.kv.block_pool import BlockPool
 
 
 class Poison:

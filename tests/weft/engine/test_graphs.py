@@ -18,7 +18,7 @@ from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks, static_bytes
-from weft.kv.groups import Reach
+from weft.kv.layer_groups import Reach
 from weft.model.kv_layout import kv_groups
 from weft_kernels.recorder import Recorder
 

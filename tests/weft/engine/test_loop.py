@@ -26,7 +26,7 @@ from weft.engine.burst import MAX_FIRST_TOKENS
 from weft.engine.loop import Loop
 from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
-from weft.kv.groups import PageRun, Reach
+from weft.kv.layer_groups import PageRun, Reach
 from weft.request import FinishReason, RequestKey, SamplingParams
 
 

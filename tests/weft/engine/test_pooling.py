@@ -15,7 +15,7 @@ from weft.engine.messages import SequenceMode
 from weft.errors import InvalidRequest
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey
-from weft.worker.pooling import MeanHidden
+from weft.worker.hidden_state_observers import MeanHidden
 
 LENGTHS = [1, 5, 16, 17, 70]
 PROMPTS = [[(7 * i + 3 * length) % 100 + 3 for i in range(length)] for length in LENGTHS]

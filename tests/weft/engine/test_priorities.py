@@ -10,7 +10,7 @@ from weft.engine.loop import Loop
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
 from weft.engine.waiting import LEVEL_SECONDS
-from weft.kv.groups import Reach
+from weft.kv.layer_groups import Reach
 from weft.request import RequestKey, SamplingParams
 
 

@@ -17,8 +17,8 @@ from weft.engine.sequence import Sequence
 from weft.errors import InvalidRequest
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey
-from weft.worker import scoring
-from weft.worker.scoring import PromptScorer
+from weft.worker import hidden_state_observers
+from weft.worker.hidden_state_observers import PromptScorer
 
 LENGTHS = [1, 2, 5, 16, 17, 70]
 PROMPTS = [[(7 * i + 3 * length) % 100 + 3 for i in range(length)] for length in LENGTHS]
@@ -73,7 +73,7 @@ def test_logprobs_are_those_of_transformers(
 
 
 def test_pieces_are_no_longer_than_they_have_to_be(grouped: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "PIECE_TOKENS", 20)
+    monkeypatch.setattr(hidden_state_observers, "PIECE_TOKENS", 20)
     with Driver(grouped, chunk_tokens=7) as driver:
         scorer = submit(driver, "a", PROMPTS[-1], 1)
         driver.wait_end(RequestKey("a"))

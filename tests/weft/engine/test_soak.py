@@ -32,7 +32,7 @@ from weft.engine import build
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.kv.groups import PageRun
+from weft.kv.layer_groups import PageRun
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, RequestKey
 

@@ -15,7 +15,7 @@ from tests.weft.tiny_families import TinyFamily
 from weft.capacity.gpus import GPUS
 from weft.capacity.layout import Demand, Layout
 from weft.capacity.plan import make_plan
-from weft.kv.blocks import BlockPool
+from weft.kv.block_pool import BlockPool
 from weft.model.kv_layout import group_size, kv_groups
 
 NAMES = ["mistral-window", "qwen2-window", "llama4"]

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from weft.kv.memory import BlockBytes, HostBlocks, checksums
-from weft.worker.blocks import TensorBlocks
+from weft.worker.pool_memory import TensorBlocks
 
 
 @pytest.fixture(params=["host", "torch"])

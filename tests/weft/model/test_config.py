@@ -11,9 +11,9 @@ import pytest
 from safetensors import safe_open
 
 from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
-from weft import storage
+from weft import file_io
 from weft.errors import BadCheckpoint
-from weft.kv.store_keys import fingerprint_digest
+from weft.kv.block_keys import fingerprint_digest
 from weft.model import kv_layout
 from weft.model.config import Rope, expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, layout_name
@@ -206,7 +206,7 @@ def test_a_file_that_is_no_config_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
 ) -> None:
     if words.startswith("it has"):
-        monkeypatch.setattr(storage, "MAX_SMALL_BYTES", 1000)
+        monkeypatch.setattr(file_io, "MAX_SMALL_BYTES", 1000)
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=words) as caught:

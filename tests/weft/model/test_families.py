@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tests.weft.tiny_families import FAMILIES, TinyFamily
-from weft.kv.groups import Paging
+from weft.kv.layer_groups import Paging
 from weft.model import attention
 from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder

@@ -9,7 +9,7 @@ import pytest
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
-from weft.storage import share_alike
+from weft.file_io import share_alike
 from weft.weights.bundle import convert, making
 from weft.weights.bundle.making import NOTE
 

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import torch
 
 from tests.services.kvstore.node import until
+from weft.kv.memfd import shared_bytes
 from weft.kv.memory import BlockBytes, HostBlocks
-from weft.kv.offers import SealedBlock
-from weft.kv.shared import shared_bytes
+from weft.kv.offload_queue import SealedBlock
 from weft.request import KEEP, ModelFingerprint, Retention
-from weft.worker.blocks import TensorBlocks
-from weft.worker.estimate import FetchEstimate
-from weft.worker.store import StoreClient
+from weft.worker.fetch_cost import FetchEstimate
+from weft.worker.pool_memory import TensorBlocks
+from weft.worker.store_client import StoreClient
 
 BLOCK_BYTES = 96 * 1024
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from weft.asyncio_compat import background
 from weft.engine.messages import EngineLoad
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.server import RpcServer
-from weft.worker.membership import Introduction, Membership
-from weft.worker.tasks import background
+from weft.worker.fleet_client import Introduction, Membership
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2_grpc
 from weft_mesh.v1 import scheduler_service_pb2 as pb2
 

@@ -12,8 +12,7 @@ import xxhash
 from torch import Tensor
 
 from weft.kv.memory import BlockBytes, HostBlocks
-from weft.worker.blocks import TensorBlocks
-from weft.worker.staging import stage, unstage
+from weft.worker.pool_memory import TensorBlocks, stage, unstage
 
 # three blocks are two turns of the loop
 SIZE, NUM_BLOCKS = 400_000, 6

@@ -15,7 +15,7 @@ from tests.services.kvstore.node import PATIENCE_SECONDS, POLL_SECONDS, KvStoreP
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft.kv.tiers import Tier
 from weft.request import Retention
-from weft.worker.store_get import Fetched, Wanted
+from weft.worker.store_reader import Fetched, Wanted
 from weft_services.kvstore.segment import Segment, segment_paths
 
 SECONDS = 10.0

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from weft.config import ConfigError
-from weft.kv import near
+from weft.kv import local_transport
+from weft.kv.memfd import SharedBytes, shared_bytes
 from weft.kv.memory import BlockBytes, HostBlocks
 from weft.kv.mooncake import MooncakeUnavailable
-from weft.kv.shared import SharedBytes, shared_bytes
 from weft.kv.transport import Endpoint, Transport
-from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
-from weft.worker import transports
+from weft.rpc.grpc_transport import GrpcTransport
+from weft.worker import kv_pull
 from weft.worker.config import MooncakeProtocol, TransportChoice
-from weft.worker.transports import lent_endpoint, pick_transports
+from weft.worker.kv_pull import lent_endpoint, pick_transports
 
 POOL = (ctypes.c_ubyte * 8192)()
 
@@ -69,7 +69,7 @@ def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: Shar
 def test_where_open_files_are_not_shown_workers_of_one_machine_are_peers_like_others(
     shared: SharedBytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(near, "OPEN_FILES", tmp_path)
+    monkeypatch.setattr(local_transport, "OPEN_FILES", tmp_path)
     picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
     assert [transport.name for transport in picked] == ["mooncake", "grpc"]
     assert lent_endpoint(picked).file == ""
@@ -91,13 +91,13 @@ def test_grpc_alone_when_asked_for() -> None:
 def test_without_mooncake_auto_falls_back_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transports, "MooncakeTransport", unavailable)
+    monkeypatch.setattr(kv_pull, "MooncakeTransport", unavailable)
     with caplog.at_level(logging.WARNING):
         assert pick(TransportChoice.AUTO) == ["grpc"]
     assert "libibverbs" in caplog.text
 
 
 def test_mooncake_that_is_demanded_and_missing_is_an_error_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "MooncakeTransport", unavailable)
+    monkeypatch.setattr(kv_pull, "MooncakeTransport", unavailable)
     with pytest.raises(ConfigError, match="WEFT_TRANSPORT"):
         pick(TransportChoice.MOONCAKE)

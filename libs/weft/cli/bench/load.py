@@ -13,7 +13,7 @@ import httpx
 
 from weft.cli.bench.workload import Job
 from weft.cli.stream import CONNECT_SECONDS, THOUGHTS, MeshError, message_of, open_client, served_model, told
-from weft.files import allow_files
+from weft.file_descriptors import allow_files
 
 # the difference of two prompts is without what a chat template adds
 CALIBRATIONS = tuple(Job(None, (("calibration", tokens),), 1) for tokens in (200, 40))

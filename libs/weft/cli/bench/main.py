@@ -21,7 +21,7 @@ from weft.cli.bench.load import NEVER_SENT, OUT_OF_TIME, Load, Record, open_targ
 from weft.cli.bench.report import page, tables
 from weft.cli.bench.workload import BadTrace, Job, Recipe, from_recipe, from_trace
 from weft.cli.stream import MeshError
-from weft.storage import in_words
+from weft.file_io import in_words
 
 
 @dataclass(frozen=True, slots=True)

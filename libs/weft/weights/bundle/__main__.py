@@ -18,8 +18,8 @@ from rich.table import Column, Table
 
 from weft.config import ConfigError, CpuKernels, read_config
 from weft.errors import Unreadable, WeftError
-from weft.storage import TRANSIENT, naming
-from weft.streams import open_streams, written_out
+from weft.file_descriptors import open_streams, written_out
+from weft.file_io import TRANSIENT, naming
 from weft.weights.bundle import convert
 from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
+from weft.file_io import on_disk, share_alike, telling
 from weft.foreign_files import foreign_names
-from weft.storage import on_disk, share_alike, telling
 from weft.weights.ahead import ahead
 from weft.weights.blobs import stamp_of
 from weft.weights.bundle.chunks import Bytes

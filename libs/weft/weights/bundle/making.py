@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.storage import naming, on_disk, share_alike
+from weft.file_io import naming, on_disk, share_alike
 from weft.weights.blobs import stamp_of
 
 NOTE = ".weft-made-of.json"

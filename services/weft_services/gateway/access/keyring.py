@@ -13,10 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from weft.cancellation import cancellation_heeded
-from weft.config import ConfigError
-from weft.errors import PeerLost, Unauthenticated
-from weft.keys import (
+from weft.api_keys import (
     MAX_KEY_CHARS,
     VALKEY_KEYS,
     VALKEY_SCHEMES,
@@ -28,6 +25,9 @@ from weft.keys import (
     load_key,
     load_keys,
 )
+from weft.asyncio_compat import cancellation_heeded
+from weft.config import ConfigError
+from weft.errors import PeerLost, Unauthenticated
 from weft.rpc.valkey import checked_url
 
 logger = logging.getLogger(__name__)

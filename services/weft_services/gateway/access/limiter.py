@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from weft.api_keys import Key
 from weft.errors import RateLimited
-from weft.keys import Key
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 
 WINDOW_SECONDS = 60.0

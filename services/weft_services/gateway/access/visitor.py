@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from weft.api_keys import MOST_URGENT, Key
 from weft.errors import Unauthenticated
-from weft.keys import MOST_URGENT, Key
 from weft_services.gateway.access.limiter import Level, Limiter
 
 

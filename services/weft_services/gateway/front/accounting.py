@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weft import metrics, trace
-from weft.lifetime import Stage
 from weft.metrics import labelled
+from weft.request_stage import Stage
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.front import genai

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import Receive, Scope, Send
 
 from weft import trace
-from weft.lifetime import Stage
+from weft.request_stage import Stage
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.embeddings import embedding_body, parse_embedding
 from weft_services.gateway.front.accounting import Account

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft import trace
 from weft.errors import Cancelled, WeftError
-from weft.lifetime import Stage
+from weft.request_stage import Stage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.dialects.frames import Choice, Usage
 from weft_services.gateway.error_body import error_body, status_of

@@ -12,7 +12,7 @@ from weft.errors import Cancelled, Incompatible, Overloaded, PeerLost, WeftError
 from weft.request import RequestKey, WorkerAddress
 from weft.rpc import wire
 from weft.rpc.client import open_channel
-from weft.rpc.outgoing import Outgoing, speaking
+from weft.rpc.stream_writer import Outgoing, speaking
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_services.gateway.mesh.delivery import Delivery

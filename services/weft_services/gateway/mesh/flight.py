@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weft import metrics
-from weft.awake import AwakeClock
 from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, RoomClosed, WeftError
-from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey, WorkerAddress
+from weft.request_stage import Stage
+from weft.stall_clock import AwakeClock
 from weft_services.gateway.mesh.decode_peers import DecodeLink, StartMessage, compose
 from weft_services.gateway.mesh.inbox import Inbox
 from weft_services.gateway.mesh.links import DecodeLinks

@@ -9,7 +9,7 @@ from functools import partial
 
 from weft.errors import InvalidRequest
 from weft.ids import new_seed
-from weft.kv.prefix import block_keys
+from weft.kv.block_keys import block_keys
 from weft.request import Grammar, SamplingParams
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing

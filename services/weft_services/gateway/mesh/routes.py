@@ -18,7 +18,7 @@ from weft import trace
 from weft.errors import InvalidRequest, ModelLoading, NoWorker, Overloaded, PeerLost, RoomClosed, WeftError, from_code
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES
-from weft.rpc.outgoing import Outgoing, speaking
+from weft.rpc.stream_writer import Outgoing, speaking
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub

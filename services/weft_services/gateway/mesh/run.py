@@ -11,8 +11,8 @@ from typing import Self
 
 from weft.errors import DeadlineExceeded, WeftError
 from weft.ids import new_id
-from weft.lifetime import Stage
 from weft.request import PromptUsage
+from weft.request_stage import Stage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.mesh.flight import Flight, Mesh, Shared
 from weft_services.gateway.mesh.inbox import DELTAS_A_SEQUENCE, MAX_DELTAS, Delta, Inbox

@@ -7,8 +7,8 @@ import logging
 from collections import deque
 
 from weft.errors import InvalidRequest, WeftError
-from weft.lifetime import Stage
 from weft.request import RequestKey
+from weft.request_stage import Stage
 from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.placement import Settlement
 

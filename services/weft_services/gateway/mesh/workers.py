@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.request import WorkerAddress, WorkerRole
-from weft.tally import NO_TALLIES, Tallies
+from weft.worker_stats import NO_TALLIES, Tallies
 
 
 @dataclass(frozen=True, slots=True)

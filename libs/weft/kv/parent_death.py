@@ -1,0 +1,43 @@
+"""Child processes that never outlive their parent.
+
+`python -m weft.kv.parent_death PARENT_PID COMMAND...` becomes COMMAND.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+OUR_SESSION = Path("/proc/self/autogroup")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however it ends. Exits if it has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit("the parent has ended")
+
+
+def copy_session_manners(pid: int) -> None:
+    """A child that leads a session of its own lets others pass as much as our session does.
+
+    Where the kernel deals out cores by session first (sched_autogroup), what a worker's store client copies in the
+    background would else go before the steps of its worker. Elsewhere nothing happens, nor where no session was ever
+    made, as for what a container starts first: the file is empty there.
+    """
+    with contextlib.suppress(OSError):
+        if ours := OUR_SESSION.read_text().split():  # as in "/autogroup-17 nice 10"
+            Path(f"/proc/{pid}/autogroup").write_text(ours[-1])
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    # the setting survives exec
+    os.execvp(sys.argv[2], sys.argv[2:])

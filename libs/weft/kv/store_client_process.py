@@ -1,0 +1,123 @@
+"""A Mooncake Store client in a process of its own: JSON lines with `store_agent`, block bytes through shared memory.
+
+Not in the worker's process because the library's setup and close hold the GIL, for 20 s and more when the master is
+frozen or dead, and because a read that timed out may still be written: here that can only hit the staging area, and
+ending the process ends every transfer for certain. A worker's pool is put from as it lies, and never written.
+
+Each operation has a thread of its own, so that a look-up does not wait for a put: the library's object is made for
+calls from several threads, and lets the GIL go in each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from typing import Any, TextIO
+
+from weft.kv.memfd import map_file
+from weft.kv.mooncake_loading import load_cuda_runtime
+from weft.kv.parent_death import die_with_parent
+from weft.startup_cache import keep, site_files
+
+_ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    # calls to a frozen master end after this instead of 30 s
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    # without it every transfer leaves a socket in TIME_WAIT
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+}
+Areas = dict[str, int]
+
+
+def open_store(spec: dict[str, Any]) -> tuple[Any, Areas]:
+    """The library's store object, set up, and the addresses of `staging` and `pool`, as far as there are such.
+
+    Raises RuntimeError saying why not, or OSError.
+    """
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    load_cuda_runtime()
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except (ImportError, OSError) as error:
+        raise RuntimeError(f"the mooncake library cannot be loaded: {error}") from error
+    store = MooncakeDistributedStore()
+    code = store.setup(spec["host"], "P2PHANDSHAKE", spec["segment_bytes"], 0, spec["protocol"], "", spec["master"])
+    if code != 0:
+        raise RuntimeError(f"no store at the master {spec['master']}: setup returned {code}")
+    areas: Areas = {}
+    # RDMA registers what it may write, too; over TCP the processor sees to it that only its owner writes a pool
+    for area, is_writable in (("staging", True), ("pool", spec["protocol"] != "tcp")):
+        if size := spec[f"{area}_bytes"]:
+            areas[area] = map_file(spec[f"{area}_fd"], size, is_writable)
+            if (code := store.register_buffer(areas[area], size)) != 0:
+                raise RuntimeError(f"register_buffer returned {code} for the {area}")
+    return store, areas
+
+
+def execute(store: Any, areas: Areas, request: dict[str, Any]) -> list[int]:
+    """One code a key: existence (exist, probe) 1 or 0, put and remove 0, get the size; failures are negative."""
+    keys = request["keys"]
+    if request["op"] in ("exist", "probe"):
+        return list(store.batch_is_exist(keys))
+    if request["op"] == "remove":
+        return list(store.batch_remove(keys))
+    base = areas[request.get("area", "staging")]
+    addresses = [base + offset for offset in request["offsets"]]
+    sizes = [request["size"]] * len(keys)
+    if request["op"] == "get":
+        return list(store.batch_get_into(keys, addresses, sizes))
+    codes = list(store.batch_put_from(keys, addresses, sizes))
+    # what nobody has asked for yet would be the first that the library evicts, before kvstore could copy it to its disk
+    store.batch_is_exist([key for key, code in zip(keys, codes, strict=True) if code == 0])
+    return codes
+
+
+def main() -> None:
+    """Set up, say so, then answer until stdin ends: calls of one operation in their order."""
+    spec = json.loads(sys.argv[1])
+    die_with_parent(spec["parent_pid"])
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what the library prints must not mix with replies
+    try:
+        store, areas = open_store(spec)
+    except (RuntimeError, OSError) as error:
+        _reply(replies, {"error": str(error)})
+        return
+    _reply(replies, {"op": "setup", "codes": []})
+    keep(site_files())
+    lanes: defaultdict[str, ThreadPoolExecutor] = defaultdict(partial(ThreadPoolExecutor, 1))
+    is_writing = Lock()
+    for line in sys.stdin:
+        request = json.loads(line)
+        lanes[request["op"]].submit(_answer, store, areas, request, partial(_reply_alone, is_writing, replies))
+
+
+def _answer(store: Any, areas: Areas, request: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
+    try:
+        codes = execute(store, areas, request)
+    except Exception as error:
+        # whoever waits for this call, or for one behind it, must hear of it
+        reply({"error": f"{request['op']}: {error!r}"})
+    else:
+        reply({"op": request["op"], "codes": codes})
+
+
+def _reply_alone(is_writing: Lock, replies: TextIO, reply: dict[str, Any]) -> None:
+    with is_writing:
+        _reply(replies, reply)
+
+
+def _reply(replies: TextIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""From the engine's thread to the loop: every step's output to whoever consumes it, its load to the metrics.
+
+Knows nothing of requests; consumers pick the keys that are theirs.
+
+The grammars of a worker's sequences: opened beside the loop, before the engine hears of the sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from weft import metrics
+from weft.engine.history import Constraint
+from weft.engine.messages import EngineLoad, StepOutput
+from weft.errors import Incompatible
+from weft.grammar import Grammars
+from weft.request import Grammar
+from weft.worker_stats import NO_WORK
+
+Consumer = Callable[[StepOutput], None]
+ComputeListener = Callable[[int, float], None]
+metrics.from_zero(metrics.ENGINE_TOKENS, ("prompt", "generated"))
+
+
+class EngineFeed:
+    """`listener` runs on the engine's thread; everything else on the loop that the feed was made in."""
+
+    def __init__(self) -> None:
+        # told of every step that was all prompts, to their first tokens maybe: how many tokens, and how long it took
+        self.on_computed: ComputeListener | None = None
+        self.load = EngineLoad()
+        self.work = NO_WORK
+        self._loop = asyncio.get_running_loop()
+        self._consumers: list[Consumer] = []
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+
+    def subscribe(self, consumer: Consumer) -> None:
+        """Call `consumer` with every step's output, in order, on the loop."""
+        self._consumers.append(consumer)
+
+    def listener(self, output: StepOutput) -> None:
+        """For the engine."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, output)
+
+    async def until_broken(self) -> None:
+        """Raises what a consumer raised; a consumer that fails has lost events and cannot go on."""
+        await asyncio.shield(self._broken)
+
+    def _deliver(self, output: StepOutput) -> None:
+        try:
+            self._observe(output)
+            for consumer in self._consumers:
+                consumer(output)
+        except Exception as error:
+            if not self._broken.done():
+                self._broken.set_exception(error)
+
+    def _observe(self, output: StepOutput) -> None:
+        before, load = self.load, output.load
+        self.load = load
+        if output.step_seconds:
+            metrics.STEPS.inc()
+            metrics.STEP_SECONDS.observe(output.step_seconds)
+            self._measure(before, output)
+        metrics.ENGINE_TOKENS.labels("prompt").inc(load.computed_prompt_tokens - before.computed_prompt_tokens)
+        metrics.ENGINE_TOKENS.labels("generated").inc(load.generated_tokens - before.generated_tokens)
+        _show(load)
+
+    def forget(self) -> None:
+        """The engine and its consumers are gone: nothing here keeps them, or counts what they held."""
+        self._consumers.clear()
+        self.on_computed = None
+        _show(EngineLoad())
+
+    def _measure(self, before: EngineLoad, output: StepOutput) -> None:
+        num_tokens = output.load.computed_prompt_tokens - before.computed_prompt_tokens
+        # a first token comes with its prompt, and whoever waits between two others does not wait for it
+        num_of_texts = sum(len(delta.token_ids) for delta in output.deltas if delta.prompt is None)
+        self.work = self.work.add(num_tokens, num_of_texts, output.step_seconds)
+        if self.on_computed and num_tokens and not num_of_texts:
+            self.on_computed(num_tokens, output.step_seconds)
+
+
+def _show(load: EngineLoad) -> None:
+    metrics.SEQUENCES.labels("running").set(load.num_running)
+    metrics.SEQUENCES.labels("waiting").set(load.num_waiting)
+    metrics.BLOCKS.labels("free").set(load.free_blocks)
+    metrics.BLOCKS.labels("cached").set(load.cached_blocks)
+    metrics.BLOCKS.labels("active").set(load.active_blocks)
+    metrics.BLOCKS.labels("quarantined").set(load.quarantined_blocks)
+
+
+class GrammarDesk:
+    """Loads the tokenizer when the first grammar comes; without one, requests that need masks are refused."""
+
+    def __init__(self, load: Callable[[], Grammars] | None = None) -> None:
+        self._load = load
+        self._grammars: Grammars | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    async def open(self, grammar: Grammar | None) -> Constraint | None:
+        """Raises InvalidRequest for what cannot be compiled, Incompatible for another tokenizer than the gateway's."""
+        if grammar is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._open, grammar)
+
+    def close(self) -> None:
+        """Forget what has not begun."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _open(self, grammar: Grammar) -> Constraint:
+        if self._load is None:
+            raise Incompatible("this worker has no tokenizer: WEFT_MODEL must name the model's directory")
+        if self._grammars is None:
+            self._grammars = self._load()
+        if self._grammars.tokenizer_hash != grammar.tokenizer_hash:
+            raise Incompatible("the grammar was made for another tokenizer.json than this worker's")
+        return self._grammars.compile(grammar.text)

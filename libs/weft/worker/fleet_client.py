@@ -1,0 +1,289 @@
+"""What a worker tells schedulers while it loads its model: that it comes, and how far it is. Best effort: nothing waits
+for it, and a scheduler that is away or has no ear for it changes nothing.
+
+A worker's place in the fleet: hello, then reports at each scheduler's pace, for as long as the process lives.
+
+A scheduler that is away is waited for; a worker without one goes on with what it has. Draining, parking and a changed
+role are remembered here, so that all schedulers hear of them, also one that comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+from weft.engine.messages import EngineLoad
+from weft.errors import WeftError
+from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
+from weft.rpc.client import open_channel, own_fault_told, owned
+from weft.rpc.wire import (
+    address_to_wire,
+    fingerprint_to_wire,
+    hand_offs_to_wire,
+    prefix_to_wire,
+    role_from_wire,
+    role_to_wire,
+)
+from weft.worker_stats import Tallies
+from weft_mesh.v1 import common_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
+
+logger = logging.getLogger(__name__)
+INTERVAL_SECONDS = 0.5
+RETRY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Written by whoever loads, on any thread; read twice a second. `total_bytes` 0: not counted in bytes."""
+
+    worker_id: str
+    role: WorkerRole
+    model: str
+    phase: str = "starting"
+    done_bytes: int = 0
+    total_bytes: int = 0
+    is_over: bool = False
+
+    def turn_to(self, phase: str) -> None:
+        """Another phase begins, whose end cannot be told in bytes yet."""
+        self.phase, self.done_bytes, self.total_bytes = phase, 0, 0
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Of the phase."""
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes
+
+
+@asynccontextmanager
+async def announced(schedulers: str, arrival: Arrival) -> AsyncIterator[None]:
+    """Every one of `schedulers` (host:port, several by commas) is told while the scope lasts, or until it is over."""
+    telling = [asyncio.create_task(_announce(address.strip(), arrival)) for address in schedulers.split(",")]
+    try:
+        yield
+    finally:
+        for task in telling:
+            task.cancel()
+        for outcome in await asyncio.gather(*telling, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                logger.error("a scheduler was not told that this worker comes", exc_info=outcome)
+
+
+async def _announce(address: str, arrival: Arrival) -> None:
+    async with open_channel(address) as channel:
+        stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
+        while not arrival.is_over:
+            try:
+                with own_fault_told("our announcement"):
+                    async with owned(stub.Announce(_messages(arrival))) as call:
+                        await call
+            except WeftError as error:
+                logger.debug("not announced at %s: %s", address, error)
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _messages(arrival: Arrival) -> AsyncIterator[scheduler_service_pb2.AnnounceRequest]:
+    while not arrival.is_over:
+        yield scheduler_service_pb2.AnnounceRequest(
+            arrival=scheduler_service_pb2.WorkerArrival(
+                worker_id=arrival.worker_id,
+                role=role_to_wire(arrival.role),
+                model=arrival.model,
+                phase=arrival.phase,
+                done_bytes=arrival.done_bytes,
+                total_bytes=arrival.total_bytes,
+            )
+        )
+        await asyncio.sleep(INTERVAL_SECONDS)
+
+
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a worker says of itself when it joins; and whether it was asked to drain, which its reports say."""
+
+    worker: WorkerAddress
+    role: WorkerRole
+    model: str
+    fingerprint: ModelFingerprint
+    num_blocks: int
+    max_context_tokens: int
+    transport: str
+    metrics_address: str
+    can_change_role: bool = False
+    is_draining: bool = False
+
+
+class _Link:
+    """What is between us and one scheduler."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.interval_seconds = 1.0
+        self.has_joined = False
+        self.has_left = asyncio.Event()
+
+
+class Membership:
+    """`keep` runs for ever; `leave` makes the next report say "not ready", at once.
+
+    A worker joins every scheduler that it was given, and says the same to all of them.
+    """
+
+    def __init__(
+        self,
+        schedulers: str,
+        introduction: Introduction,
+        load: Callable[[], EngineLoad],
+        is_able: Callable[[], bool],
+        tallies: Callable[[], Tallies] = Tallies,
+        is_parked: bool = False,
+    ) -> None:
+        """`schedulers`: host:port, several by commas. `is_parked`: it begins so."""
+        self._introduction = introduction
+        self._load = load
+        self._is_able = is_able
+        self._tallies = tallies
+        self._is_draining = introduction.is_draining
+        self._is_parked = is_parked
+        self._park_changes = asyncio.Event()
+        self._role = introduction.role
+        self._has_joined = asyncio.Event()
+        self._is_leaving = asyncio.Event()
+        self._links = [_Link(address.strip()) for address in schedulers.split(",")]
+
+    async def until_joined(self) -> None:
+        """A scheduler has answered once."""
+        await self._has_joined.wait()
+
+    @property
+    def is_parked(self) -> bool:
+        """As it was asked last."""
+        return self._is_parked
+
+    async def until_park_changes(self) -> None:
+        """A scheduler has asked it to park; or, if it is parked, to wake."""
+        await self._park_changes.wait()
+
+    @property
+    def introduction(self) -> Introduction:
+        """As it would join now."""
+        return replace(self._introduction, role=self._role, is_draining=self._is_draining)
+
+    async def leave(self, timeout_seconds: float) -> None:
+        """Take no more work: wait until every scheduler has been told, or the time is over."""
+        self._is_leaving.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                for link in self._links:
+                    await link.has_left.wait()
+
+    async def keep(self) -> None:
+        """Join, report, and join again whenever a stream breaks."""
+        async with asyncio.TaskGroup() as group:
+            for link in self._links:
+                group.create_task(self._keep_one(link))
+
+    async def _keep_one(self, link: _Link) -> None:
+        backoff = MIN_BACKOFF_SECONDS
+        channel = open_channel(link.address)
+        try:
+            while True:
+                try:
+                    stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
+                    with own_fault_told("what we say to it"):
+                        async with owned(stub.Join(self._messages(link))) as stream:
+                            async for response in stream:
+                                self._on_response(link, response)
+                                backoff = MIN_BACKOFF_SECONDS
+                    logger.warning("the scheduler at %s ended our membership; joining again", link.address)
+                except WeftError as error:
+                    if backoff == MIN_BACKOFF_SECONDS:
+                        logger.warning("no scheduler at %s (%s); trying on", link.address, error)
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+        finally:
+            await channel.close()
+
+    def _on_response(self, link: _Link, response: scheduler_service_pb2.JoinResponse) -> None:
+        link.interval_seconds = response.report_interval_ms / 1000
+        if response.HasField("drain") and response.drain != self._is_draining:
+            logger.info(
+                "%s, says the scheduler at %s", "draining" if response.drain else "back in service", link.address
+            )
+            self._is_draining = response.drain
+        if response.HasField("park") and response.park != self._is_parked:
+            logger.info("%s, says the scheduler at %s", "parking" if response.park else "waking", link.address)
+            self._is_parked = response.park
+            self._park_changes.set()
+        if response.role != common_pb2.WORKER_ROLE_UNSPECIFIED:
+            self._change_role(role_from_wire(response.role), link)
+        if not link.has_joined:
+            logger.info("joined the fleet at %s", link.address)
+            link.has_joined = True
+            self._has_joined.set()
+
+    def _change_role(self, role: WorkerRole, link: _Link) -> None:
+        """What has begun goes on: the services of both roles answer all the time."""
+        if role is not self._role and self._introduction.can_change_role:
+            logger.info("role %s, no more %s, says the scheduler at %s", role, self._role, link.address)
+            self._role = role
+
+    async def _messages(self, link: _Link) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
+        yield scheduler_service_pb2.JoinRequest(hello=_hello_to_wire(self._introduction, self._role))
+        while True:
+            is_leaving = self._is_leaving.is_set()
+            yield scheduler_service_pb2.JoinRequest(report=self._report(is_leaving))
+            if is_leaving:
+                # being asked for the next message means that this one has been sent
+                link.has_left.set()
+                await asyncio.sleep(link.interval_seconds)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(link.interval_seconds):
+                    await self._is_leaving.wait()
+
+    def _report(self, is_leaving: bool) -> scheduler_service_pb2.WorkerReport:
+        load, tallies = self._load(), self._tallies()
+        is_serving = self._is_able() and not (is_leaving or self._is_draining or self._is_parked)
+        has_room = load.free_blocks + load.cached_blocks > 0
+        return scheduler_service_pb2.WorkerReport(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            active_tokens=load.active_tokens,
+            free_blocks=load.free_blocks,
+            cached_blocks=load.cached_blocks,
+            active_blocks=load.active_blocks,
+            quarantined_blocks=load.quarantined_blocks,
+            ready=is_serving and has_room,
+            full=is_serving and not has_room,
+            draining=self._is_draining,
+            parked=self._is_parked,
+            role=role_to_wire(self._role),
+            generated_tokens=load.generated_tokens,
+            computed_prompt_tokens=load.computed_prompt_tokens,
+            generating_steps=tallies.work.generating_steps,
+            generating_seconds=tallies.work.generating_seconds,
+            computing_seconds=tallies.work.computing_seconds,
+            prefix=prefix_to_wire(tallies.prefix),
+            hand_offs=hand_offs_to_wire(tallies.hand_offs),
+        )
+
+
+def _hello_to_wire(introduction: Introduction, role: WorkerRole) -> scheduler_service_pb2.WorkerHello:
+    return scheduler_service_pb2.WorkerHello(
+        worker=address_to_wire(introduction.worker),
+        role=role_to_wire(role),
+        model=introduction.model,
+        fingerprint=fingerprint_to_wire(introduction.fingerprint),
+        num_blocks=introduction.num_blocks,
+        max_context_tokens=introduction.max_context_tokens,
+        transport=introduction.transport,
+        metrics_address=introduction.metrics_address,
+        can_change_role=introduction.can_change_role,
+    )

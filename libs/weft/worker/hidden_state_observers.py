@@ -1,0 +1,106 @@
+"""The mean of a prompt's last hidden states, added up over its chunks on the device. Knows no batches.
+
+How likely each token of a prompt was where it stands: read off its hidden states, chunk by chunk. Knows no batches.
+
+Logits of a few rows at a time are made and let go again; what stays of a position is its token's logprob and rank, and
+the best alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.device import Link
+from weft.request import PromptLogprobs
+from weft_kernels.sampling import logprobs
+
+
+class MeanHidden:
+    """A `PromptReader`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._sum: Tensor | None = None
+        self._mean: Tensor | None = None
+
+    def read(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+        """See `PromptReader`."""
+        total = hidden.sum(0, dtype=torch.float32)
+        self._sum = total if start == 0 or self._sum is None else self._sum + total
+        if start + len(hidden) == self._num_tokens:
+            self._mean = Link(hidden.device).download(self._sum / self._num_tokens)
+
+    def mean(self) -> tuple[float, ...]:
+        """As many as the model's hidden size; once the first token is told."""
+        assert self._mean is not None
+        return tuple(self._mean.tolist())
+
+
+# rows whose logits are there together; `weft.worker.memory_profile` measures what they take
+NUM_ROWS = 32
+# of one piece at least, where the prompt has so many: beside others a chunk may be some tens of tokens, and so many
+# messages may wait for a gateway
+PIECE_TOKENS = 4096
+
+
+class PromptScorer:
+    """A `PromptReader`. Nothing is known of the first token, and the last position's logits tell of no prompt token."""
+
+    def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
+        self._next = np.array(token_ids[1:], dtype=np.int64)
+        self._num_top = num_top
+        self._found: list[tuple[int, list[Tensor]]] = []
+
+    def read(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+        """See `PromptReader`."""
+        if start == 0:
+            self._found.clear()
+        link = Link(hidden.device)
+        tokens = link.upload(self._next[start : start + len(hidden)])
+        if not len(tokens):
+            return
+        scores = self._room(len(tokens), hidden.device)
+        for first in range(0, len(tokens), NUM_ROWS):
+            part = slice(first, min(first + NUM_ROWS, len(tokens)))
+            for kept, found in zip(scores, self._score(logits(hidden[part]), tokens[part]), strict=True):
+                kept[part] = found
+        self._found.append((start + 1, [link.download(each) for each in scores]))
+
+    def found(self) -> list[PromptLogprobs]:
+        """In order, chunks that follow one another in one piece as long as that is small; once the first token is
+        told."""
+        groups: list[list[tuple[int, list[Tensor]]]] = []
+        for start, scores in self._found:
+            if not groups or start - groups[-1][0][0] >= PIECE_TOKENS:
+                groups.append([])
+            groups[-1].append((start, scores))
+        return [_piece(group[0][0], [scores for _, scores in group]) for group in groups]
+
+    def _room(self, num_tokens: int, device: torch.device) -> list[Tensor]:
+        """For what `_score` gives. Made at once: what stays must not lie in between what comes and goes, or the memory
+        of one part's logits is not the next one's."""
+        numbers, places = torch.float32, torch.int64
+        top = (self._num_top,)
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((), numbers), ((), places), (top, places), (top, numbers)]
+        return [torch.empty((num_tokens, *shape), dtype=dtype, device=device) for shape, dtype in kinds]
+
+    def _score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ranks = (logits > logits.gather(-1, tokens[:, None])).sum(-1) + 1
+        chosen, values, ids = logprobs(logits, tokens, self._num_top)
+        return chosen, ranks, ids, values
+
+
+def _piece(start: int, chunks: Sequence[list[Tensor]]) -> PromptLogprobs:
+    chosen, ranks, ids, values = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return PromptLogprobs(
+        start=start,
+        chosen=tuple(chosen.tolist()),
+        ranks=tuple(ranks.tolist()),
+        top_ids=tuple(ids.flatten().tolist()),
+        top=tuple(values.flatten().tolist()),
+        num_top=ids.shape[-1],
+    )

@@ -1,0 +1,106 @@
+"""Tells kvstore which blocks this worker's pool holds: what has changed, numbered, and all of it when asked to.
+
+Only a hint for routing is lost when kvstore is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from weft.errors import WeftError
+from weft.kv.block_keys import fingerprint_digest
+from weft.request import ModelFingerprint
+from weft.rpc.client import open_channel, translated
+from weft_mesh.v1 import kvstore_service_pb2 as pb2
+from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
+
+logger = logging.getLogger(__name__)
+INTERVAL_SECONDS = 0.5
+QUIET_INTERVALS = 8  # without news it speaks only so often
+RPC_SECONDS = 2.0
+MAX_KEYS = 16_384  # in one message
+
+
+class PlaceReporter:
+    """`changed` is for every step's news; `run` belongs to a task of the worker's."""
+
+    def __init__(self, address: str, worker_id: str, boot_id: str, fingerprint: ModelFingerprint) -> None:
+        self._address = address
+        self._worker_id = worker_id
+        self._boot_id = boot_id
+        self._fingerprint = fingerprint_digest(fingerprint)
+        self._held: set[bytes] = set()
+        self._news: dict[bytes, bool] = {}
+        self._sequence = 0
+        self._must_begin = True
+
+    def changed(self, changes: Mapping[bytes, bool]) -> None:
+        """Keys that can be found in the pool now, or no more. Bounded: the news are no more than pool and snapshot."""
+        if not self._address:
+            return
+        for key, is_held in changes.items():
+            if is_held:
+                self._held.add(key)
+            else:
+                self._held.discard(key)
+        if not self._must_begin:
+            self._news.update(changes)
+            # so many changes are told more shortly by what there is
+            self._must_begin = len(self._news) > 2 * len(self._held) + MAX_KEYS
+
+    async def run(self) -> None:
+        """Until cancelled; never raises for a kvstore that is away."""
+        if not self._address:
+            return
+        num_quiet = 0
+        async with open_channel(self._address) as channel:
+            stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
+            while True:
+                num_quiet += 1
+                if self._must_begin or self._news or num_quiet >= QUIET_INTERVALS:
+                    num_quiet = 0
+                    await self._speak(stub)
+                await asyncio.sleep(INTERVAL_SECONDS)
+
+    async def _speak(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+        try:
+            if self._must_begin:
+                await self._tell_all(stub)
+            else:
+                await self._tell_news(stub)
+        except WeftError as error:
+            logger.debug("places: kvstore does not hear: %s", error)
+            self._must_begin = True
+
+    async def _tell_all(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+        held = list(self._held)
+        self._news.clear()
+        self._must_begin = False
+        for first in range(0, max(1, len(held)), MAX_KEYS):
+            await self._send(stub, held[first : first + MAX_KEYS], [], is_snapshot=first == 0)
+
+    async def _tell_news(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+        news, self._news = list(self._news.items()), {}
+        for first in range(0, max(1, len(news)), MAX_KEYS):
+            part = news[first : first + MAX_KEYS]
+            stored = [key for key, is_held in part if is_held]
+            await self._send(stub, stored, [key for key, is_held in part if not is_held], is_snapshot=False)
+
+    async def _send(
+        self, stub: pb2_grpc.KvStoreServiceAsyncStub, stored: list[bytes], removed: list[bytes], *, is_snapshot: bool
+    ) -> None:
+        self._sequence += 1
+        request = pb2.ReportBlocksRequest(
+            worker_id=self._worker_id,
+            boot_id=self._boot_id,
+            fingerprint=self._fingerprint,
+            sequence=self._sequence,
+            is_snapshot=is_snapshot,
+            stored=stored,
+            removed=removed,
+        )
+        with translated():
+            response = await stub.ReportBlocks(request, timeout=RPC_SECONDS)
+        self._must_begin = self._must_begin or response.must_begin

@@ -1,0 +1,255 @@
+"""Blocks that an abandoned pull may still write, and the sweeper that gives them back. Knows tasks, not transports.
+
+The end of its pull is the only way out for a block: no time, however long, proves that nothing is written any more.
+
+Pulls of a peer's blocks into ours. What may never happen: a block in use again while an old pull may still write it.
+
+A pull runs in a task of its own and is never interrupted. Whoever loses patience abandons it: the blocks go into
+quarantine, and come out when the pull has really ended.
+
+Which transports this worker pulls with: chosen once, at start, and said out loud.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft import metrics
+from weft.config import ConfigError
+from weft.kv.local_transport import NearTransport
+from weft.kv.memory import BlockBytes, checksums
+from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
+from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, Transport
+from weft.rpc.grpc_transport import GrpcTransport
+from weft.worker.config import MooncakeProtocol, TransportChoice
+
+logger = logging.getLogger(__name__)
+SWEEP_SECONDS = 0.25
+# a pull that has ended cannot write; for a transport that is wrong about that, once more what was seen as its lateness
+SAFETY_SECONDS = 1.0
+# far beyond any transport's own timeouts: something is stuck
+OVERDUE_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    pull: asyncio.Task[Any]
+    blocks: tuple[int, ...]
+    since: float
+    ended_at: float | None = None
+    is_overdue: bool = False
+
+
+class Quarantine:
+    """`unquarantine` is the engine's; `keep` runs as long as the process."""
+
+    def __init__(
+        self, unquarantine: Callable[[Sequence[int]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._unquarantine = unquarantine
+        self._clock = clock
+        self._entries: list[_Entry] = []
+
+    def add(self, pulls: Mapping[asyncio.Task[Any], tuple[int, ...]]) -> None:
+        """These pulls were abandoned; each may still write its blocks."""
+        now = self._clock()
+        self._entries += [_Entry(pull, blocks, now) for pull, blocks in pulls.items()]
+
+    async def keep(self) -> None:
+        """Sweep for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Give back what nothing can touch any more; say what should have ended and has not."""
+        now = self._clock()
+        left = []
+        for entry in self._entries:
+            if entry.ended_at is None and entry.pull.done():
+                entry.ended_at = now
+            if entry.ended_at is not None and now - entry.ended_at >= SAFETY_SECONDS:
+                self._unquarantine(entry.blocks)
+                continue
+            if not entry.is_overdue and now - entry.since > OVERDUE_SECONDS:
+                entry.is_overdue = True
+                logger.error("a pull has not ended in %g s; %d blocks stay out", OVERDUE_SECONDS, len(entry.blocks))
+            left.append(entry)
+        self._entries = left
+        metrics.OVERDUE_BLOCKS.set(sum(len(entry.blocks) for entry in left if entry.is_overdue))
+
+
+PATIENCE_SECONDS = 1.0
+# a way that failed is left alone for so long: trying it costs a hand-off, a peer that is unplugged for a moment little
+AVOID_SECONDS = 180.0
+INLINE_CHECKSUM_BYTES = 512 * 1024
+
+
+class ChecksumMismatch(Exception):
+    """The bytes that arrived are not those that were lent."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """From the lender's block to ours; `checksum` None when the lender sent none."""
+
+    remote: int
+    local: int
+    checksum: int | None = None
+
+
+async def block_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
+    """Checksums of our own blocks, beside the loop when there is much to read."""
+    if len(blocks) * memory.block_bytes <= INLINE_CHECKSUM_BYTES:
+        return checksums(memory, blocks)
+    return await asyncio.to_thread(checksums, memory, blocks)
+
+
+class Borrower:
+    """Makes Borrowings. `tasks` outlives every one of them.
+
+    Knows which ways have failed lately: a peer's leases are kept by gRPC, also where nothing else gets through to it.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        memory: BlockBytes,
+        tasks: asyncio.TaskGroup,
+        quarantine: Quarantine,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transports = transports
+        self.memory = memory
+        self._tasks = tasks
+        self.quarantine = quarantine
+        self._clock = clock
+        names = [transport.name for transport in transports]
+        metrics.from_zero(metrics.TRANSFER_BYTES, names)
+        metrics.from_zero(metrics.TRANSFER_SECONDS, names)
+        self._avoided: dict[tuple[str, Endpoint], float] = {}  # transport and whom it reached -> until when
+
+    def borrow(self, lender: Lender) -> Borrowing:
+        """Through the first of our transports that reaches the lender and has not failed there lately; every lender
+        answers the last."""
+        endpoint = lender.endpoint
+        ways = (each for each in self._transports if each.reaches(endpoint) and not self._is_avoided(each, endpoint))
+        transport = next(ways, self._transports[-1])
+        self._tasks.create_task(transport.connect(lender.endpoint))
+        return Borrowing(self, transport, lender)
+
+    def avoid(self, transport: Transport, lender: Lender) -> None:
+        """A pull that way has failed: the next ones take another, if there is one, for some minutes."""
+        now = self._clock()
+        self._avoided = {way: until for way, until in self._avoided.items() if until > now}
+        way = transport.name, lender.endpoint
+        if transport is not self._transports[-1] and way not in self._avoided:
+            logger.warning("KV of %s is not read by %s for %g s", lender.address, transport.name, AVOID_SECONDS)
+            self._avoided[way] = now + AVOID_SECONDS
+
+    def _is_avoided(self, transport: Transport, endpoint: Endpoint) -> bool:
+        return self._avoided.get((transport.name, endpoint), 0.0) > self._clock()
+
+    def start(self, pull: Awaitable[None]) -> asyncio.Task[TransferFailed | None]:
+        """Run a pull to its end, whoever waits for it."""
+        return self._tasks.create_task(_outcome(pull))
+
+
+class Borrowing:
+    """The pulls from one lender under one lease."""
+
+    def __init__(self, borrower: Borrower, transport: Transport, lender: Lender) -> None:
+        self.transferred_bytes = 0
+        self._borrower = borrower
+        self._transport = transport
+        self._lender = lender
+        self._in_flight: dict[asyncio.Task[TransferFailed | None], tuple[int, ...]] = {}
+
+    async def pull(self, copies: Sequence[BlockCopy], timeout_seconds: float) -> None:
+        """Copy and verify. Raises TransferFailed, ChecksumMismatch or TimeoutError.
+
+        After any of them, and when cancelled, `abandon`.
+        """
+        started = time.perf_counter()
+        pull = self._borrower.start(self._transport.pull(self._lender, self._runs(copies), timeout_seconds))
+        self._in_flight[pull] = tuple(copy.local for copy in copies)
+        try:
+            async with asyncio.timeout(timeout_seconds + PATIENCE_SECONDS):
+                failure = await asyncio.shield(pull)
+            if failure is not None:
+                raise failure
+        except (TimeoutError, TransferFailed):
+            self._borrower.avoid(self._transport, self._lender)
+            raise
+        del self._in_flight[pull]
+        size = len(copies) * self._borrower.memory.block_bytes
+        self.transferred_bytes += size
+        metrics.TRANSFER_BYTES.labels(self._transport.name).inc(size)
+        metrics.TRANSFER_SECONDS.labels(self._transport.name).observe(time.perf_counter() - started)
+        await self._verify(copies)
+
+    def abandon(self) -> tuple[int, ...]:
+        """Give up: returns the blocks of pulls that have not succeeded, to be quarantined before the caller yields."""
+        pulls, self._in_flight = self._in_flight, {}
+        self._borrower.quarantine.add(pulls)
+        return tuple(block for targets in pulls.values() for block in targets)
+
+    def _runs(self, copies: Sequence[BlockCopy]) -> list[Run]:
+        memory, pool_address = self._borrower.memory, self._lender.endpoint.pool_address
+        size = memory.block_bytes
+        return [Run(pool_address + copy.remote * size, memory.address + copy.local * size, size) for copy in copies]
+
+    async def _verify(self, copies: Sequence[BlockCopy]) -> None:
+        summed = [copy for copy in copies if copy.checksum is not None]
+        found = await block_checksums(self._borrower.memory, [copy.local for copy in summed])
+        for copy, checksum in zip(summed, found, strict=True):
+            if checksum != copy.checksum:
+                raise ChecksumMismatch(f"block {copy.remote} of {self._lender.address} arrived damaged")
+
+
+async def _outcome(pull: Awaitable[None]) -> TransferFailed | None:
+    try:
+        await pull
+    except TransferFailed as failure:
+        return failure
+    return None
+
+
+def pick_transports(
+    choice: TransportChoice, host: str, protocol: MooncakeProtocol, fallback: GrpcTransport, memory: BlockBytes
+) -> tuple[Transport, ...]:
+    """The nearest first, gRPC always last, the pool registered with all.
+
+    Raises ConfigError when Mooncake is demanded and cannot be had.
+    """
+    transports: list[Transport] = [fallback]
+    pool_bytes = memory.num_blocks * memory.block_bytes
+    if choice is not TransportChoice.GRPC:
+        try:
+            mooncake = MooncakeTransport(host, protocol)
+            mooncake.register(memory.address, pool_bytes)
+            transports.insert(0, mooncake)
+        except MooncakeUnavailable as error:
+            if choice is TransportChoice.MOONCAKE:
+                raise ConfigError(f"WEFT_TRANSPORT=mooncake, but: {error}") from error
+            logger.warning("KV TRANSPORT FALLS BACK TO GRPC: mooncake is unavailable: %s", error)
+    fallback.register(memory.address, pool_bytes)
+    if choice is TransportChoice.AUTO and memory.shared_fd is not None:
+        try:
+            transports.insert(0, NearTransport(memory))
+        except OSError as error:
+            logger.info("workers on this machine are peers like others: open files are not shown: %s", error)
+    names = [transport.name for transport in transports]
+    logger.info("KV transport: %s, pool of %.1f MiB", " before ".join(names), pool_bytes / 2**20)
+    return tuple(transports)
+
+
+def lent_endpoint(transports: Sequence[Transport]) -> Endpoint:
+    """What peers are told of our pool: the first way that leads to other machines, and its file for this one."""
+    first = transports[0]
+    return first.beside(transports[1].endpoint()) if isinstance(first, NearTransport) else first.endpoint()

@@ -1,0 +1,216 @@
+"""What the largest step takes beside weights and pool: measured on the device itself, once, and kept in a file.
+
+Knows the engine's runner and what allocators say; the plan, whose estimate this replaces, it does not know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import weft_kernels
+from weft.engine.batch import Work
+from weft.engine.config import EngineConfig
+from weft.engine.graphs import graph_sizes, static_bytes
+from weft.engine.messages import PromptReader, SequenceMode, SequenceSpec
+from weft.engine.runner import ModelRunner
+from weft.engine.sequence import Sequence
+from weft.errors import BadCheckpoint
+from weft.kv.layer_groups import PageRun, Paging
+from weft.model import decoder
+from weft.model.decoder import Decoder
+from weft.request import RequestKey, SamplingParams
+from weft.worker import hidden_state_observers
+from weft.worker.hidden_state_observers import PromptScorer
+from weft_kernels.caches import cache_folder
+
+logger = logging.getLogger(__name__)
+# tokens: numbers of rows for which packed products are tuned, and may be unpacked where longer ones are not
+SHORTER_CHUNKS = (256, 512)
+SIZES = ("block_tokens", "chunk_tokens", "max_step_tokens", "max_num_seqs", "decode_graphs")
+# everything that takes memory when a token is chosen
+SAMPLING = SamplingParams(
+    max_tokens=2, temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, num_logprobs=20, repetition_penalty=1.1
+)
+
+
+def remembered(identity: Mapping[str, str | int], measure: Callable[[], int]) -> int:
+    """Bytes measured earlier for the same `identity`, all of which the file repeats; else measured now and written."""
+    digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=10).hexdigest()
+    path = cache_folder() / "peaks" / f"{digest}.json"
+    try:
+        kept = json.loads(path.read_text())
+        if kept["identity"] == identity and isinstance(kept["peak_bytes"], int):
+            return kept["peak_bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never measured, or written by another version
+    peak = measure()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"identity": identity, "peak_bytes": peak}, indent=1))
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("the largest step is measured again at the next start: %s", error)
+    return peak
+
+
+def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: torch.device) -> dict[str, str | int]:
+    """What the peak depends on: model, machine, versions, and how large a step can be."""
+    name, tiles = "cpu", ""
+    if device.type == "cuda":
+        from weft_kernels.packed.tuning import table_of  # needs Triton
+
+        name = torch.cuda.get_device_name(device)
+        tiles = table_of(name).digest
+    sizes = {name: getattr(limits, name) for name in SIZES}
+    versions = {
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": _version_of("triton"),
+        "allocator": " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")),
+        "sources": _sources_digest(),
+        "tiles": tiles,
+    }
+    context = {"max_context_tokens": limits.max_context_tokens}
+    return {"weights": weights_hash, "device": name, "dtype": dtype, **sizes, **context, **versions}
+
+
+def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch.device) -> int:
+    """Bytes beyond the pool and what graphs keep beside it (`static_bytes`), on a pool as small as can be.
+
+    The first step has one token of as many sequences as the largest graph is captured for. The last one has a whole
+    chunk at the end of the longest context, all of it scored, the rest of a burst, and one token of all others. A
+    capture begins with giving back all that torch only keeps, and its own memory stays. Where matrices are packed,
+    shorter chunks come in between: tuning decides for each number of rows whether a matrix is unpacked first. Raises
+    BadCheckpoint where there is no room for it.
+    """
+    least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
+    small = replace(limits, num_blocks=least, max_pinned=0)
+    meter: Meter = DeviceMeter(device) if device.type == "cuda" else ResidentMeter()
+    chunk = min(limits.chunk_tokens, limits.max_context_tokens)
+    one, *others = [_work(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
+    try:
+        runner = ModelRunner(model, small, dtype, device)
+        scorer = PromptScorer((0,) * limits.max_context_tokens, 20)
+        long = _work(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
+        shorter = [each for each in SHORTER_CHUNKS if model.packed and each < chunk]
+        between = [[_work(limits.paging, limits.max_context_tokens - each, each)] for each in shorter]
+        rest = min(limits.max_step_tokens - chunk, limits.max_context_tokens)
+        burst = [_work(limits.paging, 0, rest)] if rest > 0 else []
+        most = [long, *burst, *others[len(burst) :]]
+        for works in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], *between, most):
+            runner.launch(works).collect()
+    except torch.OutOfMemoryError as error:
+        raise BadCheckpoint(
+            f"the model does not fit: beside its weights there is no room for a step of {chunk} prompt tokens "
+            f"(WEFT_CHUNK_TOKENS) and {limits.max_num_seqs} sequences: {error}"
+        ) from None
+    size = runner.pool_memory.block_bytes
+    return max(0, meter.taken() - small.num_blocks * size - static_bytes(small, size))
+
+
+class AnyToken:
+    """A grammar that forbids nothing: what counts is that its mask is there."""
+
+    failure = None
+
+    def accept(self, token_ids: Items[int]) -> None:
+        """See `Constraint`."""
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        """See `Constraint`."""
+        words.fill(-1)
+
+
+def _work(paging: Paging, start: int, num_tokens: int, reader: PromptReader | None = None) -> Work:
+    """Tokens of a sequence all of whose pages are the pool's first one: what they hold does not matter."""
+    end = start + num_tokens
+    tokens, mode = (0,) * end, SequenceMode.GENERATE
+    spec = SequenceSpec(RequestKey("peak"), tokens, SAMPLING, mode, constraint=AnyToken(), reader=reader)
+    firsts = [paging.first(group, start) for group in range(len(paging.reaches))]
+    runs = [PageRun(first, (0,) * (paging.num_blocks(end) - first)) for first in firsts]
+    return Work(Sequence(spec, [0] * end, 0.0, runs=runs), start, num_tokens, samples=True)
+
+
+class Meter(Protocol):
+    """Counts from when it was made."""
+
+    def taken(self) -> int:
+        """Bytes at the highest point so far."""
+
+
+class DeviceMeter:
+    """What torch has of a GPU, all that it keeps included: other processes may come and go meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        free_bytes(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._device, self._before = device, torch.cuda.memory_reserved(device)
+
+    def taken(self) -> int:
+        """See `Meter`."""
+        return torch.cuda.max_memory_reserved(self._device) - self._before
+
+
+class ResidentMeter:
+    """The process' own memory, at its peak."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps would be used first, and not be counted
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = _status("VmRSS")
+
+    def taken(self) -> int:
+        """See `Meter`."""
+        return _status("VmHWM") - self._before
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, once torch has given back what it only keeps."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _version_of(package: str) -> str:
+    """Without importing it; empty where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _sources_digest() -> str:
+    """Of everything that a step runs, and of this: a version number would not see a change between two releases."""
+    digest = hashlib.blake2b(
+        Path(__file__).read_bytes() + Path(hidden_state_observers.__file__).read_bytes(), digest_size=10
+    )
+    engine = Path(decoder.__file__).parents[1]
+    for root in (engine / "engine", engine / "model", engine / "kv", Path(str(weft_kernels.__file__)).parent):
+        for path in sorted(each for each in root.rglob("*") if each.suffix in (".py", ".cpp", ".h")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,280 @@
+"""From settings to an engine: weights from the node's weights service, sizes from the machine, and a fingerprint.
+
+Tries tiles for a model's packed matrices on this worker's GPU, within the time that the settings give.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import grpc
+import torch
+
+from weft import log
+from weft.capacity.footprint import as_stored
+from weft.capacity.memory import available_bytes
+from weft.capacity.plan import RUNTIME_BYTES
+from weft.capacity.processors import granted_cores
+from weft.capacity.room import Room, default_num_blocks, measured_room
+from weft.capacity.sizes import Sizes, choose
+from weft.config import ConfigError
+from weft.engine.build import assemble
+from weft.engine.config import EngineConfig
+from weft.engine.core import Engine
+from weft.engine.graphs import graph_sizes, static_bytes
+from weft.engine.messages import StepOutput
+from weft.engine.runner import DTYPES
+from weft.errors import Overloaded, PeerLost
+from weft.model.config import ModelConfig, config_of, read_config
+from weft.model.decoder import Decoder
+from weft.model.fields import Fields
+from weft.model.kv_layout import block_bytes, layout_name
+from weft.model.loading import DTYPE_NAMES
+from weft.request import ModelFingerprint
+from weft.rpc.client import open_channel, owned
+from weft.weights.shared import open_image
+from weft.worker.config import DeviceChoice, Dtype, WorkerConfig
+from weft.worker.fleet_client import Arrival
+from weft.worker.memory_profile import free_bytes, identity_of, measure_peak, remembered
+from weft.worker.os_tuning import keep_heap, let_sessions_pass, pin
+from weft_kernels.native import best_isa
+from weft_kernels.sampling import compile_sampling
+from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+WEIGHTS_WAIT_SECONDS = 120.0
+RETRY_SECONDS = 0.5
+# by default a pool holds so many sequences of full length, memory permitting
+FULL_SEQUENCES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """An engine that has not been started, and what to tell peers about it."""
+
+    engine: Engine
+    device: str
+    fingerprint: ModelFingerprint
+    engine_config: EngineConfig
+
+
+async def boot(
+    config: WorkerConfig,
+    listener: Callable[[StepOutput], None],
+    arrival: Arrival,
+    clock: Callable[[], float] = time.monotonic,
+) -> Booted:
+    """Load, map and build; `arrival` is kept up to date, `clock` is the engine's. Raises PeerLost when no weights
+    service answers in time, BadCheckpoint, NotFound; ConfigError where the worker wants a GPU and there is none."""
+    keep_heap()
+    num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
+    torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
+    sizes = choose(config.wanted, _has_cuda(config.device))
+    if sizes.machine.device == "cpu":
+        let_sessions_pass(config.niceness)
+    if config.model and (config.model / "config.json").is_file():
+        # before somebody reads a checkpoint that nobody can use; the one that counts comes with the weights
+        await asyncio.to_thread(checked_room, read_config(config.model), sizes, config.gpu_share)
+    arrival.turn_to("reading weights")
+    ready = await load_weights(config.weights_addr, config.served_name, arrival.progress)
+    log.mark("weights")
+    arrival.turn_to("building the engine")
+    make_engine = partial(assemble, listener=listener, clock=clock)
+    booted = await asyncio.to_thread(_build, config, sizes, ready, make_engine, arrival)
+    log.mark("engine")
+    return booted
+
+
+def _has_cuda(wanted: DeviceChoice) -> bool:
+    """Raises ConfigError where it has to be and is not: computing on the CPU, such a worker would look as if all were
+    well."""
+    if not (is_there := torch.cuda.is_available()) and wanted is DeviceChoice.CUDA:
+        why = f"torch {torch.__version__} is built for CPUs only"
+        if torch.version.cuda is not None:
+            why = f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU, or a driver too old for it"
+        raise ConfigError(f"WEFT_DEVICE={wanted}: {why}")
+    return is_there
+
+
+def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> Room:
+    """What there is and what the model takes of it. Raises BadCheckpoint where not even a small pool is left."""
+    room = sizes.room(model, _free_bytes(sizes, gpu_share))
+    room.check(*sizes.least(model))
+    return room
+
+
+async def load_weights(
+    address: str, model: str, on_progress: Progress = lambda done, total: None
+) -> weights_service_pb2.LoadReady:
+    """Ask until the weights service is there, then follow its progress, in bytes."""
+    channel = open_channel(address)
+    last: PeerLost | Overloaded | None = None
+    try:
+        async with asyncio.timeout(WEIGHTS_WAIT_SECONDS) as patience:
+            while True:
+                try:
+                    return await _follow_load(channel, model, patience, on_progress)
+                except (PeerLost, Overloaded) as error:
+                    last = error
+                    logger.info("waiting for the weights service at %s: %s", address, error)
+                await asyncio.sleep(RETRY_SECONDS)
+    except TimeoutError:
+        why = f"is away or stands still; its last answer: {last}" if last else "is away or stands still"
+        raise PeerLost(f"the weights service at {address} {why}") from last
+    finally:
+        await channel.close()
+
+
+async def _follow_load(
+    channel: grpc.aio.Channel, model: str, patience: asyncio.Timeout, on_progress: Progress
+) -> weights_service_pb2.LoadReady:
+    stub = weights_service_pb2_grpc.WeightServiceStub(channel)
+    loop = asyncio.get_running_loop()
+    told_at = loop.time()
+    async with owned(stub.Load(weights_service_pb2.LoadRequest(model=model))) as call:
+        async for response in call:
+            patience.reschedule(loop.time() + WEIGHTS_WAIT_SECONDS)
+            if response.WhichOneof("event") == "ready":
+                logger.info("weights: %.1f MiB from %s", response.ready.size_bytes / 2**20, response.ready.source)
+                return response.ready
+            progress = response.progress
+            on_progress(progress.read_bytes, progress.total_bytes)
+            if loop.time() - told_at >= 1.0:
+                told_at = loop.time()
+                log.progress("weights", progress.read_bytes, progress.total_bytes)
+    raise PeerLost("the weights service ended the call early")
+
+
+def _build(
+    config: WorkerConfig,
+    sizes: Sizes,
+    ready: weights_service_pb2.LoadReady,
+    make_engine: Callable[[Decoder, str, EngineConfig], Engine],
+    arrival: Arrival,
+) -> Booted:
+    model, machine = parse_config(ready.config_json), sizes.machine
+    size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
+    checked_room(model, sizes, config.gpu_share)
+    image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
+    model = as_stored(model, ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in image.values()))
+    room = checked_room(model, sizes, config.gpu_share)
+    _tell_dtype(config, sizes, model)
+    decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
+    log.mark("copying and packing" if machine.is_resident else "copying")
+    if machine.device == "cuda":
+        free, peak = _try_out(config, decoder, limits, machine.dtype, ready.weights_hash, arrival)
+        room = measured_room(room, free, peak + static_bytes(limits, size))
+        room.check(*sizes.least(model))
+    least = sizes.least(model)[0] // size
+    num_blocks = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
+    engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
+    engine = make_engine(decoder, machine.dtype, engine_config)
+    logger.info(
+        "engine: %s on %s, %d blocks of %d tokens, %d KiB each",
+        *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
+    )
+    fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
+    return Booted(engine, machine.device, fingerprint, engine_config)
+
+
+def _try_out(
+    config: WorkerConfig, decoder: Decoder, limits: EngineConfig, dtype: str, weights_hash: str, arrival: Arrival
+) -> tuple[int, int]:
+    """Tune and compile kernels; returns the GPU's free bytes, and those that the largest step takes of them."""
+    device, model = decoder.device, decoder.config
+    if config.tune_seconds and decoder.packed:
+        arrival.turn_to("tuning kernels")
+        tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
+        log.mark("tuning")
+    arrival.turn_to("measuring the largest step")
+    free = free_bytes(device)  # which gives back what packing and tuning left, before it counts as held
+    held = torch.cuda.memory_reserved(device) + RUNTIME_BYTES  # and what libraries have beside torch
+    free = own_bytes(free, _total_bytes(), config.gpu_share, held)
+    identity = identity_of(weights_hash, limits, dtype, device)
+    # the same weights take more of a step where more experts are asked
+    identity |= {"form": config.weights, "layout": layout_name(model)}
+    peak = remembered(identity, lambda: measure_peak(decoder, limits, dtype, device))
+    log.mark("largest step")
+    arrival.turn_to("compiling kernels")
+    compile_sampling(model.vocab_size, device)
+    log.mark("sampling")
+    logger.info("engine: the largest step takes %d MiB", peak >> 20)
+    return free, peak
+
+
+def _tell_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
+    """Where the model is not computed in what it was published in, or could be sooner."""
+    machine = sizes.machine
+    if model.dtype == "float16":
+        lost = "without loss" if machine.dtype == "float32" else "3 bits of each weight are lost; float32 keeps them"
+        logger.warning("the checkpoint is float16, computed in %s (WEFT_DTYPE): %s", machine.dtype, lost)
+    is_free = config.dtype is Dtype.AUTO and machine.device == "cpu" and model.dtype == "bfloat16"
+    if is_free and best_isa() in ("avx512_bf16", "amx"):
+        logger.info("computed in float32; this processor multiplies bfloat16: --dtype bfloat16 (WEFT_DTYPE) is quicker")
+
+
+def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineConfig:
+    """With as many blocks as there is any use for."""
+    is_gpu, paging = sizes.machine.device == "cuda", sizes.paging(model)
+    return EngineConfig(
+        num_blocks=FULL_SEQUENCES * paging.max_pages(model.max_positions),
+        block_tokens=sizes.machine.block_tokens,
+        vocab_size=model.vocab_size,
+        max_context_tokens=model.max_positions,
+        chunk_tokens=sizes.chunk_tokens,
+        mixed_tokens=sizes.mixed_tokens,
+        shared_tokens=sizes.shared_tokens,
+        burst_tokens=sizes.burst_tokens,
+        max_num_seqs=sizes.max_seqs,
+        eos_token_ids=model.eos_token_ids,
+        reaches=paging.reaches,
+        steps_ahead=int(is_gpu),
+        decode_graphs=config.cuda_graphs and is_gpu,
+        pin_sealed=bool(config.kvstore_addr),
+        niceness=0 if is_gpu else config.niceness,
+    )
+
+
+def parse_config(config_json: str) -> ModelConfig:
+    """The model's config as the weights service sent it, which has read it. Raises BadCheckpoint naming the field."""
+    return config_of(Fields(Path("config.json"), json.loads(config_json)))
+
+
+def own_bytes(free: int, total: int, share: float, held: int) -> int:
+    """Of a GPU's free bytes those that a worker may still take, where others take theirs at the same time.
+
+    `held`: what it has already.
+    """
+    return free if share == 1 else min(free, int(share * total) - held)
+
+
+def _total_bytes() -> int:
+    return torch.cuda.mem_get_info()[1]
+
+
+def _free_bytes(sizes: Sizes, share: float) -> int:
+    is_cpu = sizes.machine.device == "cpu"
+    return available_bytes() if is_cpu else own_bytes(*torch.cuda.mem_get_info(), share, 0)
+
+
+def tune_tiles(decoder: Decoder, rows: Iterable[int], max_seconds: float) -> None:
+    """Beside what has been tried before; a cache that cannot be written is no reason to fail."""
+    from weft_kernels.packed.tune_all import tune_all  # needs Triton
+    from weft_kernels.replayed import replayed_seconds
+
+    try:
+        num_tuned = tune_all(decoder.packed, rows, replayed_seconds, max_seconds)
+    except OSError as error:
+        logger.warning("tiles are not kept for the next start: %s", error)
+    except RuntimeError as error:  # no memory beside the model, or a capture that fails
+        logger.warning("tiles are not tried any further, those at hand are used: %s", error)
+    else:
+        logger.info("tiles: %d products tuned", num_tuned)

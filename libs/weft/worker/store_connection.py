@@ -1,0 +1,291 @@
+"""The connection to the node's store, kept up in the background: the index by gRPC, the store by an agent process.
+
+Knows when the store cannot be trusted to answer quickly; knows nothing of pools and what is worth storing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from weft import trace
+from weft.errors import WeftError
+from weft.kv.store_client_proxy import StoreAgent, StoreLost, StoreSpec
+from weft.kv.tiers import Tier
+from weft.rpc.client import open_channel, translated
+from weft.worker.fetch_cost import Line
+from weft_mesh.v1 import kvstore_service_pb2 as pb2
+from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
+
+logger = logging.getLogger(__name__)
+DESCRIBE_SECONDS = 1.0
+MATCH_SECONDS = 0.5
+MAX_MATCH_KEYS = 65_536  # kvstore refuses more
+PUBLISH_SECONDS = 2.0
+TIERS = {pb2.STORE_TIER_UNSPECIFIED: Tier.DRAM, pb2.STORE_TIER_DRAM: Tier.DRAM, pb2.STORE_TIER_NVME: Tier.NVME}
+WATCH_INTERVAL_SECONDS = 1.0
+MAX_FAILED_WATCHES = 2
+FIRST_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A block that the store has: the xxh3_64 of its bytes, and where it lies."""
+
+    checksum: int
+    tier: Tier
+
+
+@dataclass(eq=False, slots=True)
+class Fetching:
+    """A fetch under way, and what it still needs."""
+
+    left_seconds: float
+
+
+class StoreLink:
+    """One connection to one start of the store. Once given up it stays so, and its agent is ended.
+
+    `tasks` outlives it.
+    """
+
+    def __init__(
+        self, boot_id: str, agent: StoreAgent, stub: pb2_grpc.KvStoreServiceAsyncStub, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.boot_id = boot_id
+        self.agent = agent
+        self.trouble = ""
+        # one read at a time: it has the staging area's first half to itself
+        self.reading = asyncio.Lock()
+        self._fetches: set[Fetching] = set()
+        self._is_doubted = False
+        self._last_read: asyncio.Future[list[int]] | None = None
+        self._stub = stub
+        self._tasks = tasks
+        self._broken = asyncio.Event()
+        self._has_ended = asyncio.Event()
+
+    @property
+    def is_usable(self) -> bool:
+        """Has nobody given it up, and kvstore answered when it was last asked."""
+        return not (self._broken.is_set() or self._is_doubted)
+
+    def give_up(self, trouble: str) -> None:
+        """Use it no more."""
+        if not self._broken.is_set():
+            self.trouble = trouble
+            self._broken.set()
+
+    def expect_whole(self) -> None:
+        """Raises StoreLost when somebody has given it up: what was begun here may still read and write."""
+        if self._broken.is_set():
+            raise StoreLost(self.trouble)
+
+    def doubt(self, trouble: str) -> None:
+        """Kvstore was slow to answer: leave it alone until it has been found answering again."""
+        logger.info("store: left alone for a moment: %s", trouble)
+        self._is_doubted = True
+
+    def trust(self) -> None:
+        """Kvstore answers."""
+        self._is_doubted = False
+
+    def line(self, disk_seconds: float = 0.0) -> Line:
+        """What a fetch that begins now finds in its way, with so much of a line before the disk."""
+        return Line(len(self._fetches), sum(each.left_seconds for each in self._fetches), disk_seconds)
+
+    @contextmanager
+    def fetching(self, seconds: float) -> Iterator[Fetching]:
+        """One that needs so long on its own is under way, for the length of a scope."""
+        fetching = Fetching(seconds)
+        self._fetches.add(fetching)
+        try:
+            yield fetching
+        finally:
+            self._fetches.remove(fetching)
+
+    def end(self) -> None:
+        """Its agent is gone."""
+        self.give_up("it has ended")
+        self._has_ended.set()
+
+    async def until_ended(self) -> None:
+        """Nothing that was begun here reads or writes any more."""
+        await self._has_ended.wait()
+
+    async def breaks_within(self, seconds: float) -> bool:
+        """Wait so long for somebody to give it up."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._broken.wait()
+        except TimeoutError:
+            return False
+
+    async def get(self, names: Sequence[str], size_bytes: int) -> list[int]:
+        """Into the staging area's first slots, by whoever holds `reading`; one code a name.
+
+        Raises StoreLost, also where an earlier read may still write there.
+        """
+        self.expect_whole()
+        self._last_read = self.agent.get(names, [slot * size_bytes for slot in range(len(names))], size_bytes)
+        return await asyncio.shield(self._last_read)
+
+    def end_reading(self, stall_seconds: float) -> None:
+        """The next one may read: at once, or, when a read was cut off and may still write, when its reply is here.
+
+        Of a link that was given up nobody reads any more, so nobody need wait.
+        """
+        if self._last_read is None or self._last_read.done() or self._broken.is_set():
+            self.reading.release()
+        else:
+            self._tasks.create_task(self._outlive(self._last_read, stall_seconds))
+
+    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> tuple[list[Match], float]:
+        """The longest leading run of keys that is in the store, and how many seconds a promotion would wait there.
+
+        Raises WeftError.
+        """
+        with translated():
+            request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys[:MAX_MATCH_KEYS])
+            response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
+        # a kvstore that names no tiers has only one
+        tiers = response.tiers or [pb2.STORE_TIER_DRAM] * len(response.checksums)
+        matches = [Match(sum_, TIERS[tier]) for sum_, tier in zip(response.checksums, tiers, strict=True)]
+        return matches, response.promote_wait_ms / 1000
+
+    async def promote(self, fingerprint: bytes, keys: Sequence[bytes], timeout_seconds: float) -> tuple[int, float]:
+        """Bring blocks from the store's disk into its memory: how many leading ones came, and how many seconds they
+        waited for others. Raises WeftError."""
+        with translated():
+            request = pb2.PromoteRequest(fingerprint=fingerprint, keys=keys)
+            response = await self._stub.Promote(request, timeout=timeout_seconds, metadata=trace.outgoing())
+        return response.num_promoted, response.waited_ms / 1000
+
+    async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
+        """Which of the keys are in the store. Raises WeftError."""
+        with translated():
+            request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys, each=True)
+            response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
+        return [checksum != 0 for checksum in response.checksums]
+
+    async def publish(self, fingerprint: bytes, blocks: Sequence[pb2.StoredBlock]) -> None:
+        """Say that these have been put. Raises WeftError."""
+        with translated():
+            request = pb2.PublishRequest(fingerprint=fingerprint, blocks=blocks)
+            await self._stub.Publish(request, timeout=PUBLISH_SECONDS)
+
+    async def _outlive(self, read: asyncio.Future[list[int]], stall_seconds: float) -> None:
+        await asyncio.wait({read}, timeout=stall_seconds)
+        if not read.done():
+            self.give_up("a read that was cut off does not end")
+        self.reading.release()
+
+
+class LinkKeeper:
+    """Connects, watches, and connects again, also when the store has been started anew."""
+
+    def __init__(self, address: str, staging_bytes: int, pool_fd: int | None, pool_bytes: int) -> None:
+        self.was_tried = asyncio.Event()
+        self._address = address
+        self._staging_bytes = staging_bytes
+        self._pool_fd, self._pool_bytes = pool_fd, pool_bytes
+        self._link: StoreLink | None = None
+        self._trouble = ""
+
+    @property
+    def link(self) -> StoreLink | None:
+        """The connection, while there is one to be trusted."""
+        return self._link if self._link is not None and self._link.is_usable else None
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Until cancelled. `tasks` takes what outlives a caller, and no link outlives this."""
+        loop = asyncio.get_running_loop()
+        backoff = FIRST_BACKOFF_SECONDS
+        async with open_channel(self._address) as channel:
+            stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
+            while True:
+                started = loop.time()
+                try:
+                    async with self._linked(stub, tasks) as link:
+                        await self._watch(stub, link)
+                except (StoreLost, WeftError) as error:
+                    self._tell(str(error))
+                self.was_tried.set()
+                if loop.time() - started > MAX_BACKOFF_SECONDS:
+                    backoff = FIRST_BACKOFF_SECONDS
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+
+    @asynccontextmanager
+    async def _linked(
+        self, stub: pb2_grpc.KvStoreServiceAsyncStub, tasks: asyncio.TaskGroup
+    ) -> AsyncIterator[StoreLink]:
+        store = await _describe(stub)
+        host = await asyncio.to_thread(_own_address, store.master_address)
+        spec = StoreSpec(
+            *(store.master_address, host, store.protocol),
+            staging_bytes=self._staging_bytes,
+            pool_fd=self._pool_fd,
+            pool_bytes=self._pool_bytes,
+        )
+        link: StoreLink | None = None
+        try:
+            async with StoreAgent.running(spec) as agent:
+                link = self._link = StoreLink(store.boot_id, agent, stub, tasks)
+                self._trouble = ""
+                self.was_tried.set()
+                size = store.segment_bytes >> 20
+                logger.info("store: connected master=%s segment=%d MiB", store.master_address, size)
+                try:
+                    yield link
+                finally:
+                    self._link = None
+        finally:
+            if link is not None:
+                link.end()
+
+    async def _watch(self, stub: pb2_grpc.KvStoreServiceAsyncStub, link: StoreLink) -> None:
+        """Ends by StoreLost."""
+        failures = 0
+        while not await link.breaks_within(WATCH_INTERVAL_SECONDS):
+            try:
+                store = await _describe(stub)
+            except WeftError as error:
+                failures += 1
+                if failures == MAX_FAILED_WATCHES:
+                    raise StoreLost(f"kvstore does not answer: {error}") from error
+                continue
+            failures = 0
+            link.trust()
+            if not link.agent.is_running:
+                raise StoreLost("the store process has ended")
+            if store.boot_id != link.boot_id:
+                raise StoreLost("the store was started anew")
+        raise StoreLost(link.trouble)
+
+    def _tell(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            logger.warning("store: not in use, trying again: %s", trouble)
+        self._trouble = trouble
+
+
+async def _describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeResponse:
+    with translated():
+        return await stub.Describe(pb2.DescribeRequest(), timeout=DESCRIBE_SECONDS)
+
+
+def _own_address(peer: str) -> str:
+    """The address of this machine on the way to host:port; nothing is sent."""
+    host, _, port = peer.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            address: str = probe.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise StoreLost(f"the store's master at {peer!r} cannot be reached: {error}") from error
+    return address

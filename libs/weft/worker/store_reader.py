@@ -1,0 +1,274 @@
+"""How long a fetch may wait for others, all in all, before computing would have been quicker. Knows no store.
+
+Fetches blocks of a prompt from the node's store, as far as that is estimated to be quicker than computing them.
+
+Blocks come in batches through a staging area and reach the pool only when they are complete and their checksums are
+right, so a late write can hit nothing but the staging area. While one batch is got, the next comes up from the disk.
+Fetches take turns with it, batch by batch; whoever would have to wait longer than it is worth computes instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+from weft import metrics
+from weft.errors import DeadlineExceeded, WeftError
+from weft.kv.block_keys import store_key
+from weft.kv.memory import BlockBytes
+from weft.kv.tiers import Tier
+from weft.worker.fetch_cost import FetchEstimate
+from weft.worker.pool_memory import unstage
+from weft.worker.store_connection import Match, StoreLink
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Patience:
+    """So many seconds, and none of the waits longer than `at_most`."""
+
+    def __init__(self, seconds: float, at_most: float) -> None:
+        self._left = seconds
+        self._at_most = at_most
+
+    async def spend(self, waiting: Awaitable[T], own_seconds: float = 0.0) -> T | None:
+        """What it gives; None, and it is cancelled, when that takes longer than is left for waiting.
+
+        `own_seconds`: what it takes when it waits for nobody.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        limit = min(own_seconds + self._left, self._at_most)
+        try:
+            async with asyncio.timeout(None if math.isinf(limit) else limit):
+                return await waiting
+        except TimeoutError:
+            return None
+        finally:
+            self._left -= max(0.0, loop.time() - started - own_seconds)
+
+
+# Mooncake's codes from here down: transfers or the master have failed; above: this object is not to be had
+TROUBLE_CODE = -800
+PROMOTE_SECONDS = 2.0
+STORED = (Tier.DRAM, Tier.NVME)
+metrics.from_zero(metrics.TIER_FETCH_BYTES, STORED)
+metrics.from_zero(metrics.TIER_FETCH_SECONDS, STORED)
+metrics.from_zero(metrics.TIER_DECISIONS, STORED, ("fetch", "compute"))
+
+
+@dataclass(slots=True)
+class Fetched:
+    """How many leading blocks are in place now, how many of them came from which tier, and what that took, in
+    seconds."""
+
+    num_blocks: int = 0
+    by_tier: dict[Tier, int] = field(default_factory=dict)
+    seconds: dict[Tier, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Keys in prompt order, and the block of the pool that each is for.
+
+    With `whole_tokens` they are of use only all together, and save the computing of so many tokens; 0: every leading
+    block saves that of its own. Raises ValueError where there is not one block for each key.
+    """
+
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    whole_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # else what is behind the first that is missing would lie in another one's place
+        if len(self.keys) != len(self.blocks):
+            raise ValueError(f"{len(self.keys)} keys for {len(self.blocks)} blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Neighbours in the prompt that lie in one tier: `first` is the place of the first one in what is wanted."""
+
+    first: int
+    tier: Tier
+    matches: tuple[Match, ...]
+
+    @property
+    def end(self) -> int:
+        """The place behind the last one."""
+        return self.first + len(self.matches)
+
+
+@dataclass(slots=True)
+class Errand:
+    """A fetch under way: nothing of it may take longer than `stall_seconds`, nor wait longer than it is worth."""
+
+    link: StoreLink
+    wanted: Wanted
+    stall_seconds: float
+    patience: Patience = field(default_factory=lambda: Patience(0.0, 0.0))
+
+
+class StoreReader:
+    """The reading half of a StoreClient: everything belongs to the event loop."""
+
+    def __init__(self, memory: BlockBytes, fingerprint: bytes, num_slots: int, estimate: FetchEstimate) -> None:
+        self._memory = memory
+        self._fingerprint = fingerprint
+        self._num_slots = num_slots
+        self._estimate = estimate
+
+    async def fetch(self, link: StoreLink, wanted: Wanted, fetched: Fetched, stall_seconds: float) -> None:
+        """Fill leading blocks and count them in `fetched` at once.
+
+        Raises StoreLost, WeftError where it cannot be learned what there is, or TimeoutError; nothing is written to the
+        pool after it has ended.
+        """
+        if not self._estimate.is_worth_asking(len(wanted.keys), wanted.whole_tokens, link.line()):
+            return
+        started = time.perf_counter()
+        matches, disk_seconds = await link.match(self._fingerprint, wanted.keys)
+        self._estimate.asked(time.perf_counter() - started)
+        try:
+            await self._take(Errand(link, wanted, stall_seconds), matches, fetched, disk_seconds)
+        finally:
+            self._tell_decisions(matches, fetched)
+
+    async def _take(self, errand: Errand, matches: Sequence[Match], fetched: Fetched, disk_seconds: float) -> None:
+        """More than one round only to go on after the probe of a tier that was never measured."""
+        wanted, link = errand.wanted, errand.link
+        if wanted.whole_tokens and len(matches) < len(wanted.keys):
+            return
+        while left := matches[fetched.num_blocks :]:
+            tiers = [match.tier for match in left]
+            plan = self._estimate.plan(tiers, wanted.whole_tokens, link.line(disk_seconds))
+            goal = fetched.num_blocks + plan.num_blocks
+            batches = self._batches(left[: plan.num_blocks], fetched.num_blocks)
+            errand.patience = Patience(plan.patience_seconds, errand.stall_seconds)
+            with link.fetching(plan.seconds) as fetching:
+                async for batch, num_good, seconds in self._get(errand, batches):
+                    fetched.num_blocks += num_good
+                    fetched.by_tier[batch.tier] = fetched.by_tier.get(batch.tier, 0) + num_good
+                    fetched.seconds[batch.tier] = fetched.seconds.get(batch.tier, 0.0) + seconds
+                    self._measure(batch.tier, num_good, seconds)
+                    fetching.left_seconds = max(0.0, fetching.left_seconds - seconds)
+            if not plan.num_blocks or fetched.num_blocks < goal:
+                break
+
+    def _batches(self, matches: Sequence[Match], first: int) -> list[Batch]:
+        batches: list[Batch] = []
+        for tier, group in groupby(matches, key=lambda match: match.tier):
+            run = tuple(group)
+            for start in range(0, len(run), self._num_slots):
+                part = run[start : start + self._num_slots]
+                batches.append(Batch(first, tier, part))
+                first += len(part)
+        return batches
+
+    async def _get(self, errand: Errand, batches: Sequence[Batch]) -> AsyncIterator[tuple[Batch, int, float]]:
+        """Each batch with how many leading blocks of it came, and in how many seconds beside those that it waited for
+        others; ends with the first gap."""
+        promotion: asyncio.Task[tuple[int, float] | None] | None = None
+        try:
+            for number, batch in enumerate(batches):
+                promotion = promotion or self._promotion(errand, batch)
+                num_there, up_seconds = await self._arrival(errand, batch, promotion)
+                goes_on = num_there == len(batch.matches) and number + 1 < len(batches)
+                promotion = self._promotion(errand, batches[number + 1]) if goes_on else None
+                num_good, get_seconds = await self._get_batch(errand, batch, num_there)
+                yield batch, num_good, up_seconds + get_seconds
+                if num_good < len(batch.matches):
+                    break
+        finally:
+            if promotion is not None:
+                promotion.cancel()
+
+    def _promotion(self, errand: Errand, batch: Batch) -> asyncio.Task[tuple[int, float] | None] | None:
+        """The batch on its way up from the disk; None when it is in memory already."""
+        if batch.tier is not Tier.NVME:
+            return None
+        return asyncio.create_task(self._promoted(errand, errand.wanted.keys[batch.first : batch.end]))
+
+    async def _promoted(self, errand: Errand, keys: Sequence[bytes]) -> tuple[int, float] | None:
+        """A disk that is busy or away is no reason to give up the store. None: it took too long."""
+        try:
+            return await errand.link.promote(self._fingerprint, keys, min(PROMOTE_SECONDS, errand.stall_seconds))
+        except WeftError as error:
+            logger.info("store: nothing from its disk: %s", error)
+            return None if isinstance(error, DeadlineExceeded) else (0, 0.0)
+
+    async def _arrival(
+        self, errand: Errand, batch: Batch, promotion: asyncio.Task[tuple[int, float] | None] | None
+    ) -> tuple[int, float]:
+        """How many leading blocks of the batch are in memory now, and for how long that had to be waited for, less
+        what others took before the disk."""
+        if promotion is None:
+            return len(batch.matches), 0.0
+        started = time.perf_counter()
+        own_seconds = self._estimate.fetch_seconds(batch.tier, len(batch.matches))
+        promoted = await errand.patience.spend(promotion, own_seconds)
+        seconds = time.perf_counter() - started
+        if promoted is None:
+            # it would have taken longer still, nobody knows how long; unlearned, it would cost the next ones as much
+            self._estimate.fetched(batch.tier, len(batch.matches), 2 * seconds)
+            return 0, 0.0
+        num_there, waited_seconds = promoted
+        return num_there, max(0.0, seconds - waited_seconds)
+
+    async def _get_batch(self, errand: Errand, batch: Batch, num_there: int) -> tuple[int, float]:
+        """How many leading blocks of the batch came and were right, and in how many seconds."""
+        link, matches = errand.link, batch.matches[:num_there]
+        if not matches or not await errand.patience.spend(link.reading.acquire()):
+            return 0, 0.0
+        started = time.perf_counter()
+        try:
+            part = slice(batch.first, batch.first + len(matches))
+            named = zip(errand.wanted.keys[part], matches, strict=True)
+            names = [store_key(self._fingerprint, key, match.checksum) for key, match in named]
+            async with asyncio.timeout(errand.stall_seconds):
+                codes = await link.get(names, self._memory.block_bytes)
+            check_codes(link, codes)
+            num_good = await self._accept(link, codes, errand.wanted.blocks[part], matches)
+        finally:
+            link.end_reading(errand.stall_seconds)
+        return num_good, time.perf_counter() - started
+
+    async def _accept(
+        self, link: StoreLink, codes: Sequence[int], blocks: Sequence[int], matches: Sequence[Match]
+    ) -> int:
+        """Copy leading blocks from the staging area into the pool, each of which is checked first."""
+        size = self._memory.block_bytes
+        num_got = next((slot for slot, code in enumerate(codes) if code != size), len(codes))
+        checksums = [match.checksum for match in matches[:num_got]]
+        staged = link.agent.staging[: num_got * size]
+        num_sound = await unstage(self._memory, staged, checksums, blocks[:num_got])
+        if num_sound < num_got:
+            logger.warning("store: a block came back damaged and is not used")
+        return num_sound
+
+    def _measure(self, tier: Tier, num_blocks: int, seconds: float) -> None:
+        if not num_blocks:
+            return
+        self._estimate.fetched(tier, num_blocks, seconds)
+        metrics.TIER_FETCH_BYTES.labels(tier).inc(num_blocks * self._memory.block_bytes)
+        metrics.TIER_FETCH_SECONDS.labels(tier).observe(seconds)
+
+    def _tell_decisions(self, matches: Sequence[Match], fetched: Fetched) -> None:
+        for tier in STORED:
+            num_taken = fetched.by_tier.get(tier, 0)
+            metrics.TIER_DECISIONS.labels(tier, "fetch").inc(num_taken)
+            num_found = sum(match.tier is tier for match in matches)
+            metrics.TIER_DECISIONS.labels(tier, "compute").inc(num_found - num_taken)
+
+
+def check_codes(link: StoreLink, codes: Sequence[int]) -> None:
+    """Give the link up when the library says that more than these objects is wrong."""
+    if (worst := min(codes, default=0)) <= TROUBLE_CODE:
+        link.give_up(f"Mooncake answers {worst}")

@@ -1,0 +1,162 @@
+"""Puts blocks that became full into the node's store, in the background, in batches and as far as it has room.
+
+Straight from a pool in memory that the store client's process can map, by way of the staging area from a device's. A
+block stays pinned until its put has ended, or the process that may still read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from weft import metrics
+from weft.engine.config import MAX_PINNED_SHARE, MIN_PINNED
+from weft.errors import WeftError
+from weft.kv.block_keys import store_key
+from weft.kv.memory import BlockBytes
+from weft.kv.offload_queue import SealedBlock
+from weft.kv.store_client_proxy import NO_SPACE, StoreLost
+from weft.rpc.wire import retention_to_wire
+from weft.worker.pool_memory import stage, summed
+from weft.worker.store_connection import LinkKeeper, StoreLink
+from weft.worker.store_reader import check_codes
+from weft_mesh.v1 import kvstore_service_pb2 as pb2
+
+PUT_SECONDS = 2.0
+# Mooncake evicts in the background, when it is asked for room that it has not got
+NO_SPACE_PAUSES = (0.05, 0.2, 0.5)
+MAX_FETCHED = 65_536
+
+
+class StoreWriter:
+    """The writing half of a StoreClient. `unpin` is called exactly once for every block that was offered."""
+
+    def __init__(
+        self,
+        keeper: LinkKeeper,
+        memory: BlockBytes,
+        fingerprint: bytes,
+        num_slots: int,
+        unpin: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._keeper = keeper
+        self._memory = memory
+        self._is_shared = memory.shared_fd is not None
+        self._fingerprint = fingerprint
+        self._num_slots = num_slots
+        self._unpin = unpin
+        # all that the engine has pinned at a time; what does not fit there waits with the engine
+        most_pinned = max(MIN_PINNED, memory.num_blocks // MAX_PINNED_SHARE)
+        self._offers: asyncio.Queue[SealedBlock] = asyncio.Queue(most_pinned)
+        self._fetched: OrderedDict[bytes, None] = OrderedDict()
+        self._fetched_from: StoreLink | None = None
+
+    def came_from_store(self, link: StoreLink, keys: Sequence[bytes]) -> None:
+        """When these are offered, once, this start of the store has them already."""
+        if link is not self._fetched_from:
+            self._fetched.clear()
+        self._fetched_from = link
+        self._fetched.update(dict.fromkeys(keys))
+        while len(self._fetched) > MAX_FETCHED:
+            self._fetched.popitem(last=False)
+
+    def offer(self, sealed: Sequence[SealedBlock]) -> None:
+        """Put these into the store sometime, if it is there and has room; returns at once."""
+        declined, known = [], []
+        link = self._keeper.link
+        for block in sealed:
+            if block.block_key in self._fetched and link is self._fetched_from:
+                del self._fetched[block.block_key]
+                known.append(block.block)
+            elif link is not None and not self._offers.full():
+                self._offers.put_nowait(block)
+            else:
+                declined.append(block)
+        if known:
+            self._unpin(known)
+        self._decline(declined)
+
+    async def run(self) -> None:
+        """Until cancelled; blocks that wait then are unpinned."""
+        try:
+            while True:
+                await self._put_batch([await self._offers.get()])
+        finally:
+            self._decline([self._offers.get_nowait() for _ in range(self._offers.qsize())])
+
+    async def _put_batch(self, batch: list[SealedBlock]) -> None:
+        while len(batch) < self._num_slots and not self._offers.empty():
+            batch.append(self._offers.get_nowait())
+        link = self._keeper.link
+        if link is None:
+            self._decline(batch)
+        else:
+            await self._put(link, batch)
+
+    def _decline(self, blocks: Sequence[SealedBlock]) -> None:
+        if blocks:
+            metrics.STORE_BLOCKS.labels("skipped").inc(len(blocks))
+            self._unpin([block.block for block in blocks])
+
+    async def _put(self, link: StoreLink, batch: Sequence[SealedBlock]) -> None:
+        """Unpins in the end, so that a block which is not pinned any more can be found by others, or never will be."""
+        try:
+            async with asyncio.timeout(PUT_SECONDS):
+                num_stored = await self._store(link, batch)
+            metrics.STORE_BLOCKS.labels("put").inc(num_stored)
+            metrics.STORE_BLOCKS.labels("skipped").inc(len(batch) - num_stored)
+        except (StoreLost, WeftError, TimeoutError) as error:
+            link.give_up(f"a put failed: {error or 'no answer in time'}")
+            metrics.STORE_BLOCKS.labels("failed").inc(len(batch))
+            await link.until_ended()
+        finally:
+            self._unpin([block.block for block in batch])
+
+    async def _store(self, link: StoreLink, batch: Sequence[SealedBlock]) -> int:
+        """How many blocks found room and were published."""
+        if self._is_shared:
+            checksums = await summed(self._memory, [block.block for block in batch])
+        else:
+            checksums = await self._stage(link, batch)
+        codes = await self._transfer(link, batch, checksums)
+        stored = [
+            pb2.StoredBlock(
+                key=block.block_key,
+                checksum=checksum,
+                size_bytes=self._memory.block_bytes,
+                tenant=block.tenant,
+                retention=retention_to_wire(block.retention),
+            )
+            for block, checksum, code in zip(batch, checksums, codes, strict=True)
+            if code == 0
+        ]
+        await link.publish(self._fingerprint, stored)
+        return len(stored)
+
+    async def _transfer(self, link: StoreLink, batch: Sequence[SealedBlock], checksums: Sequence[int]) -> list[int]:
+        """One code a block; those that found no room are tried again. Raises StoreLost: then they may still be read."""
+        size = self._memory.block_bytes
+        named = zip(batch, checksums, strict=True)
+        names = [store_key(self._fingerprint, block.block_key, checksum) for block, checksum in named]
+        codes = [NO_SPACE] * len(batch)
+        for pause in (0.0, *NO_SPACE_PAUSES):
+            left = [slot for slot, code in enumerate(codes) if code == NO_SPACE]
+            if not left:
+                break
+            await asyncio.sleep(pause)
+            offsets = [batch[slot].block * size if self._is_shared else self._offset(slot) for slot in left]
+            answers = await link.agent.put([names[slot] for slot in left], offsets, size, from_pool=self._is_shared)
+            check_codes(link, answers)
+            link.expect_whole()
+            for slot, code in zip(left, answers, strict=True):
+                codes[slot] = code
+        return codes
+
+    async def _stage(self, link: StoreLink, batch: Sequence[SealedBlock]) -> list[int]:
+        """Copy to the staging area's second half; the checksums are those of the copies."""
+        area = link.agent.staging[self._offset(0) : self._offset(len(batch))]
+        return await stage(self._memory, [block.block for block in batch], area)
+
+    def _offset(self, slot: int) -> int:
+        return (self._num_slots + slot) * self._memory.block_bytes

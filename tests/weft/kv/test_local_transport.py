@@ -1,0 +1,145 @@
+"""A pool read out of its file by another process of the same machine, and what is not mistaken for it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from signal import SIGSTOP
+
+import pytest
+
+from weft.kv import local_transport
+from weft.kv.local_transport import NearTransport
+from weft.kv.memfd import SharedBytes, shared_bytes
+from weft.kv.memory import HostBlocks
+from weft.kv.transport import Endpoint, Lender, Run, TransferFailed
+from weft.request import RequestKey
+
+BLOCK_BYTES, NUM_BLOCKS = 4096, 8
+# block i of its pool is full of i + 1
+LENDER = """
+import ctypes, json, signal
+from weft.kv.memory import HostBlocks
+from weft.kv.local_transport import NearTransport
+from weft.kv.memfd import shared_bytes
+shared = shared_bytes(8 * 4096, "weft-kv-pool")
+shared.mapping[:] = b"".join(bytes([i + 1]) * 4096 for i in range(8))
+address = ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping))
+endpoint = NearTransport(HostBlocks(address, 4096, 8, shared.fd)).endpoint()
+print(json.dumps([endpoint.transport, endpoint.segment, endpoint.pool_address, endpoint.file]), flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def lending() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
+    with subprocess.Popen([sys.executable, "-c", LENDER], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, Endpoint(*json.loads(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def lender() -> Iterator[Endpoint]:
+    with lending() as (_, endpoint):
+        yield endpoint
+
+
+class Ours:
+    """A borrower's pool, full of zeros."""
+
+    def __init__(self) -> None:
+        shared = shared_bytes(BLOCK_BYTES * NUM_BLOCKS, "weft-kv-pool")
+        assert isinstance(shared, SharedBytes)
+        self.shared = shared
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping))
+        self.transport = NearTransport(HostBlocks(self.address, BLOCK_BYTES, NUM_BLOCKS, shared.fd))
+
+    def run(self, peer: Endpoint, remote: int, local: int, count: int = 1) -> Run:
+        return Run(peer.pool_address + remote * BLOCK_BYTES, self.address + local * BLOCK_BYTES, count * BLOCK_BYTES)
+
+    async def pull(self, peer: Endpoint, *runs: Run, patience: float = 5.0) -> None:
+        await self.transport.pull(Lender(peer, "", RequestKey("r")), runs, patience)
+
+    @property
+    def blocks(self) -> list[int]:
+        """What each block is full of."""
+        content = [self.shared.mapping[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i in range(NUM_BLOCKS)]
+        assert all(len(set(block)) == 1 for block in content)
+        return [block[0] for block in content]
+
+
+@pytest.fixture(params=[0, BLOCK_BYTES * NUM_BLOCKS], ids=["by a thread", "at once"])
+async def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ours:
+    monkeypatch.setattr(local_transport, "MAX_BYTES_AT_ONCE", request.param)
+    return Ours()
+
+
+async def test_these_blocks_arrive_and_nothing_else_changes(lender: Endpoint, ours: Ours) -> None:
+    assert ours.transport.reaches(lender)
+    await ours.pull(lender, ours.run(lender, 6, 1), ours.run(lender, 7, 2), ours.run(lender, 0, 5, 2))
+    assert ours.blocks == [0, 7, 8, 0, 0, 1, 2, 0]
+
+
+async def test_a_lender_that_is_frozen_can_be_read_and_one_that_is_gone_cannot(ours: Ours) -> None:
+    with lending() as (process, peer):
+        process.send_signal(SIGSTOP)
+        await ours.pull(peer, ours.run(peer, 4, 0))
+        assert ours.blocks[0] == 5
+        process.kill()
+        process.wait()
+        assert not ours.transport.reaches(peer)
+        with pytest.raises(TransferFailed):
+            await ours.pull(peer, ours.run(peer, 3, 1))
+    assert ours.blocks == [5, 0, 0, 0, 0, 0, 0, 0]
+
+
+async def test_another_file_under_the_same_number_is_not_read(lender: Endpoint, ours: Ours) -> None:
+    place, _, name = lender.file.partition(" ")
+    other = name.replace(name[-45:-13], "0" * 32)
+    assert other != name
+    for file in (f"{place} {other}", f"{os.getpid()}/fd/0 {name}", f"../{lender.file}", f"{place} /etc/passwd", ""):
+        peer = replace(lender, file=file)
+        assert not ours.transport.reaches(peer), file
+        with pytest.raises(TransferFailed):
+            await ours.pull(peer, ours.run(peer, 0, 0))
+    assert not any(ours.blocks)
+
+
+async def test_what_lies_outside_of_either_pool_is_refused(lender: Endpoint, ours: Ours) -> None:
+    for run in (ours.run(lender, NUM_BLOCKS, 0), ours.run(lender, -1, 0), ours.run(lender, 0, NUM_BLOCKS)):
+        with pytest.raises(TransferFailed):
+            await ours.pull(lender, run)
+    with pytest.raises(TransferFailed):
+        await ours.pull(lender, ours.run(lender, 0, -1))
+    assert not any(ours.blocks)
+
+
+async def test_nothing_is_read_after_the_deadline(lender: Endpoint, ours: Ours) -> None:
+    with pytest.raises(TransferFailed, match="too long"):
+        await ours.pull(lender, ours.run(lender, 0, 0), patience=-1.0)
+    assert not any(ours.blocks)
+
+
+async def test_a_pull_leaves_no_file_open(lender: Endpoint, ours: Ours) -> None:
+    await asyncio.gather(*(ours.pull(lender, ours.run(lender, i, i)) for i in range(NUM_BLOCKS)))
+    assert ours.blocks == list(range(1, NUM_BLOCKS + 1))
+    assert not open_files(lender)
+
+
+def open_files(peer: Endpoint) -> list[str]:
+    """The numbers under which this process has the pool of `peer` open.
+
+    No other file counts: an earlier test's pools close whenever the collector comes to them.
+    """
+    _, _, target = peer.file.partition(" ")
+    return [name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}") == target]

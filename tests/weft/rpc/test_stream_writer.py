@@ -1,0 +1,170 @@
+"""What is said on a stream: at once, in order, and no more once a write has failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from weft.errors import PeerLost
+from weft.rpc.client import open_channel
+from weft.rpc.stream_writer import Outgoing, speaking
+
+
+class Wire:
+    """Takes messages one at a time, each until it is let through."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.gates: deque[asyncio.Future[None]] = deque()
+        self.num_failures = 0
+        self.left: deque[str] = deque()
+        self.outgoing = Outgoing(self.write, self.take, self.fail)
+
+    async def write(self, message: str) -> None:
+        self.begun.append(message)
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.gates.append(gate)
+        await gate
+
+    def take(self) -> str | None:
+        return self.left.popleft() if self.left else None
+
+    def fail(self) -> None:
+        self.num_failures += 1
+
+    def say(self, message: str) -> None:
+        self.left.append(message)
+        self.outgoing.push()
+
+
+async def test_the_first_is_begun_at_once_and_the_others_follow_in_order() -> None:
+    wire = Wire()
+    for message in ("a", "b", "c"):
+        wire.say(message)
+    assert wire.begun == ["a"], "without a turn of the loop, and one at a time"
+    for expected in (["a", "b"], ["a", "b", "c"], ["a", "b", "c"]):
+        wire.gates.popleft().set_result(None)
+        await asyncio.sleep(0)
+        assert wire.begun == expected
+    wire.say("d")
+    assert wire.begun[-1] == "d", "at once again"
+
+
+async def test_a_write_that_waits_for_nothing() -> None:
+    written: list[int] = []
+
+    async def write(message: int) -> None:
+        written.append(message)
+
+    left = deque(range(5))
+    Outgoing(write, lambda: left.popleft() if left else None, lambda: None).push()
+    assert written == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_after_a_failure_nothing_is_written(is_late: bool) -> None:
+    wire = Wire()
+    if is_late:
+        wire.say("a")
+        wire.left.append("b")
+        wire.gates.popleft().set_exception(ConnectionError("gone"))
+        await asyncio.sleep(0)
+    else:
+
+        async def broken(message: str) -> None:
+            raise ConnectionError("gone")
+
+        wire.outgoing = Outgoing(broken, wire.take, wire.fail)
+        wire.say("a")
+    wire.say("c")
+    assert wire.num_failures == 1
+    assert isinstance(wire.outgoing.failure, ConnectionError)
+    assert wire.begun == (["a"] if is_late else [])
+
+
+async def test_a_write_that_is_cancelled_is_a_failure_too() -> None:
+    wire = Wire()
+    wire.say("a")
+    wire.gates.popleft().cancel()
+    await asyncio.sleep(0)
+    wire.say("b")
+    assert (wire.num_failures, wire.begun) == (1, ["a"])
+
+
+async def test_what_is_closed_says_nothing_more() -> None:
+    wire = Wire()
+    wire.say("a")
+    wire.left.append("b")
+    wire.outgoing.close()
+    wire.gates.popleft().set_result(None)
+    await asyncio.sleep(0)
+    assert wire.begun == ["a"]
+
+
+async def echo(requests: AsyncIterator[Any], context: Any) -> None:
+    async for request in requests:
+        await context.write(request)
+
+
+async def test_over_grpc_all_of_it_arrives() -> None:
+    kinds = health_pb2.HealthCheckRequest
+    handler = grpc.stream_stream_rpc_method_handler(echo, kinds.FromString, kinds.SerializeToString)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("weft.Echo", {"Say": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    say: Any = channel.stream_stream(
+        "/weft.Echo/Say", request_serializer=kinds.SerializeToString, response_deserializer=kinds.FromString
+    )
+    left = deque(kinds(service=str(number)) for number in range(1000))
+    try:
+        async with asyncio.timeout(20), speaking(say(), lambda: left.popleft() if left else None) as (call, outgoing):
+            outgoing.push()
+            assert [(await call.read()).service for _ in range(1000)] == [str(number) for number in range(1000)]
+    finally:
+        await channel.close()
+        await server.stop(None)
+
+
+class Broken:
+    """A call whose writes fail, and whose answer does not come."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def write(self, message: str) -> None:
+        raise ValueError("no message")
+
+    def cancel(self) -> None:
+        self.answer.cancel()
+
+
+async def test_who_reads_hears_of_a_failure_and_not_of_a_cancellation() -> None:
+    left = deque(["a"])
+
+    async def speak() -> None:
+        async with speaking(Broken(), lambda: left.popleft() if left else None) as (call, outgoing):
+            outgoing.push()
+            await call.answer
+
+    with pytest.raises(PeerLost, match="nothing more can be said: no message"):
+        await speak()
+
+
+async def test_who_is_cancelled_is_cancelled() -> None:
+    async def speak() -> None:
+        async with speaking(Broken(), lambda: None) as (call, _):
+            await call.answer
+
+    task = asyncio.create_task(speak())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

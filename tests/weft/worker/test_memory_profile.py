@@ -1,0 +1,230 @@
+"""The largest step is measured once for each model, machine and version; what it takes is near what the plan says."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.weft.tiny_families import FAMILIES, TinyFamily
+from weft.capacity.room import Machine, measure_room
+from weft.engine.config import EngineConfig
+from weft.engine.graphs import DecodeGraphs, static_bytes
+from weft.engine.runner import ModelRunner
+from weft.errors import BadCheckpoint
+from weft.model.decoder import Decoder
+from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.spec import ModelConfig
+from weft.model.tensors import expected_tensors
+from weft.worker.memory_profile import identity_of, measure_peak, remembered
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+# no two of these are made of the same parts
+WIDE = ["llama2", "mistral-window", "qwen3", "smollm3", "mixtral", "qwen3-moe", "llama4", "deepseek"]
+
+
+def limits_of(config: ModelConfig, chunk_tokens: int = 64, max_num_seqs: int = 6) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=1000,
+        block_tokens=16,
+        vocab_size=config.vocab_size,
+        max_context_tokens=config.max_positions,
+        chunk_tokens=chunk_tokens,
+        max_num_seqs=max_num_seqs,
+        reaches=kv_groups(config).reaches,
+    )
+
+
+def wide(config: ModelConfig) -> ModelConfig:
+    """Activations of megabytes, beside which nothing else counts."""
+    config = replace(config, hidden_size=256, intermediate_size=1024, vocab_size=4000, max_positions=4096)
+    if config.experts is not None:
+        shared = 256 if config.experts.shared_size else 0
+        config = replace(config, experts=replace(config.experts, size=256, shared_size=shared))
+    return config
+
+
+def random_model(config: ModelConfig, device: torch.device) -> Decoder:
+    # which experts a token is for, and so how much a step takes, goes by the weights
+    dice = torch.Generator().manual_seed(7)
+    weights = {name: torch.randn(shape, generator=dice) / 16 for name, shape in expected_tensors(config).items()}
+    return Decoder(config, weights, torch.float32, device)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[ProcessPoolExecutor]:
+    """A process that does nothing else, as a worker's at its start. What earlier tests have left in this one, free or
+    at work, goes into what a step takes: with them it was up to 2.6 times the plan, and the same again each time."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        yield process
+
+
+@pytest.mark.parametrize(("name", "chunk_tokens"), [("llama2", 512), *((name, 2048) for name in WIDE)])
+def test_the_peak_is_near_the_plans(
+    name: str, chunk_tokens: int, family_of: Callable[[str], TinyFamily], alone: ProcessPoolExecutor
+) -> None:
+    """Above it, and the more so the shorter the chunk: what choosing tokens, and reading prompts, takes on a CPU
+    is not counted."""
+    config = wide(family_of(name).config)
+    limits = replace(limits_of(config, chunk_tokens=chunk_tokens), max_pinned=0)
+    planned = measure_room(config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
+    # five copies of a chunk's last hidden states, which are a third of what is planned here, belong to the reading
+    most = 2.33 if chunk_tokens == 2048 else 3.0
+    found = alone.submit(least, config, limits, 0.75 * most * planned).result(timeout=50)
+    assert 0.9 * planned < found < most * planned
+
+
+def least(config: ModelConfig, limits: EngineConfig, enough: float) -> int:
+    """Of six measurements, or of those so far, once the two least of them are nearly the same and below `enough`."""
+    model = random_model(config, CPU)
+    measure_peak(model, replace(limits, chunk_tokens=64), "float32", CPU)  # pages of code that no step has run yet
+    gc.collect()
+    found = [measured(model, limits)]
+    while len(found) < 6:
+        found = sorted([*found, measured(model, limits)])
+        if found[1] < min(1.02 * found[0], enough):
+            break
+    return found[0]
+
+
+def measured(model: Decoder, limits: EngineConfig) -> int:
+    """With nothing free in the process that a step could take unseen."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return measure_peak(model, limits, "float32", CPU)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_a_largest_step(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of everybody; then a chunk at the end of the longest context beside those: on a GPU a capture gives
+    back what torch keeps of steps before it, and keeps what it took beside all later ones."""
+    tiny, launched = family_of(name), []
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, works: list[object]) -> object:
+        launched.append([(each.start, each.num_tokens) for each in works])  # type: ignore[attr-defined]
+        assert all(each.sequence.spec.constraint for each in works), "masks take memory"  # type: ignore[attr-defined]
+        return launch(self, works)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    measure_peak(model, replace(limits_of(tiny.config), decode_graphs=True, max_pinned=0), "float32", CPU)
+    assert launched == [[(0, 1)] * 6, [(tiny.config.max_positions - 64, 64), *[(0, 1)] * 5]]
+
+
+def test_the_largest_graph_is_captured_however_many_sequences_a_step_may_have(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, captured = family_of("llama2"), []
+    record = DecodeGraphs._record
+
+    def watched(self: DecodeGraphs, size: int) -> None:
+        captured.append(size)
+        record(self, size)
+
+    monkeypatch.setattr(DecodeGraphs, "_record", watched)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    limits = replace(limits_of(tiny.config, max_num_seqs=300), decode_graphs=True, max_pinned=0)
+    measure_peak(model, limits, "float32", CPU)
+    assert captured == [256]
+
+
+def test_no_room_for_the_largest_step_is_said_in_the_words_of_the_settings(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = family_of("llama2")
+
+    def launch(self: ModelRunner, works: list[object]) -> object:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(ModelRunner, "launch", launch)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    with pytest.raises(
+        BadCheckpoint, match=r"64 prompt tokens \(WEFT_CHUNK_TOKENS\) and 6 sequences: tried to allocate"
+    ):
+        measure_peak(model, limits_of(tiny.config), "float32", CPU)
+
+
+def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of("llama4")
+    limits = replace(limits_of(tiny.config, max_num_seqs=40), decode_graphs=True, max_pinned=0)
+    runner = ModelRunner(Decoder(tiny.config, tiny.weights, torch.float32, CPU), limits, "float32", CPU)
+    size = runner.pool_memory.block_bytes
+    assert runner._graphs is not None
+    beside = runner.pool.nbytes - limits.num_blocks * size
+    assert beside == 3 * size
+    assert static_bytes(limits, size) == beside + sum(each.nbytes for each in runner._graphs._tables)
+    assert static_bytes(replace(limits, decode_graphs=False, max_pinned=0), size) == 0
+
+
+def test_a_peak_is_measured_once_for_each_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([5, 6, 7])
+    assert [remembered({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) for _ in range(2)] == [5, 5]
+    assert remembered({"weights": "a", "chunk_tokens": 65}, lambda: next(measured)) == 6
+    for path in tmp_path.rglob("*.json"):
+        path.write_text(path.read_text()[:-3])
+    assert remembered({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) == 7, "a file cut short"
+    kept = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json") if path.read_text().endswith("}")]
+    assert kept == [{"identity": {"weights": "a", "chunk_tokens": 64}, "peak_bytes": 7}]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
+
+
+def test_where_nothing_can_be_written_it_is_measured_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "weft").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([5, 6])
+    assert [remembered({"weights": "a"}, lambda: next(measured)) for _ in range(2)] == [5, 6]
+    assert "measured again at the next start" in caplog.text
+
+
+def test_all_that_a_step_depends_on_is_in_its_identity(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = limits_of(family_of("llama2").config)
+    identity = identity_of("cafe", limits, "float32", CPU)
+    assert identity == identity_of("cafe", replace(limits, num_blocks=7, max_pinned=0), "float32", CPU)
+    others = [identity_of("beef", limits, "float32", CPU), identity_of("cafe", limits, "bfloat16", CPU)]
+    for changed in (
+        replace(limits, max_pinned=0, chunk_tokens=65),
+        replace(limits, max_pinned=0, max_num_seqs=7),
+        replace(limits, max_pinned=0, decode_graphs=True),
+        replace(limits, max_pinned=0, max_context_tokens=99),
+    ):
+        others.append(identity_of("cafe", changed, "float32", CPU))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    others.append(identity_of("cafe", limits, "float32", CPU))
+    assert identity not in others
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("decode_graphs", [False, True])
+def test_on_a_gpu_it_is_at_least_what_was_allocated(
+    decode_graphs: bool, family_of: Callable[[str], TinyFamily]
+) -> None:
+    tiny = family_of("llama2")
+    model = random_model(wide(tiny.config), CUDA)
+    limits = limits_of(model.config, chunk_tokens=2048)
+    limits = replace(limits, decode_graphs=decode_graphs, max_pinned=0)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    peak = measure_peak(model, limits, "float32", CUDA)
+    size = block_bytes(model.config, "float32", limits.block_tokens)
+    pool = limits.paging.max_pages(2048) * size
+    assert peak >= torch.cuda.max_memory_allocated() - before - pool - static_bytes(limits, size)
+    assert peak >= measure_room(model.config, Machine("cuda", "float32", 16), 2048, 6, 1 << 40).activations

@@ -1,0 +1,262 @@
+"""Several fetches through one staging area: nobody waits longer than it is worth. Reads are held by hand, no store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import xxhash
+
+from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key
+from weft.asyncio_compat import background
+from weft.errors import DeadlineExceeded
+from weft.kv.store_client_proxy import StoreLost
+from weft.kv.tiers import Tier
+from weft.worker import store_reader
+from weft.worker.fetch_cost import FetchEstimate
+from weft.worker.store_connection import StoreLink
+from weft.worker.store_reader import Fetched, StoreReader, Wanted
+from weft_mesh.v1 import kvstore_service_pb2 as pb2
+
+NUM_SLOTS, STALL_SECONDS = 4, 30.0
+MODEL = b"m" * 16
+
+
+class HeldStore:
+    """Agent and kvstore in one: has every block; `reads` and `promotions` are held until they are let go."""
+
+    def __init__(self, tier: pb2.StoreTier.ValueType = pb2.STORE_TIER_DRAM) -> None:
+        self.staging = memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES))
+        self.reads: list[tuple[list[str], asyncio.Future[list[int]]]] = []
+        self.may_promote = asyncio.Event()
+        self.num_matches = self.num_promotions = 0
+        self.num_on_disk = 1000  # leading blocks of a promotion that are there
+        self.promote_wait_ms = 0
+        self._tier = tier
+
+    def get(self, names: Sequence[str], offsets: Sequence[int], size: int) -> asyncio.Future[list[int]]:
+        self.reads.append((list(names), asyncio.get_running_loop().create_future()))
+        return self.reads[-1][1]
+
+    async def Match(self, request: pb2.MatchRequest, **_: Any) -> pb2.MatchResponse:
+        self.num_matches += 1
+        sums = [xxhash.xxh3_64_intdigest(content(NUMBERS[each])) for each in request.keys]
+        return pb2.MatchResponse(checksums=sums, tiers=[self._tier] * len(sums), promote_wait_ms=self.promote_wait_ms)
+
+    async def Promote(self, request: pb2.PromoteRequest, **options: Any) -> pb2.PromoteResponse:
+        self.num_promotions += 1
+        try:
+            async with asyncio.timeout(options["timeout"]):
+                await self.may_promote.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("too slow") from None
+        return pb2.PromoteResponse(num_promoted=min(len(request.keys), self.num_on_disk))
+
+    async def let_go(self) -> None:
+        """The read that is held now ends well."""
+        await turns()
+        names, reply = self.reads.pop(0)
+        for slot, name in enumerate(names):
+            number = NUMBERS[bytes.fromhex(name.split("/")[2])]
+            self.staging[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] = content(number)
+        reply.set_result([BLOCK_BYTES] * len(names))
+        await turns()
+
+
+NUMBERS = {key(number): number for number in range(200)}
+
+
+async def turns() -> None:
+    """Let whatever can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Scene:
+    """A worker's reader on a held store. Of each block: 1 s to compute, 0.6 s to fetch."""
+
+    def __init__(self, store: HeldStore, tasks: asyncio.TaskGroup) -> None:
+        self.store = store
+        self.worker = Worker("")
+        self.estimate = FetchEstimate(16, 16)
+        for amount in (1, 2, 3):
+            self.estimate.computed(16 * amount, 1.0 * amount)
+            for tier in (Tier.DRAM, Tier.NVME):
+                self.estimate.fetched(tier, amount, 0.6 * amount)
+        memory = self.worker.store._reader._memory
+        self.reader = StoreReader(memory, MODEL, NUM_SLOTS, self.estimate)
+        agent: Any = store
+        self.link = StoreLink("boot", agent, agent, tasks)
+        self.tasks = tasks
+
+    def fetch(self, numbers: Sequence[int]) -> asyncio.Task[Fetched]:
+        return self.tasks.create_task(self._fetch(numbers))
+
+    async def _fetch(self, numbers: Sequence[int]) -> Fetched:
+        fetched = Fetched()
+        wanted = Wanted([key(number) for number in numbers], [*numbers])
+        await self.reader.fetch(self.link, wanted, fetched, STALL_SECONDS)
+        return fetched
+
+
+@asynccontextmanager
+async def scene(store: HeldStore) -> AsyncIterator[Scene]:
+    async with background() as tasks:
+        yield Scene(store, tasks)
+
+
+async def test_a_short_prompt_beside_a_long_fetch_computes_at_once() -> None:
+    async with scene(HeldStore()) as stage:
+        long = stage.fetch(range(40))
+        await turns()
+        assert len(stage.store.reads) == 1
+        short = stage.fetch([50, 51])
+        await turns()
+        assert short.done()
+        assert short.result().num_blocks == 0
+        assert stage.store.num_matches == 1, "nobody was asked"
+        for _ in range(10):
+            await stage.store.let_go()
+        assert (await long).num_blocks == 40
+        assert all(stage.worker.read(number) == content(number) for number in range(40))
+
+
+async def test_two_fetches_that_are_worth_it_take_turns_batch_by_batch() -> None:
+    async with scene(HeldStore()) as stage:
+        for _ in range(60):
+            stage.estimate.fetched(Tier.DRAM, 2, 0.2)
+        first, second = stage.fetch(range(12)), stage.fetch(range(100, 108))
+        order = []
+        for _ in range(5):
+            await turns()
+            (names, _) = stage.store.reads[0]
+            order.append(NUMBERS[bytes.fromhex(names[0].split("/")[2])])
+            await stage.store.let_go()
+        assert order == [0, 100, 4, 104, 8]
+        assert [(await each).num_blocks for each in (first, second)] == [12, 8]
+        assert all(stage.worker.read(number) == content(number) for number in [*range(12), *range(100, 108)])
+
+
+async def test_a_turn_that_does_not_come_is_waited_for_no_longer_than_it_is_worth() -> None:
+    async with scene(HeldStore()) as stage:
+        for _ in range(60):
+            stage.estimate.computed(16, 0.2)
+            stage.estimate.fetched(Tier.DRAM, 1, 0.01)
+        first = stage.fetch(range(4))
+        await turns()
+        second = stage.fetch(range(10, 14))
+        await turns()
+        assert not second.done(), "it would be worth it"
+        assert (await second).num_blocks == 0, "while the first one is held"
+        assert not first.done()
+        await stage.store.let_go()
+        assert (await first).num_blocks == 4
+
+
+@pytest.mark.parametrize("promote_wait_ms", [0, 3000])
+async def test_a_disk_that_others_wait_for_is_not_waited_for(promote_wait_ms: int) -> None:
+    store = HeldStore(pb2.STORE_TIER_NVME)
+    store.promote_wait_ms = promote_wait_ms
+    async with scene(store) as stage:
+        fetch = stage.fetch(range(4))
+        await turns()
+        # 4 s to compute, 2.4 s to fetch
+        assert fetch.done() == (promote_wait_ms > 0)
+        if fetch.done():
+            assert fetch.result().num_blocks == 0
+        else:
+            store.may_promote.set()
+            await store.let_go()
+            assert (await fetch).num_blocks == 4
+
+
+async def test_a_promotion_that_does_not_end_is_waited_for_no_longer_than_it_is_worth() -> None:
+    async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
+        for _ in range(60):
+            stage.estimate.computed(16, 0.02)
+            stage.estimate.fetched(Tier.NVME, 1, 0.001)
+        assert (await stage.fetch(range(4))).num_blocks == 0
+        assert stage.link.is_usable
+        assert not stage.link.reading.locked()
+
+
+async def test_behind_a_gap_nothing_is_brought_up() -> None:
+    store = HeldStore(pb2.STORE_TIER_NVME)
+    store.may_promote.set()
+    store.num_on_disk = 3
+    async with scene(store) as stage:
+        fetch = stage.fetch(range(12))
+        await store.let_go()
+        assert (await fetch).num_blocks == 3
+        assert store.num_promotions == 1
+
+
+async def test_a_disk_that_has_become_slow_is_waited_for_once() -> None:
+    async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
+        for _ in range(60):
+            stage.estimate.computed(16, 0.02)
+            for tier in (Tier.DRAM, Tier.NVME):
+                stage.estimate.fetched(tier, 1, 0.001)
+        assert (await stage.fetch(range(4))).num_blocks == 0
+        again = stage.fetch(range(10, 14))
+        await turns()
+        assert again.done()
+        assert again.result().num_blocks == 0
+
+
+async def test_a_disk_that_was_slow_from_the_first_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_reader, "PROMOTE_SECONDS", 0.05)
+    async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
+        stage.reader = StoreReader(stage.reader._memory, MODEL, NUM_SLOTS, estimate := FetchEstimate(16, 16))
+        estimate.computed(16, 0.02)
+        assert (await stage.fetch(range(4))).num_blocks == 0
+        again = stage.fetch(range(10, 14))
+        await turns()
+        assert again.done()
+        assert again.result().num_blocks == 0
+
+
+async def test_nobody_reads_into_an_area_that_a_failed_transfer_may_still_write() -> None:
+    store = HeldStore()
+    async with scene(store) as stage:
+        first, second = (stage._fetch(numbers) for numbers in (range(1), range(10, 14)))
+        failing = asyncio.gather(first, second, return_exceptions=True)
+        await turns()
+        store.reads[0][1].set_result([store_reader.TROUBLE_CODE])
+        fetched, lost = await failing
+        assert isinstance(fetched, Fetched)
+        assert fetched.num_blocks == 0
+        assert isinstance(lost, StoreLost)
+        assert len(store.reads) == 1
+
+
+async def test_a_slow_look_up_leaves_the_store_alone_for_a_moment_and_costs_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def slow(*_: Any, **__: Any) -> Any:
+        raise DeadlineExceeded("too slow")
+
+    async with scene(HeldStore()) as stage:
+        store, link = stage.worker.store, stage.link
+        store._keeper._link = link
+        monkeypatch.setattr(link, "match", slow)
+        fetched = await store.fetch(Wanted([key(1)], [1]), STALL_SECONDS)
+        assert (fetched.num_blocks, store.is_connected) == (0, False)
+        assert not link.trouble
+        link.trust()
+        assert store.is_connected
+        assert await store.find([key(1)], STALL_SECONDS) == {key(1)}
+        monkeypatch.setattr(link, "find", slow)
+        link.trust()
+        assert await store.find([key(1)], STALL_SECONDS) == set()
+        assert not store.is_connected
+        assert not link.trouble
+
+
+@pytest.mark.parametrize("blocks", [[], [1], [1, 2, 3]])
+def test_what_is_wanted_has_a_block_for_each_key(blocks: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"2 keys for {len(blocks)} blocks"):
+        Wanted([key(1), key(2)], blocks)
