@@ -70,7 +70,7 @@ class Options:
 
 def read_text(path: str) -> str:
     """A file, or this repository's own prose; white space folded."""
-    files = [Path(path)] if path else [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "LICENSE"]
+    files = [Path(path)] if path else [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "LICENSE"]
     return " ".join(" ".join(file.read_text() for file in files if file.exists()).split())
 
 

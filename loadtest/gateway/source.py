@@ -180,7 +180,7 @@ async def be_member(scheduler: str, address: str, model: str, source: Source) ->
 async def serve(options: argparse.Namespace) -> None:
     """Until a signal."""
     tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
-    token_ids = tokenizer.encode((ROOT / "docs" / "architecture.md").read_text(), add_special_tokens=False).ids
+    token_ids = tokenizer.encode((ROOT / "docs" / "bundles.md").read_text(), add_special_tokens=False).ids
     rpc = RpcServer([SERVICE])
     step_seconds = 1 / options.steps_per_second if options.steps_per_second else 0.0
     source = Source(token_ids, step_seconds, options.at_once)

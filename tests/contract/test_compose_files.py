@@ -127,7 +127,8 @@ def test_each_image_is_built_by_one_service_and_pulled_by_none() -> None:
     assert builders == {"weft:cpu": ["scheduler"], "weft:gpu": ["prefill-gpu"]}
     for name in ("gateway", "prefill", "decode", "prefill-gpu", "decode-gpu"):
         assert "scheduler" in ours[name]["depends_on"]
-    named = re.findall(r"up --build gateway (\S+ \S+)", COMPOSE.read_text() + (ROOT / "docs/operating.md").read_text())
+    pages = COMPOSE.read_text() + (ROOT / "docs/operate/containers.md").read_text()
+    named = re.findall(r"up --build gateway (\S+ \S+)", pages)
     assert named
     assert all("prefill-gpu" in each for each in named)
 

@@ -82,7 +82,7 @@ def test_an_alert_for_what_is_absent_says_so_without_labels_which_it_has_not_got
 
 
 def test_what_was_thrown_away_counts_leases_that_ended_badly_and_no_client_that_left() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text().replace("\\|", "|")
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text().replace("\\|", "|")
     (badly,) = [part.removesuffix("}") for part in page.split("`") if part.startswith("weft_kv_leases_total{")]
     panels = json.loads(DASHBOARD.read_text())["panels"]
     shown = [each["expr"] for panel in panels if panel["title"] == "Thrown away" for each in panel["targets"]]

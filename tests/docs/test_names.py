@@ -117,13 +117,13 @@ def test_every_variable_that_is_read_is_explained() -> None:
     read = set(READ.findall("".join(code)))
     read |= {name for names in OPTION.findall("".join(code)) for name in re.findall(r"\w+", names)}
     read |= {name for path in _files(ROOT / "scripts") for name in SETTING.findall(path.read_text())}
-    explained = set(re.findall(r"`([A-Z_]+)`", (ROOT / "docs" / "architecture.md").read_text()))
+    explained = set(re.findall(r"`([A-Z_]+)`", (ROOT / "docs" / "reference" / "settings.md").read_text()))
     assert {"WEFT_MODEL", "XDG_CACHE_HOME"} < read
     assert not read - explained - OTHERS_OWN
 
 
 def test_every_name_of_an_answer_format_and_of_an_urgency_is_told() -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
+    page = (ROOT / "docs" / "reference" / "generation.md").read_text()
     assert set(GUIDED) <= set(re.findall(r"`(\w+)`", page))
     (row,) = (line for line in page.splitlines() if line.startswith("| priorities |"))
     assert set(CLASSES) <= set(re.findall(r"\w+", row))
@@ -131,14 +131,14 @@ def test_every_name_of_an_answer_format_and_of_an_urgency_is_told() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__module__)
 def test_every_setting_is_explained(config: type) -> None:
-    lines = (ROOT / "docs" / "architecture.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "reference" / "settings.md").read_text().splitlines()
     rows = "".join(line.partition(" | ")[0] for line in lines if line.startswith("| `"))
     unknown = {variable_name(field.name) for field in dataclasses.fields(config)} - set(SETTING.findall(rows))
     assert not unknown
 
 
 def test_every_metric_is_explained() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     named = {re.sub("_(total|sum)$", "", name) for name in re.findall(r"\bweft_[a-z_]+", page)}
     assert named == {metric.name for metric in REGISTRY.collect()}
 

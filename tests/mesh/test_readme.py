@@ -82,7 +82,7 @@ def test_the_calls_with_grpcurl(mesh: Mesh) -> None:
         database = ProtoReflectionDescriptorDatabase(channel)
         pool = DescriptorPool(database)
         assert "weft_mesh.v1.InferenceService" in database.get_services()
-        for data, method in GRPCURL.findall(block("grpcurl", "docs/api.md")):
+        for data, method in GRPCURL.findall(block("grpcurl", "docs/reference/api.md")):
             service, _, name = method.partition("/")
             found = pool.FindServiceByName(service).FindMethodByName(name)
             asks = GetMessageClass(found.input_type)

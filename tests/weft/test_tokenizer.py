@@ -36,7 +36,7 @@ PIECES = [
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
     """Trained on what lies around here; merges beyond words' ends make runs of blanks and Han characters too."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/operating.md", "docs/api.md")]
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/concepts.md", "docs/reference/api.md")]
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -70,7 +70,7 @@ def converted(published: Path) -> Any:
 
 
 def test_whole_pages_have_the_tokens_of_tiktoken(converted: Any, oracle: tiktoken.Encoding) -> None:
-    for name in ("docs/architecture.md", "docs/api.md", "libs/weft/tokenizer.py", "models/weft-nano/training.jsonl"):
+    for name in ("docs/kv-transfer.md", "docs/reference/api.md", "libs/weft/tokenizer.py", "models/weft-nano/training.jsonl"):
         text = HAN + (ROOT / name).read_text() + "<|im_end|>[EOS] <think>x</think>"
         tokens = oracle.encode(text, allowed_special="all")
         assert converted.encode(text).ids == tokens

@@ -1,4 +1,4 @@
-"""The settings of a worker process, prefill or decode; docs/architecture.md has the table."""
+"""The settings of a worker process, prefill or decode; docs/reference/settings.md has the table."""
 
 from __future__ import annotations
 

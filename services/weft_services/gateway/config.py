@@ -1,4 +1,4 @@
-"""The gateway's settings; see docs/architecture.md for the table."""
+"""The gateway's settings; see docs/reference/settings.md for the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Weft departs from OpenAI's document, each with its reason; docs/api.md says the same to users.
+"""Where Weft departs from OpenAI's document, each with its reason; docs/reference says the same to users.
 
 Nothing here touches what an answer must look like.
 """

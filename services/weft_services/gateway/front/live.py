@@ -1,6 +1,6 @@
 """GET /weft/fleet/events: the fleet as the scheduler sees it, once a second, and hand-offs as this gateway sees them.
 
-Server-sent events `hello`, `fleet` and `hand_off`; docs/api.md has their fields. No addresses are told.
+Server-sent events `hello`, `fleet` and `hand_off`; docs/reference/clients.md has their fields. No addresses are told.
 """
 
 from __future__ import annotations

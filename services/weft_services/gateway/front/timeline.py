@@ -1,4 +1,4 @@
-"""Where the time of one answer went, as JSON for a client that asked for it with `x-weft-timeline: 1`; see docs/api.md.
+"""Timing of one answer as JSON, for requests with `x-weft-timeline: 1`; docs/reference/clients.md lists the fields.
 
 Every number is measured: by this gateway's clock, or by the workers' and told with the first token.
 """
