@@ -70,7 +70,12 @@ def converted(published: Path) -> Any:
 
 
 def test_whole_pages_have_the_tokens_of_tiktoken(converted: Any, oracle: tiktoken.Encoding) -> None:
-    for name in ("docs/kv-transfer.md", "docs/reference/api.md", "libs/weft/tokenizer.py", "models/weft-nano/training.jsonl"):
+    for name in (
+        "docs/kv-transfer.md",
+        "docs/reference/api.md",
+        "libs/weft/tokenizer.py",
+        "models/weft-nano/training.jsonl",
+    ):
         text = HAN + (ROOT / name).read_text() + "<|im_end|>[EOS] <think>x</think>"
         tokens = oracle.encode(text, allowed_special="all")
         assert converted.encode(text).ids == tokens
