@@ -82,5 +82,5 @@ def _make_patient(patch: pytest.MonkeyPatch) -> None:
         if (module := sys.modules.get(name)) is not None:
             patient = tuple((key, PATIENT_MS.get(key, value)) for key, value in getattr(module, options))
             patch.setattr(module, options, patient)
-    if (peers := sys.modules.get("weft_services.gateway.mesh.decode_peers")) is not None:
+    if (peers := sys.modules.get("weft_services.gateway.mesh.decode_connection")) is not None:
         patch.setattr(peers, "CONNECT_SECONDS", PATIENT_CONNECT_SECONDS)

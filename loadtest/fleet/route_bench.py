@@ -36,10 +36,9 @@ from weft.rpc.client import open_channel, owned
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
-from weft_services.gateway.mesh.peers import Scheduler
-from weft_services.gateway.mesh.placement import Settlement
-from weft_services.gateway.mesh.routes import RouteStream
-from weft_services.gateway.mesh.settler import FIRST_TOKEN, Settler
+from weft_services.gateway.mesh.scheduler_client import RouteStream, Scheduler
+from weft_services.gateway.mesh.scheduler_types import Settlement
+from weft_services.gateway.mesh.settlement_queue import FIRST_TOKEN, Settler
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import Preference, RouteQuery, WorkerInfo, WorkerReport
 

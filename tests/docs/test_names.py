@@ -20,7 +20,7 @@ from weft.weights.bundle.__main__ import app as bundle_program
 from weft.worker.config import WorkerConfig
 from weft_services.gateway.config import Config as GatewayConfig
 from weft_services.gateway.dialects.answer_format import GUIDED
-from weft_services.gateway.mesh.urgency import CLASSES
+from weft_services.gateway.mesh.routing_hints import CLASSES
 from weft_services.kvstore.config import Config as KvStoreConfig
 from weft_services.scheduler.config import Config as SchedulerConfig
 from weft_services.weights.config import Config as WeightsConfig

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from tests.grammars.test_schema_forms import answers, grammars, tokenizer
 from weft.grammar import Grammars
-from weft_services.gateway.grammar.decimals import without_look_ahead
+from weft_services.gateway.grammar.schema_rewrite import without_look_ahead
 
 __all__ = ["grammars", "tokenizer"]
 

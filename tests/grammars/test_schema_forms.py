@@ -15,7 +15,7 @@ from weft.errors import InvalidRequest
 from weft.grammar import Grammars, load_grammars
 from weft.model.config import read_config
 from weft_services.gateway.grammar.answer_grammar import join, schema_part
-from weft_services.gateway.grammar.schema_forms import kept_form
+from weft_services.gateway.grammar.schema_rewrite import kept_form
 
 NANO = Path(__file__).parents[2] / "models" / "weft-nano"
 CONFIG = read_config(NANO)

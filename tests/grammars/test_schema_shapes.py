@@ -11,8 +11,8 @@ from tests.grammars.test_schema_forms import grammars
 from weft.grammar import Grammars, UnusableGrammar
 from weft_services.gateway.dialects.schema_limits import complaint
 from weft_services.gateway.grammar.answer_grammar import join, schema_part
-from weft_services.gateway.grammar.blame import blamed
-from weft_services.gateway.grammar.schema_forms import BINDING, COUNTS, DRAFTS, IDLE
+from weft_services.gateway.grammar.schema_errors import blamed
+from weft_services.gateway.grammar.schema_rewrite import BINDING, COUNTS, DRAFTS, IDLE
 
 __all__ = ["grammars"]
 

@@ -32,7 +32,7 @@ from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
 from weft_services.decode.service import POST as DECODE
 from weft_services.gateway.mesh.fleet import FleetWatch
-from weft_services.gateway.mesh.peers import Scheduler
+from weft_services.gateway.mesh.scheduler_client import Scheduler
 from weft_services.prefill.service import POST as PREFILL
 from weft_services.scheduler.affinity import Affinity
 

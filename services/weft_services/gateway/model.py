@@ -23,8 +23,8 @@ from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec
-from weft_services.gateway.text.seal import CannotSeal, Seal, try_out
-from weft_services.gateway.text.segments import SegmentedEncoder
+from weft_services.gateway.text.segmented_encoder import SegmentedEncoder
+from weft_services.gateway.text.special_tokens import CannotSeal, Seal, try_out
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)

@@ -20,14 +20,13 @@ from weft_services.gateway.config import Config
 from weft_services.gateway.front.accounting import expect
 from weft_services.gateway.front.kept import KeptAnswers
 from weft_services.gateway.front.listeners import Listeners
-from weft_services.gateway.mesh.embedding import Embeddings
+from weft_services.gateway.mesh.decode_connection import DecodeLinks
+from weft_services.gateway.mesh.embeddings import Embeddings, PrefillPeers
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatch
-from weft_services.gateway.mesh.flight import Mesh
-from weft_services.gateway.mesh.links import DecodeLinks
-from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.prefill_peers import PrefillPeers
-from weft_services.gateway.mesh.settler import Settler
+from weft_services.gateway.mesh.scheduler_client import Scheduler
+from weft_services.gateway.mesh.sequence_runner import Mesh
+from weft_services.gateway.mesh.settlement_queue import Settler
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode
 from weft_services.gateway.config import Config
-from weft_services.gateway.mesh.inbox import Delta
-from weft_services.gateway.mesh.sequence import Piece, Sequence
+from weft_services.gateway.mesh.decode_connection import Delta
+from weft_services.gateway.mesh.sequence_runner import Piece, Sequence
 from weft_services.gateway.process import Gateway, running
 
 MODEL_NAME = "tiny"

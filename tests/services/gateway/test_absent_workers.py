@@ -14,13 +14,13 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import answering
 from tests.services.gateway.test_embeddings import with_prefill
-from tests.services.gateway.test_moves import ask as moved
+from tests.services.gateway.test_migrations import ask as moved
 from weft.errors import NoWorker
 from weft.request import WorkerAddress, WorkerRole
 from weft.stall_clock import TICK_SECONDS, AwakeClock
-from weft_services.gateway.mesh import embedding, fleet
+from weft_services.gateway.mesh import embeddings, fleet
 from weft_services.gateway.mesh.fleet import FleetWatch
-from weft_services.gateway.mesh.workers import FleetReport, Worker
+from weft_services.gateway.mesh.scheduler_types import FleetReport, Worker
 
 NOBODY = (grpc.StatusCode.UNAVAILABLE, "no decode worker is live", (("weft-reason", NoWorker.reason),))
 LOADING = (grpc.StatusCode.UNAVAILABLE, "it is being loaded", (("weft-reason", "model_loading"),))
@@ -108,7 +108,7 @@ async def test_request_is_refused_when_an_operator_drained_the_worker(bench: Mak
 
 
 async def test_embedding_waits_for_a_worker(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(embeddings, "PAUSE_SECONDS", 0.05)
     async with bench() as b, with_prefill(b):
         b.scheduler.is_prefill_ready = False
         await b.gateway.watch.poll()
@@ -120,12 +120,12 @@ async def test_embedding_waits_for_a_worker(bench: MakeBench, monkeypatch: pytes
 
 
 async def test_embedding_that_kills_workers_ends(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(embeddings, "PAUSE_SECONDS", 0.01)
     async with bench() as b, with_prefill(b) as (worker,):
         worker.refusal = grpc.StatusCode.UNAVAILABLE
         response = await b.http.post("/v1/embeddings", json={"model": MODEL_NAME, "input": "x"})
         assert response.status_code == 503
-        assert len(worker.asked) == embedding.MAX_TRIES
+        assert len(worker.asked) == embeddings.MAX_TRIES
 
 
 async def test_lost_stream_blames_no_worker_after_a_standstill(bench: MakeBench, heard: None) -> None:

@@ -15,7 +15,7 @@ from weft_services.gateway.access.limiter import Limiter
 from weft_services.gateway.access.visitor import Visitor
 from weft_services.gateway.dialects.answers import Answer
 from weft_services.gateway.mesh.pipeline import counted
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sequence_runner import Piece
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import PartKind, Parts, joined
 from weft_services.gateway.text.tool_formats import DEEPSEEK_V31, HERMES, KIMI, QWEN_XML, ToolFormat

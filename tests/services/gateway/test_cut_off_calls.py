@@ -9,7 +9,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, speaking
-from tests.services.gateway.test_mended_json import FRAMES
+from tests.services.gateway.test_json_repair import FRAMES
 from tests.services.gateway.test_tool_parsers import ANSWERS, KIMI, SEEK, calls, read, said
 from weft_services.gateway.text.parts import PartKind
 from weft_services.gateway.text.tool_formats import FORMATS

@@ -16,7 +16,7 @@ from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, f
 from weft.errors import Overloaded
 from weft.request import RequestKey
 from weft_services.gateway.front import endpoints, http_server
-from weft_services.gateway.mesh.inbox import Delta, Inbox
+from weft_services.gateway.mesh.decode_connection import Delta, Inbox
 
 # of an answer that nobody reads to its end
 ENDLESS = 1 << 22

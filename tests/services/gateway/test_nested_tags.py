@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.gateway.test_mended_json import FRAMES
+from tests.services.gateway.test_json_repair import FRAMES
 from tests.services.gateway.test_tool_parsers import calls, cuts, said
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import Part, PartKind, Parts

@@ -19,7 +19,7 @@ from tests.services.gateway.fakes import deltas, speaking
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.front import page
 from weft_services.gateway.front.operator import is_operator
-from weft_services.gateway.mesh import news
+from weft_services.gateway.mesh import fleet
 
 MESSAGES = [{"role": "user", "content": "hello world, hello world, hello world"}]
 WANTED = {"x-weft-timeline": "1"}
@@ -112,7 +112,7 @@ async def test_the_fleet_is_told_as_it_changes_and_hand_offs_when_they_happen(be
 
 
 async def test_listeners_are_bounded_and_leave_no_trace(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "MAX_LISTENERS", 1)
+    monkeypatch.setattr(fleet, "MAX_LISTENERS", 1)
     async with bench() as b:
         request = b.http.build_request("GET", "/weft/fleet/events")
         async with asyncio.timeout(20):
@@ -136,9 +136,9 @@ async def test_a_gateway_that_leaves_ends_the_stream_of_events(bench: MakeBench)
 
 
 def test_a_slow_listener_loses_the_oldest_news() -> None:
-    feed = news.News[int]()
+    feed = fleet.News[int]()
     with feed.subscribed() as listener:
-        for item in range(news.MAX_UNREAD + 3):
+        for item in range(fleet.MAX_UNREAD + 3):
             feed.publish(item)
         assert asyncio.run(listener.next()) == 3
 

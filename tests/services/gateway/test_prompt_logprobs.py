@@ -12,7 +12,7 @@ import pytest
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, STOP, Script, SequenceDelta, Start, deltas, forever, speaking
 from tests.services.gateway.test_grpc import stub_of
-from tests.services.gateway.test_moves import ask, events
+from tests.services.gateway.test_migrations import ask, events
 from weft.request import PositionLogprobs
 from weft_mesh.v1 import common_pb2, decode_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb

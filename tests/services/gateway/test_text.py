@@ -18,7 +18,7 @@ from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.detokenizer import MAX_WINDOW, Detokenizer, WindowDetokenizer
-from weft_services.gateway.text.stopping import StopScanner
+from weft_services.gateway.text.stop_strings import StopScanner
 
 NANO = Path(__file__).parents[3] / "models" / "weft-nano"
 TINY = Codec(tiny_tokenizer())

@@ -14,9 +14,8 @@ from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_tool_parsers import SCHEMAS, calls, cuts, said
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import Part, PartKind, Parts
-from weft_services.gateway.text.stopping import StopScanner
+from weft_services.gateway.text.stop_strings import StopScanner, VisibleStops
 from weft_services.gateway.text.tool_formats import FORMATS
-from weft_services.gateway.text.visible_stops import VisibleStops
 
 USER: Any = {"role": "user", "content": "x"}
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

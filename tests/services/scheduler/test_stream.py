@@ -18,8 +18,8 @@ from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.gateway.mesh import routes
-from weft_services.gateway.mesh.routes import RouteStream, StreamLost
+from weft_services.gateway.mesh import scheduler_client
+from weft_services.gateway.mesh.scheduler_client import RouteStream, StreamLost
 from weft_services.scheduler import dispatch, gateways, service
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.state import Placement, RouteQuery, Worker, WorkerInfo
@@ -245,7 +245,7 @@ async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_it
 
 async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all that its gateway has under way would be given up."""
-    monkeypatch.setattr(routes, "REOPEN_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler_client, "REOPEN_SECONDS", 0.05)
     async with serving(Affinity("", 60), silence_seconds=60.0) as scheduler, AsyncExitStack() as stack:
         router = scheduler.dispatcher._router
         await join(stack, scheduler, "prefill-0", "decode-0")

@@ -21,8 +21,8 @@ from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.worker.fleet_client import Introduction, Membership
-from weft_services.gateway.mesh.peers import Scheduler
-from weft_services.gateway.mesh.placement import Placement, RouteQuery, Settlement
+from weft_services.gateway.mesh.scheduler_client import Scheduler
+from weft_services.gateway.mesh.scheduler_types import Placement, RouteQuery, Settlement
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.quick_to_notice]
 SESSION = b"0123456789abcdef"

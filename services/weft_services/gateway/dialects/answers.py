@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from weft.request import FinishReason
 from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sequence_runner import Piece
 from weft_services.gateway.text.assistant import END_THINK, AnswerReader
 from weft_services.gateway.text.custom_calls import CustomCalls
 from weft_services.gateway.text.parts import Part, PartKind

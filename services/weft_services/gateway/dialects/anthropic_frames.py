@@ -14,7 +14,7 @@ from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import Choice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
 from weft_services.gateway.mesh.prepare import Prepared, TooLong
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sequence_runner import Piece
 from weft_services.gateway.text.parts import Part, PartKind, joined
 
 ERROR_TYPES = {

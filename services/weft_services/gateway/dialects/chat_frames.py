@@ -11,7 +11,7 @@ from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, Usage, error_frame
 from weft_services.gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sequence_runner import Piece
 from weft_services.gateway.text.parts import Part, PartKind, joined
 
 TEXT_FIELDS = {PartKind.TEXT: b"content", PartKind.REASONING: b"reasoning_content"}

@@ -17,7 +17,7 @@ from weft_services.gateway.dialects.openai_messages import Lenient
 from weft_services.gateway.dialects.openai_requests import ModelName, parse_body
 from weft_services.gateway.dialects.unsupported_fields import check_supported
 from weft_services.gateway.generation import Embedding
-from weft_services.gateway.mesh.urgency import MAX_PRIORITY
+from weft_services.gateway.mesh.routing_hints import MAX_PRIORITY
 
 MAX_INPUTS = 2048
 # vLLM's, by which vectors would be others, or written in another way: any value but these is refused

@@ -16,7 +16,7 @@ from weft_services.gateway.dialects.logprobs import CompletionLogprobs, prompt_l
 from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sequence_runner import Piece
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

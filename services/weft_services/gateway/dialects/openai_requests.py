@@ -29,7 +29,7 @@ from weft_services.gateway.dialects.unsupported_fields import (
     check_supported,
 )
 from weft_services.gateway.generation import Conversation, Generation, Prompt
-from weft_services.gateway.mesh.urgency import MAX_PRIORITY
+from weft_services.gateway.mesh.routing_hints import MAX_PRIORITY
 
 MAX_SEQUENCES = 128
 MAX_STOPS = 16  # OpenAI takes 4, Anthropic and vLLM name no number

@@ -19,7 +19,7 @@ from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.dialects.responses_tools import own_names
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sequence_runner import Piece
 from weft_services.gateway.text.parts import CALLS, Part, PartKind, joined
 
 

@@ -15,9 +15,9 @@ from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.front import genai
 from weft_services.gateway.front.access_log import is_logged, note
 from weft_services.gateway.front.timeline import timeline
-from weft_services.gateway.mesh.placement import Forecast
-from weft_services.gateway.mesh.run import Run
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.generation_run import Run
+from weft_services.gateway.mesh.scheduler_types import Forecast
+from weft_services.gateway.mesh.sequence_runner import Piece
 
 REJECTED = "rejected"  # by a status below 500, before it was placed; not a stage of life
 # what requests are counted by, as accounts are opened

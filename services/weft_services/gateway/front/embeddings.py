@@ -15,9 +15,9 @@ from weft_services.gateway.front.accounting import Account
 from weft_services.gateway.front.endpoints import fail
 from weft_services.gateway.front.exchange import Reply, read_json_body, unless_disconnected
 from weft_services.gateway.generation import Embedding
-from weft_services.gateway.mesh.embedding import Vector
+from weft_services.gateway.mesh.embeddings import Vector
 from weft_services.gateway.mesh.pipeline import Pipeline, session_named
-from weft_services.gateway.mesh.sessions import Session
+from weft_services.gateway.mesh.routing_hints import Session
 
 # more take longer to write than a thread takes to be woken
 MANY_NUMBERS = 65_536

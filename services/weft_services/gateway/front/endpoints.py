@@ -30,11 +30,11 @@ from weft_services.gateway.front.exchange import (
 )
 from weft_services.gateway.front.timeline import HEADER, event, response_header
 from weft_services.gateway.generation import Generation
+from weft_services.gateway.mesh.generation_run import Run
 from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.run import Run
-from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.mesh.sessions import Session
+from weft_services.gateway.mesh.routing_hints import Session
+from weft_services.gateway.mesh.sequence_runner import Piece
 
 logger = logging.getLogger(__name__)
 

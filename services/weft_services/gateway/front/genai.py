@@ -9,7 +9,7 @@ from typing import Any
 
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.run import Run
+from weft_services.gateway.mesh.generation_run import Run
 
 PROVIDER = "weft"
 OTHERS = {

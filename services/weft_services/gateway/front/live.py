@@ -15,9 +15,9 @@ from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.error_body import error_fields
 from weft_services.gateway.front.exchange import Reply, failures_told, unless_disconnected
 from weft_services.gateway.front.operator import is_operator
-from weft_services.gateway.mesh.news import Subscription
+from weft_services.gateway.mesh.fleet import Subscription
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.workers import FleetReport, HandOff, Worker
+from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff, Worker
 
 News = Subscription[FleetReport | HandOff]
 

@@ -24,7 +24,7 @@ from weft_services.gateway.front.kept import Kept, KeptAnswers
 from weft_services.gateway.front.text_endpoints import CountEndpoint
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.pipeline import Pipeline, counted
-from weft_services.gateway.mesh.sessions import Session, session_of
+from weft_services.gateway.mesh.routing_hints import Session, session_of
 
 PATH = "/v1/responses"
 PREVIOUS = "previous_response_id"

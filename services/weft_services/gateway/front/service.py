@@ -33,10 +33,10 @@ from weft_services.gateway.front.messages import (
 from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.front.timeline import HEADER, response_header
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.embedding import Vector
+from weft_services.gateway.mesh.embeddings import Vector
 from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sequence_runner import Piece
 from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind
 
 if TYPE_CHECKING:

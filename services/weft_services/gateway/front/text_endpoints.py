@@ -22,7 +22,7 @@ from weft_services.gateway.front.exchange import ErrorWords, Reply, failures_tol
 from weft_services.gateway.generation import Generation, Tokenizing
 from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
-from weft_services.gateway.mesh.sessions import Session
+from weft_services.gateway.mesh.routing_hints import Session
 
 # ids to be told as text, where a context is not longer, and characters of it for each
 MAX_TOKENS, CHARS_A_TOKEN = 65_536, 16

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from weft_services.gateway.mesh.run import Run
+from weft_services.gateway.mesh.generation_run import Run
 
 HEADER = b"x-weft-timeline"
 

@@ -13,8 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from weft.errors import InvalidRequest
 from weft.grammar import first_line
 from weft_services.gateway.generation import AnswerFormat, FormatKind
-from weft_services.gateway.grammar.decimals import without_look_ahead
-from weft_services.gateway.grammar.schema_forms import kept_form
+from weft_services.gateway.grammar.schema_rewrite import kept_form, without_look_ahead
 
 # models left to themselves may pad JSON with white space without end
 WHITE_SPACE = r"[ \t\n\r]{0,16}"

@@ -15,10 +15,9 @@ from weft.request import WorkerRole
 from weft_services.gateway.access.visitor import Visitor, visitor
 from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Embedding, Generation
-from weft_services.gateway.mesh.embedding import Embeddings
-from weft_services.gateway.mesh.fleet import FleetWatch
-from weft_services.gateway.mesh.flight import Mesh
-from weft_services.gateway.mesh.news import News
+from weft_services.gateway.mesh.embeddings import Embeddings
+from weft_services.gateway.mesh.fleet import FleetWatch, News
+from weft_services.gateway.mesh.generation_run import Run
 from weft_services.gateway.mesh.prepare import (
     Prepared,
     PreparedEmbedding,
@@ -26,10 +25,10 @@ from weft_services.gateway.mesh.prepare import (
     prepare,
     prepare_embedding,
 )
-from weft_services.gateway.mesh.run import Run
-from weft_services.gateway.mesh.sessions import Session, session_of
-from weft_services.gateway.mesh.workers import FleetReport, HandOff
-from weft_services.gateway.mesh.workshop import ResultT, Workshop
+from weft_services.gateway.mesh.routing_hints import Session, session_of
+from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff
+from weft_services.gateway.mesh.sequence_runner import Mesh
+from weft_services.gateway.mesh.text_pool import ResultT, Workshop
 from weft_services.gateway.model import ServedModel
 
 # a body of up to this is read sooner than a thread has been woken for it

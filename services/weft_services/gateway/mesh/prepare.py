@@ -1,8 +1,12 @@
-"""Generation -> token ids, block keys and sampling parameters of every sequence. CPU work, done in a few threads."""
+"""How many logprobs one request may ask for: all of them lie in the gateway's memory at once.
+
+Generation -> token ids, block keys and sampling parameters of every sequence. CPU work, done in a few threads.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +17,43 @@ from weft.kv.block_keys import block_keys
 from weft.request import Grammar, SamplingParams
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing
-from weft_services.gateway.grammar.constrain import grammar_of
-from weft_services.gateway.mesh.scores import check_prompt_scores, most_scored_tokens, too_many_scores
+from weft_services.gateway.grammar.request_grammar import grammar_of
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK, AnswerReader, in_thoughts
 from weft_services.gateway.text.parts import Parts, new_call_id
-from weft_services.gateway.text.stopping import Stops, StopScanner
+from weft_services.gateway.text.stop_strings import Stops, StopScanner, VisibleStops
 from weft_services.gateway.text.tool_parsers import Parser, plain
-from weft_services.gateway.text.visible_stops import VisibleStops
+
+# logprobs of prompt tokens and of their alternatives, in one request: some 10 MB of JSON
+MAX_SCORES = 262_144
+# of all answers to one request, where they are not streamed; as JSON some hundred bytes each
+MAX_ANSWER_SCORES = 2_097_152
+
+
+def check_prompt_scores(generation: Generation, num_tokens: int) -> None:
+    """Those of prompts of so many tokens together. Raises InvalidRequest."""
+    if generation.num_scored is None:
+        return
+    num_scores = num_tokens * (1 + generation.num_scored)
+    if num_scores > MAX_SCORES:
+        field = "logprobs" if generation.num_prompt_logprobs is None else "prompt_logprobs"
+        message = f"{field}: {num_scores} logprobs of prompts, at most {MAX_SCORES} in one request"
+        raise InvalidRequest(message, field, "invalid_value")
+
+
+def most_scored_tokens(generation: Generation, num_sequences: int) -> int:
+    """To how many tokens each of so many answers is bound by it."""
+    if generation.stream or generation.in_pieces or generation.num_logprobs is None:
+        return sys.maxsize
+    return MAX_ANSWER_SCORES // (num_sequences * (1 + generation.num_logprobs))
+
+
+def too_many_scores(generation: Generation, scored_tokens: int) -> InvalidRequest:
+    """For who asks for longer answers than that."""
+    field = generation.max_tokens_field
+    what = f"at most {scored_tokens} tokens for each of so many answers with so many logprobs, unless they are streamed"
+    return InvalidRequest(f"{field}: {what}", field, "invalid_value")
+
 
 # of one request, as OpenAI has it
 MAX_EMBEDDED_TOKENS = 300_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft_services.gateway.text.feed import Feed, Reading, begins_with, copy_until, next_letter
+from weft_services.gateway.text.incremental_reader import Feed, Reading, begins_with, copy_until, next_letter
 from weft_services.gateway.text.parts import Part, PartKind, Parts
 from weft_services.gateway.text.tool_parsers import Parser, plain
 

@@ -19,9 +19,9 @@ import minijinja
 
 from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft_services.gateway.generation import Conversation
-from weft_services.gateway.text.histories import Histories
+from weft_services.gateway.text.history_rewrite import Histories
 from weft_services.gateway.text.jinja_reference import JinjaReference, TemplateFault, TemplateRefused
-from weft_services.gateway.text.seal import Seal
+from weft_services.gateway.text.special_tokens import Seal
 
 # A 4096-message conversation needs well under a tenth of this; a loop bomb is stopped after some 100 ms.
 FUEL = 10_000_000

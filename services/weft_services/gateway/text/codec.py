@@ -17,7 +17,7 @@ from weft_services.gateway.text.detokenizer import (
     FallbackDetokenizer,
     WindowDetokenizer,
 )
-from weft_services.gateway.text.segments import SegmentedEncoder, message_marks
+from weft_services.gateway.text.segmented_encoder import SegmentedEncoder, message_marks
 
 # each text is tokenized alone, by the thread that asks: to wake one of the library's own for it, and to wait for that,
 # takes a twentieth of a short request's time

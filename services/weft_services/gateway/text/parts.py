@@ -9,7 +9,7 @@ from enum import Enum, auto
 from secrets import choice
 
 from weft.ids import new_id
-from weft_services.gateway.text.json_mender import SPACE
+from weft_services.gateway.text.json_repair import SPACE
 
 
 class PartKind(Enum):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from weft_services.gateway.text.feed import (
+from weft_services.gateway.text.incremental_reader import (
     Feed,
     Reading,
     begins_with,
@@ -19,7 +19,7 @@ from weft_services.gateway.text.feed import (
     parse_json,
     peek_letter,
 )
-from weft_services.gateway.text.json_mender import mended_object
+from weft_services.gateway.text.json_repair import mended_object
 from weft_services.gateway.text.parts import Parts
 
 Parser = Callable[[Feed, Parts], Reading[None]]

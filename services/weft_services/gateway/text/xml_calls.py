@@ -10,8 +10,16 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weft_services.gateway.text.feed import MAX_SPACE, Emit, Feed, Reading, begins_with, copy_until, parse_json
-from weft_services.gateway.text.json_mender import SPACE, mended_object
+from weft_services.gateway.text.incremental_reader import (
+    MAX_SPACE,
+    Emit,
+    Feed,
+    Reading,
+    begins_with,
+    copy_until,
+    parse_json,
+)
+from weft_services.gateway.text.json_repair import SPACE, mended_object
 from weft_services.gateway.text.parts import Parts
 from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS, Parser
 

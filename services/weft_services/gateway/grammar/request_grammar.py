@@ -1,0 +1,131 @@
+"""Regexes that take long where no limit of the compiler sees it: wide classes that ignore case.
+
+To ignore case a compiler goes through each character of a class. One of all there are takes some 5 ms, costs no fuel,
+and fits into five characters. Elsewhere classes are ranges, and cost nothing however wide they are.
+
+
+The one grammar of a request: its answer format, the tools it must or may call, thoughts before either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from weft.errors import InvalidRequest
+from weft.grammar import UnusableGrammar
+from weft.request import Grammar
+from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.grammar.answer_grammar import TEXT, Part, format_parts, join, lark_part, quote
+from weft_services.gateway.grammar.schema_errors import blamed, loosened
+from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.text.assistant import END_THINK, THINK
+
+# in all of a request's grammar
+MAX_WIDE_CLASSES = 16
+# (?i), (?s-i:...) in a regex, /.../i in Lark; more flags than there are would be wrong
+IGNORES_CASE = re.compile(r"\?[a-zA-Z-]{0,16}i[a-zA-Z-]{0,16}[:)]|/[imslux]*i")
+# without any of these, and without a negation, no class has more than ASCII in it
+WIDE = re.compile(r"[^\x00-\x7f]|\\[xuUpPwWDSB]")
+# each is gone through by itself, and so is what comes of two
+CLASS = re.compile(r"\[|\\[pP]|&&|--|~~")
+
+
+def complaint(parts: Iterable[Part]) -> str | None:
+    """What is too much about them."""
+    number = sum(
+        len(CLASS.findall(text))
+        for part in parts
+        for text in _texts(part)
+        if IGNORES_CASE.search(text) and _is_wide(text)
+    )
+    if number <= MAX_WIDE_CLASSES:
+        return None
+    return (
+        f"{number} classes of characters in regexes that ignore case and look beyond ASCII, at most {MAX_WIDE_CLASSES}"
+    )
+
+
+def _is_wide(text: str) -> bool:
+    """There may be white space and comments between a bracket and what negates it."""
+    return WIDE.search(text) is not None or "^" in text.partition("[")[2]
+
+
+def _texts(part: Part) -> Iterator[str]:
+    """A Lark grammar as it is, and each pattern of a JSON schema."""
+    yield part.lark
+    waiting: list[Any] = [part.schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if isinstance(pattern := value.get("pattern"), str):
+                yield pattern
+            if isinstance(by_pattern := value.get("patternProperties"), dict):
+                yield from by_pattern
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+NAME = "answer"
+# each costs a compilation
+MAX_LOOSENED = 8
+
+
+def grammar_of(generation: Generation, model: ServedModel, is_thinking: bool) -> Grammar | None:
+    """Compiled here to be refused here; workers get the text. Raises InvalidRequest naming the field."""
+    field, parts = _parts(generation, model)
+    if not parts:
+        return None
+    if model.thinks and isinstance(generation.prompts[0], Conversation):
+        parts = [_thoughts(model, is_thinking), *parts]
+    if (found := complaint(parts)) is not None:
+        raise InvalidRequest(f"{field}: {found}", field, "invalid_value")
+    return Grammar(_compiled(field, parts, model), model.grammars.tokenizer_hash)
+
+
+def _compiled(field: str, parts: list[Part], model: ServedModel) -> str:
+    """The text of a grammar that workers can compile. Regexes of tools that are not strict are left out if need be."""
+    for _ in range(MAX_LOOSENED):
+        text = join(parts)
+        try:
+            model.grammars.compile(text)
+            return text
+        except UnusableGrammar as error:
+            loose = loosened(error, parts)
+            if loose is None:
+                raise blamed(error, parts, field) from error
+            parts = loose
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{field}: {error}", field, "invalid_value") from error
+    message = f"{field}: more than {MAX_LOOSENED} regexes that cannot be kept; leave them out"
+    raise InvalidRequest(message, field, "invalid_value")
+
+
+def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Part]]:
+    answer, use, tool_format = generation.answer_format, generation.tool_use, model.tool_format
+    if use is None or tool_format is None:
+        if use is not None and use.is_forced:
+            message = "tool_choice: it is not known how this model writes tool calls; see WEFT_TOOL_FORMAT"
+            raise InvalidRequest(message, "tool_choice", "unsupported_parameter")
+        return (answer.field, format_parts(answer, NAME)) if answer else ("", [])
+    if use.is_forced:
+        return "tools", call_parts(use, tool_format, model.marks, NAME)
+    if answer is not None:
+        either = lark_part("start: @format | @calls", NAME)
+        calls = call_parts(use, tool_format, model.marks, "calls")
+        return answer.field, [either, *format_parts(answer, "format"), *calls]
+    return "tools", text_or_call_parts(use, tool_format, model.marks, NAME) if use.is_bound else []
+
+
+def _thoughts(model: ServedModel, is_thinking: bool) -> Part:
+    """Free text up to the end of thoughts, where the answer begins."""
+    end = f"TEXT <[{model.marks[END_THINK]}]>" if END_THINK in model.marks else "until"
+    begin = f"<[{model.marks[THINK]}]>" if THINK in model.marks else quote(THINK)
+    start = f"start: {end} SPACE? @{NAME}" if is_thinking else f"start: ({begin} {end} SPACE?)? @{NAME}"
+    rules = [start, f"TEXT: {TEXT}", "SPACE: /[ \\n]{1,4}/"]
+    if end == "until":
+        rules.append(f"until[lazy]: TEXT {quote(END_THINK)}")
+    return lark_part("\n".join(rules), "thoughts")

@@ -1,0 +1,147 @@
+"""Which place of a request's schemas the compiler complains of. It names a keyword or a regex, and no place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from weft.errors import InvalidRequest
+from weft.grammar import UnusableGrammar
+from weft_services.gateway.grammar.answer_grammar import Part
+from weft_services.gateway.grammar.disjoint import target
+from weft_services.gateway.grammar.schema_rewrite import VALUES, without_pattern
+
+MAX_SHOWN = 200
+DEFINITIONS = ("$defs", "definitions")
+# the compiler's words -> the keywords of which one is meant, what is wrong, what to do
+COMPLAINTS = (
+    ("oneOf constraints are not supported", ("oneOf",), "a value may fit two of these schemas; write anyOf"),
+    (
+        "min/maxProperties only supported",
+        ("minProperties", "maxProperties"),
+        "not kept unless all properties are required; leave it out or require them",
+    ),
+    ("patternProperty regexes", ("patternProperties",), "a key may match two of these patterns; write one for both"),
+)
+# what the compiler writes of a regex for these, which look around
+ASSERTIONS = {"WordUnicode": r"\b", "WordUnicodeNegate": r"\B", "Start": "^", "End": "$"}
+CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9a-zA-Z_]", "W": "[^0-9a-zA-Z_]"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A keyword with its value. `field` is the client's name for the whole schema, `path` for the keyword."""
+
+    field: str
+    path: str
+    keyword: str
+    value: Any
+
+    @property
+    def pattern(self) -> str | None:
+        """A regex, the client's own."""
+        is_regex = self.keyword in ("pattern", "patternProperties") and isinstance(self.value, str)
+        return self.value if is_regex else None
+
+
+def blamed(error: UnusableGrammar, parts: list[Part], field: str) -> InvalidRequest:
+    """The same complaint, by the place that it is about; by `field` where that is not known."""
+    places = [place for part in parts for place in _places(part)]
+    place, message = _of_keyword(error.told, places) or _of_regex(error.told, places) or (None, "")
+    if place is None:
+        return InvalidRequest(f"{field}: {error}", field, "invalid_value")
+    return InvalidRequest(f"{place.path}: {message}", place.field, "invalid_value")
+
+
+def loosened(error: UnusableGrammar, parts: list[Part]) -> list[Part] | None:
+    """Without the regex that it is about, where only lenient schemas have it; None elsewhere."""
+    found = _of_regex(error.told, [place for part in parts for place in _places(part)])
+    pattern = found and found[0].pattern
+    holders = [part for part in parts if any(place.pattern == pattern for place in _places(part))] if pattern else []
+    if pattern is None or not all(part.is_lenient for part in holders):
+        return None
+    return [replace(part, schema=without_pattern(part.schema, pattern)) if part in holders else part for part in parts]
+
+
+def _of_regex(told: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
+    """The compiler repeats the regex; of several that it might be, the longest is meant."""
+    if "regex" not in told:
+        return None
+    found = [place for place in places if place.pattern and _is_in(place.pattern, told)]
+    if not found:
+        return None
+    place = max(found, key=lambda each: len(str(each.pattern)))
+    return place, f"{str(place.pattern)[:MAX_SHOWN]!r} is not kept: {_reason(told)}; write it without, or leave it out"
+
+
+def _is_in(pattern: str, told: str) -> bool:
+    """As it is, or as the compiler writes it."""
+    forms = (pattern, _in_lark(pattern, {}), _in_lark(pattern, CLASSES), orjson.dumps(pattern).decode()[1:-1])
+    return any(each in told for each in forms)
+
+
+def _in_lark(pattern: str, classes: dict[str, str]) -> str:
+    return re.sub(r"\\(.)|/", lambda found: classes.get(found[1], found[0]) if found[1] else "\\/", pattern)
+
+
+def _reason(told: str) -> str:
+    """Of the regex crate: its last line; of its other limits: what it found."""
+    if found := re.search(r"^error: (.*)$", told, re.MULTILINE):
+        return found[1]
+    if found := re.search(r"lookarounds not supported yet; (\w+)", told):
+        return f"look-around is not supported ({ASSERTIONS.get(found[1], found[1])})"
+    return told.partition("\n")[0][:MAX_SHOWN]
+
+
+def _of_keyword(told: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
+    for words, keywords, message in COMPLAINTS:
+        if words in told:
+            return _first(places, keywords, message)
+    if found := re.search(r"Unimplemented keys: (\[.*\])", told):
+        return _first(places, orjson.loads(found[1]), "this keyword cannot be kept; leave it out")
+    if found := re.search(r"Invalid type: (.*)", told):
+        named = [place for place in places if place.keyword == "type" and _names(place.value, found[1])]
+        return _first(named, ("type",), f"{found[1][:MAX_SHOWN]!r} is no type; write one of JSON Schema's seven")
+    if found := re.search(r"Expected (.*) for '(\w+)', got (.{0,99})", told):
+        named = [place for place in places if orjson.dumps(place.value).decode().startswith(found[3])]
+        return _first(named, (found[2],), f"expected {found[1]}, got {found[3]}")
+    return None
+
+
+def _first(places: Iterable[_Place], keywords: Iterable[str], message: str) -> tuple[_Place, str] | None:
+    place = next((place for place in places if place.keyword in keywords), None)
+    return None if place is None else (place, message)
+
+
+def _names(value: Any, kind: str) -> bool:
+    return value == kind or (isinstance(value, list) and kind in value)
+
+
+def _places(part: Part) -> Iterator[_Place]:
+    """All keywords in the order of the schema; definitions where something refers to them."""
+    if part.regex:
+        yield _Place(part.field, part.field, "pattern", part.regex)
+    waiting: list[tuple[str, Any]] = [(part.field, part.schema)]
+    seen: set[str] = set()
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{path}.{number}", each) for number, each in enumerate(value)][::-1]
+            continue
+        if not isinstance(value, dict):
+            continue
+        inner: list[tuple[str, Any]] = []
+        for key, each in value.items():
+            yield _Place(part.field, f"{path}.{key}", key, each)
+            if path.endswith(".patternProperties"):
+                yield _Place(part.field, f"{path}.{key}", "patternProperties", key)
+            if key not in VALUES and key not in DEFINITIONS:
+                inner.append((f"{path}.{key}", each))
+            if key == "$ref" and isinstance(each, str) and each not in seen:
+                seen.add(each)
+                inner.append((part.field + each[1:].replace("/", "."), target(each, part.schema)))
+        waiting += inner[::-1]

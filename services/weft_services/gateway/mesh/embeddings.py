@@ -1,0 +1,146 @@
+"""Calls of the gateway to prefill workers, which are those for embeddings; their wire messages are seen here alone.
+
+Embeddings over the mesh: each input goes to the prefill worker that has least to do. No wire, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from weft.errors import BadCheckpoint, Cancelled, EngineFailed, NoWorker, Overloaded, PeerLost
+from weft.ids import new_id
+from weft.request import RequestKey, WorkerAddress, WorkerRole
+from weft.rpc import wire
+from weft.rpc.client import ChannelPool, translated
+from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
+from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
+from weft_services.gateway.mesh.fleet import FleetWatch
+from weft_services.gateway.mesh.prepare import PreparedEmbedding
+from weft_services.gateway.mesh.scheduler_types import EmbedOrder, Worker
+
+
+class PrefillPeers:
+    """One channel a worker."""
+
+    def __init__(self) -> None:
+        self._channels = ChannelPool()
+
+    async def embed(self, worker: WorkerAddress, order: EmbedOrder, seconds: float) -> tuple[float, ...]:
+        """The mean hidden state. Raises WeftError."""
+        request = prefill_pb.PrefillServiceEmbedRequest(
+            key=wire.key_to_wire(order.key),
+            prefill_boot_id=worker.boot_id,
+            token_ids=order.token_ids,
+            priority=order.priority,
+            cache_salt=order.cache_salt,
+        )
+        try:
+            async with self._channels.lend(worker.address) as channel:
+                with translated():
+                    response = await PrefillServiceStub(channel).Embed(request, timeout=seconds)
+        except (BadCheckpoint, Cancelled) as error:  # it is another boot, or going away
+            raise PeerLost(str(error)) from error
+        return tuple(response.values)
+
+    async def close(self) -> None:
+        """Close the channels."""
+        await self._channels.close()
+
+
+MAX_AT_A_TIME = 32  # inputs of one request
+MAX_ATTEMPTS = 3
+# in all, where workers that failed are tried again: an input that kills workers must not kill the fleet
+MAX_TRIES = 2 * MAX_ATTEMPTS
+# before that, and between two looks at a fleet that has no worker for an input: the fleet is asked for as often
+PAUSE_SECONDS = 1.0
+
+Vector = tuple[float, ...]
+
+
+class Embeddings:
+    """What is sent and not answered yet counts beside what workers last reported."""
+
+    def __init__(
+        self,
+        watch: FleetWatch,
+        peers: PrefillPeers,
+        move_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`move_seconds` is how long an input waits for a worker that was there a moment ago."""
+        self._watch = watch
+        self._peers = peers
+        self._move_seconds = move_seconds
+        self._clock = clock
+        self._sent: Counter[str] = Counter()  # tokens by boot id
+
+    async def embed(self, prepared: PreparedEmbedding, priority: int, seconds: float) -> list[Vector]:
+        """One vector of length 1 for each input. Raises DeadlineExceeded, Overloaded, PeerLost, EngineFailed."""
+        places = asyncio.Semaphore(MAX_AT_A_TIME)
+        deadline = asyncio.get_running_loop().time() + seconds
+
+        async def one(token_ids: tuple[int, ...]) -> Vector:
+            order = EmbedOrder(RequestKey(new_id(), 0), token_ids, prepared.cache_salt, priority)
+            async with places:
+                return _unit(await self._on_some_worker(prepared.asked.model, order, deadline))
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(token_ids)) for token_ids in prepared.inputs]
+        return [task.result() for task in tasks]
+
+    async def _on_some_worker(self, model: str, order: EmbedOrder, deadline: float) -> Vector:
+        """The same input gives the same vector anywhere, so a worker that fails is followed by another."""
+        failed = set[str]()
+        problem: PeerLost | EngineFailed | Overloaded = NoWorker("no prefill worker is ready")
+        give_up_at = self._clock() + self._move_seconds
+        generation = 0
+        while generation < MAX_TRIES:
+            worker = self._least_busy(model, failed) if len(failed) < MAX_ATTEMPTS else None
+            if worker is None:
+                if not isinstance(problem, PeerLost) or not self._may_wait(model, give_up_at, deadline):
+                    break
+                await asyncio.sleep(PAUSE_SECONDS)
+                failed.clear()
+                continue
+            boot_id, seconds = worker.address.boot_id, deadline - asyncio.get_running_loop().time()
+            order, generation = replace(order, key=RequestKey(order.key.request_id, generation)), generation + 1
+            self._sent[boot_id] += len(order.token_ids)
+            try:
+                return await self._peers.embed(worker.address, order, max(seconds, 0.0))
+            except (PeerLost, EngineFailed, Overloaded) as error:
+                problem = error
+                failed.add(boot_id)
+            finally:
+                self._sent[boot_id] -= len(order.token_ids)
+                self._sent += Counter()  # forgets workers that nothing is sent to
+        raise problem
+
+    def _may_wait(self, model: str, give_up_at: float, deadline: float) -> bool:
+        """A worker that was lost may be back: as sequences do, an input waits for it."""
+        now, loop_now = self._clock(), asyncio.get_running_loop().time()
+        is_in_time = now + PAUSE_SECONDS <= give_up_at and loop_now + PAUSE_SECONDS < deadline
+        return is_in_time and self._watch.misses(model, self._move_seconds)
+
+    def _least_busy(self, model: str, failed: set[str]) -> Worker | None:
+        able = [
+            worker
+            for worker in self._watch.of(model).workers
+            if worker.serves and worker.role.can(WorkerRole.PREFILL) and worker.address.boot_id not in failed
+        ]
+        return min(able, key=self._num_waiting, default=None)
+
+    def _num_waiting(self, worker: Worker) -> tuple[bool, int]:
+        """At one whose pool is full even the first waits."""
+        return not worker.is_ready, max(worker.work.queued_prefill_tokens, self._sent[worker.address.boot_id])
+
+
+def _unit(vector: Vector) -> Vector:
+    length = math.hypot(*vector)
+    if not 0 < length < math.inf:
+        raise EngineFailed("the hidden states are no numbers")
+    return tuple(value / length for value in vector)

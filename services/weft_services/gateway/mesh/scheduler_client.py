@@ -1,0 +1,431 @@
+"""Places for sequences, asked of the scheduler over one stream: requests that come together travel together.
+
+A stream is opened when somebody asks, and fails whoever waits when it breaks; asking again opens the next, and so does
+a second of silence.
+
+
+Calls to the scheduler, and what it says of the fleet.
+
+What the scheduler has just refused, remembered: while a fleet is full most requests are like one that was refused a
+moment ago, and are told so here. No wire, no clients.
+
+The scheduler says for how long a refusal holds: until about half of those who wait have got their places. So nobody
+loses a place to it, and there is always somebody left to take the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+
+from weft import metrics, trace
+from weft.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelLoading,
+    NotFound,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+    RoomClosed,
+    WeftError,
+    from_code,
+)
+from weft.request import WorkerRole
+from weft.rpc import wire
+from weft.rpc.client import MAX_MESSAGE_BYTES, open_channel, translated
+from weft.rpc.stream_writer import Outgoing, speaking
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
+from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
+from weft_services.gateway.mesh.scheduler_types import (
+    Arrival,
+    FleetReport,
+    Forecast,
+    Placement,
+    RouteQuery,
+    Settlement,
+    StoreUse,
+    Work,
+    Worker,
+)
+
+MAX_BATCH = 256
+# keys of a long prompt's blocks are half a megabyte, and a message that is too long would break the stream for all: the
+# last one in may be as long again
+MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
+REOPEN_SECONDS = 1.0
+
+
+class StreamLost(PeerLost):
+    """The stream broke before the answer came; nothing is known of the request."""
+
+
+class RouteStream:
+    """`run` must be running. Its bound is that of the requests under way."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = SchedulerServiceStub(channel)
+        self._gateway_id = uuid.uuid4().hex
+        self._asked: OrderedDict[tuple[str, int], pb.RouteRequest] = OrderedDict()  # and not sent yet
+        self._withdrawn: deque[common_pb2.RequestKey] = deque()
+        self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
+        self._is_greeted = False
+        self._outgoing: Outgoing[pb.RouteManyRequest] | None = None  # while a stream is open
+        self._is_wanted = asyncio.Event()
+        self.num_answers = 0  # messages of them, over all streams
+
+    async def route(
+        self, query: RouteQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> Placement:
+        """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request. `meanwhile` is done
+        while the scheduler looks for a place."""
+        return placement_from_wire(await self.ask(query_to_wire(query, remaining_seconds), meanwhile))
+
+    async def ask(self, request: pb.RouteRequest, meanwhile: Callable[[], None] = lambda: None) -> pb.RouteResponse:
+        """The same on the wire."""
+        key = _key_of(request.key)
+        place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = place
+        self._asked[key] = request
+        self._push()
+        try:
+            meanwhile()
+            return await place
+        finally:
+            self._waiting.pop(key, None)
+            was_sent = self._asked.pop(key, None) is None
+            if was_sent and place.cancelled():
+                self._withdrawn.append(request.key)
+                self._push()
+
+    async def run(self) -> None:
+        """For ever. A stream that breaks is opened anew, asked or not: the scheduler gives up what is booked for a
+        gateway that holds none."""
+        await self._is_wanted.wait()
+        while True:
+            error = StreamLost("the scheduler is going away")
+            try:
+                async with speaking(self._stub.RouteMany(), self._next_message) as (call, self._outgoing):
+                    self._is_greeted = False
+                    self._outgoing.push()
+                    async for answer in call:
+                        self.num_answers += 1
+                        for result in answer.results:
+                            self._answer(result)
+            except WeftError as reason:
+                error = StreamLost(str(reason))
+            self._fail_all(error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REOPEN_SECONDS):
+                    await self._is_wanted.wait()
+
+    def doubt(self, num_answers: int) -> None:
+        """Somebody has waited for long, since there were so many: where none has come after that, the stream is opened
+        anew. Its other end may be gone without a word, and the connection as good as ever."""
+        if self._outgoing is not None and self.num_answers == num_answers:
+            self._outgoing.give_up(TimeoutError("the scheduler does not answer"))
+
+    def _push(self) -> None:
+        self._is_wanted.set()
+        if self._outgoing is not None:
+            self._outgoing.push()
+
+    def _next_message(self) -> pb.RouteManyRequest | None:
+        if not self._is_greeted:
+            self._is_greeted = True
+            return pb.RouteManyRequest(gateway_id=self._gateway_id)
+        if not self._asked and not self._withdrawn:
+            return None
+        return pb.RouteManyRequest(requests=self._next_asked(), withdrawn=_some(self._withdrawn))
+
+    def _next_asked(self) -> list[pb.RouteRequest]:
+        """As many as a message takes; of the largest, one."""
+        batch: list[pb.RouteRequest] = []
+        room = MAX_BATCH_BYTES
+        while self._asked and len(batch) < MAX_BATCH and room > 0:
+            batch.append(self._asked.popitem(last=False)[1])
+            room -= batch[-1].ByteSize()
+        return batch
+
+    def _answer(self, result: pb.RouteResult) -> None:
+        place = self._waiting.get(_key_of(result.key))
+        if place is None or place.done():
+            return  # withdrawn meanwhile
+        if result.WhichOneof("outcome") == "placed":
+            place.set_result(result.placed)
+        else:
+            place.set_exception(_refusal(result.refused))
+
+    def _fail_all(self, error: StreamLost) -> None:
+        self._outgoing = None
+        self._asked.clear()
+        self._withdrawn.clear()
+        self._is_wanted.clear()
+        for place in self._waiting.values():
+            if not place.done():
+                place.set_exception(error)
+
+
+def _key_of(key: common_pb2.RequestKey) -> tuple[str, int]:
+    return key.request_id, key.generation
+
+
+def _some(items: deque[common_pb2.RequestKey]) -> list[common_pb2.RequestKey]:
+    return [items.popleft() for _ in range(min(len(items), MAX_BATCH))]
+
+
+def _refusal(refused: pb.RouteRefusal) -> WeftError:
+    if refused.reason == ModelLoading.reason:
+        return ModelLoading(refused.message)
+    if refused.reason == NoWorker.reason:
+        return NoWorker(refused.message)
+    error = from_code(refused.code, refused.message)
+    if isinstance(error, Overloaded) and refused.hold_ms:
+        return RoomClosed(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
+    if isinstance(error, Overloaded) and refused.retry_after_seconds:
+        error.retry_after_seconds = refused.retry_after_seconds
+    if isinstance(error, InvalidRequest):
+        error.reason = refused.reason or None
+    return error
+
+
+def query_to_wire(query: RouteQuery, remaining_seconds: float) -> pb.RouteRequest:
+    """As much of an attempt as the scheduler wants to know."""
+    return pb.RouteRequest(
+        key=wire.key_to_wire(query.key),
+        model=query.model,
+        prompt_tokens=query.num_prompt_tokens,
+        max_tokens=query.max_tokens,
+        session=query.session,
+        block_keys=query.block_keys,
+        excluded_boot_ids=query.excluded_boot_ids,
+        remaining_ms=max(1, int(remaining_seconds * 1000)),
+        priority=_priority_to_wire(query.priority),
+        tenant=query.tenant,
+        reject_if_busy=query.reject_if_busy,
+        traceparent=trace.traceparent(),
+        resumed_tokens=query.num_resumed_tokens,
+        computes_prompt=query.computes_prompt,
+    )
+
+
+def _priority_to_wire(priority: int) -> pb.Priority.ValueType:
+    if priority == 0:
+        return pb.PRIORITY_DEFAULT
+    return pb.PRIORITY_INTERACTIVE if priority > 0 else pb.PRIORITY_BATCH
+
+
+def placement_from_wire(response: pb.RouteResponse) -> Placement:
+    """Where it goes."""
+    return Placement(
+        decode=wire.address_from_wire(response.decode),
+        prefill=wire.address_from_wire(response.prefill) if response.HasField("prefill") else None,
+        forecast=Forecast(
+            response.predicted_ttft_ms,
+            response.predicted_itl_ms,
+            response.predicted_cached_tokens,
+            response.waited_ms,
+        ),
+    )
+
+
+ROUTE_SECONDS = 5.0
+RETRY_PAUSES_SECONDS = (0.0, 0.05, 0.2)
+SETTLE_SECONDS = 5.0
+POLL_SECONDS = 2.0
+
+
+class Scheduler:
+    """The scheduler's two services over one channel; `run` must be running."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._scheduler = SchedulerServiceStub(self._channel)
+        self._fleet = FleetServiceStub(self._channel)
+        self._routes = RouteStream(self._channel)
+
+    async def route(
+        self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> Placement:
+        """Raises Overloaded, StreamLost (no scheduler), PeerLost (no worker for it), DeadlineExceeded. `meanwhile` is
+        done while a place is looked for, perhaps more than once."""
+        num_answers = self._routes.num_answers
+        try:
+            async with asyncio.timeout(min(ROUTE_SECONDS, timeout_seconds)):
+                return await self._route(query, timeout_seconds, meanwhile)
+        except NotFound as error:  # the name is one we serve, so nobody has joined yet
+            raise NoWorker(f"no worker serves {query.model!r}") from error
+        except Cancelled as error:  # by the scheduler, which is going away
+            raise StreamLost("the scheduler is going away") from error
+        except TimeoutError as error:
+            if timeout_seconds <= ROUTE_SECONDS:
+                raise DeadlineExceeded("the request took too long") from error
+            self._routes.doubt(num_answers)
+            raise StreamLost("the scheduler does not answer") from error
+
+    async def _route(self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None]) -> Placement:
+        """Again where the stream breaks: another scheduler may answer at the same address, at the next try or the one
+        after it, since a connection that ends can take one more stream with it."""
+        for pause in RETRY_PAUSES_SECONDS:
+            with suppress(StreamLost):
+                return await self._routes.route(query, timeout_seconds, meanwhile)
+            await asyncio.sleep(pause)
+        return await self._routes.route(query, timeout_seconds, meanwhile)
+
+    async def run(self) -> None:
+        """What `route` needs; until cancelled."""
+        await self._routes.run()
+
+    async def settle(self, settlements: list[Settlement]) -> None:
+        """Report stages; safe to repeat. Raises WeftError."""
+        request = scheduler_pb.SettleRequest(settlements=[_settlement_to_wire(each) for each in settlements])
+        with translated():
+            await self._scheduler.Settle(request, timeout=SETTLE_SECONDS)
+
+    async def fleet(self, with_hand_offs: bool = False) -> FleetReport:
+        """The fleet as the scheduler sees it. Raises WeftError."""
+        request = scheduler_pb.ListWorkersRequest(without_hand_offs=not with_hand_offs)
+        with translated():
+            response = await self._fleet.ListWorkers(request, timeout=POLL_SECONDS)
+        return FleetReport(
+            tuple(_worker_from_wire(status) for status in response.workers),
+            _store_from_wire(response.store) if response.HasField("store") else None,
+            response.waiting_requests,
+            tuple(_arrival_from_wire(arrival) for arrival in response.arrivals),
+        )
+
+    async def drain(self, worker_id: str, undo: bool) -> None:
+        """Ask a worker to finish what it has and take nothing new, or the reverse. Raises NotFound, WeftError."""
+        with translated():
+            await self._fleet.Drain(scheduler_pb.DrainRequest(worker_id=worker_id, undo=undo), timeout=POLL_SECONDS)
+
+    async def set_role(self, worker_id: str, role: WorkerRole) -> None:
+        """Ask a worker to take other new work. Raises NotFound, InvalidRequest where it cannot, WeftError."""
+        request = scheduler_pb.SetRoleRequest(worker_id=worker_id, role=wire.role_to_wire(role))
+        with translated():
+            await self._fleet.SetRole(request, timeout=POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:
+    return scheduler_pb.Settlement(
+        key=wire.key_to_wire(settlement.key),
+        stage=scheduler_pb.Settlement.Stage.Value(f"STAGE_{settlement.stage.upper()}"),
+        failed_worker_id=settlement.failed_worker_id,
+        generated_tokens=settlement.generated_tokens,
+    )
+
+
+def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
+    hello = status.hello
+    return Worker(
+        address=wire.address_from_wire(hello.worker),
+        role=wire.role_from_wire(hello.role),
+        model=hello.model,
+        is_ready=status.report.ready,
+        block_tokens=hello.fingerprint.block_tokens,
+        max_context_tokens=hello.max_context_tokens,
+        weights_hash=hello.fingerprint.weights_hash,
+        is_draining=status.report.draining,
+        is_parked=status.report.parked,
+        can_change_role=hello.can_change_role,
+        transport=hello.transport,
+        work=_work_from_wire(status),
+        is_full=status.report.full,
+    )
+
+
+def _work_from_wire(status: scheduler_pb.WorkerStatus) -> Work:
+    report = status.report
+    return Work(
+        num_blocks=status.hello.num_blocks,
+        free_blocks=report.free_blocks,
+        cached_blocks=report.cached_blocks,
+        active_blocks=report.active_blocks,
+        quarantined_blocks=report.quarantined_blocks,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        queued_prefill_tokens=report.queued_prefill_tokens,
+        active_tokens=report.active_tokens,
+        generated_tokens=report.generated_tokens,
+        computed_prompt_tokens=report.computed_prompt_tokens,
+        booked_tokens=status.booked_prefill_tokens + status.booked_decode_tokens,
+        report_age_ms=status.report_age_ms,
+        tallies=wire.tallies_from_wire(report),
+    )
+
+
+def _arrival_from_wire(arrival: scheduler_pb.WorkerArrival) -> Arrival:
+    return Arrival(
+        worker_id=arrival.worker_id,
+        role=wire.role_from_wire(arrival.role),
+        model=arrival.model,
+        phase=arrival.phase,
+        done_bytes=arrival.done_bytes,
+        total_bytes=arrival.total_bytes,
+        since_ms=arrival.since_ms,
+    )
+
+
+def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUse:
+    return StoreUse(store.memory_bytes, store.memory_used_bytes, store.disk_bytes, store.disk_used_bytes)
+
+
+# there may be as many tenants as clients make up
+MAX_REMEMBERED = 4096
+metrics.from_zero(metrics.ROUTES, ("overloaded",))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Words and numbers only: an exception would keep the frames that it has passed by, and their prompts with them."""
+
+    message: str
+    retry_after_seconds: float
+    until: float
+    prompt_tokens: int
+    max_tokens: int
+
+
+class Refusals:
+    """Those that still hold, MAX_REMEMBERED at most."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._held: OrderedDict[tuple[str, bytes, int], _Held] = OrderedDict()
+
+    def remember(self, query: RouteQuery, refused: RoomClosed) -> None:
+        """The scheduler's newest word counts."""
+        kind = _kind(query)
+        until = self._clock() + refused.hold_seconds
+        sizes = query.num_prompt_tokens, query.max_tokens
+        self._held[kind] = _Held(str(refused), refused.retry_after_seconds, until, *sizes)
+        self._held.move_to_end(kind)
+        if len(self._held) > MAX_REMEMBERED:
+            self._held.popitem(last=False)
+
+    def check(self, query: RouteQuery) -> None:
+        """Raises Overloaded. Who had a place before is for the scheduler to judge."""
+        held = self._held.get(_kind(query))
+        if held is None or query.key.generation > 0 or self._clock() >= held.until:
+            return
+        if query.num_prompt_tokens >= held.prompt_tokens and query.max_tokens >= held.max_tokens:
+            metrics.ROUTES.labels("overloaded").inc()
+            raise Overloaded(held.message, held.retry_after_seconds)
+
+
+def _kind(query: RouteQuery) -> tuple[str, bytes, int]:
+    return query.model, query.tenant, query.priority

@@ -1,0 +1,411 @@
+"""One choice of an answer as it grows: token deltas in, pieces of text out. No network, no clock.
+
+One sequence's way over the mesh: placed, moved to another worker when its own is lost, given back at the end.
+
+What has been generated moves along as part of the prompt; sampling is keyed on (seed, position), so the text goes on as
+it would have. Knows workers and attempts, neither text nor clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from weft import metrics
+from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, RoomClosed, WeftError
+from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey, WorkerAddress
+from weft.request_stage import Stage
+from weft.stall_clock import AwakeClock
+from weft_services.gateway.mesh.decode_connection import DecodeLink, DecodeLinks, Delta, Inbox, StartMessage, compose
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.routing_hints import Standing
+from weft_services.gateway.mesh.scheduler_client import Refusals, Scheduler, StreamLost
+from weft_services.gateway.mesh.scheduler_types import Forecast, HandOff, Placement, RouteQuery, StartCommand
+from weft_services.gateway.mesh.settlement_queue import Booking, Settler
+from weft_services.gateway.text.codec import Codec
+from weft_services.gateway.text.stop_strings import Stops
+
+
+@dataclass(slots=True)  # not frozen: there is one a token
+class Piece:
+    """What a batch of deltas added to choice `index`. The last piece has a finish reason, and the stop string if that
+    was it; the first one what was asked of the prompt's logprobs."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop: str | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class Sequence:
+    """Text state of one choice. `token_ids` is everything generated so far: what moving it elsewhere would need.
+
+    It ends with `max_tokens`, whether the worker that generates says so or not.
+    """
+
+    def __init__(
+        self, index: int, codec: Codec, stops: Stops | None, max_tokens: int, context: Items[int] = ()
+    ) -> None:
+        """`context`: the last tokens of a text that is gone on with."""
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._stop: str | None = None
+        self._prompt_logprobs: list[PromptLogprobs] = []  # that nobody has been told yet
+        self._max_tokens = max_tokens
+        self._detokenizer = codec.detokenizer(context)
+        self._stops = stops
+
+    def accept(self, deltas: Items[Delta]) -> Piece:
+        """Take the deltas in, in order; those after the end are dropped."""
+        texts: list[str] = []
+        start = len(self.token_ids)
+        logprobs: list[PositionLogprobs] = []
+        for delta in deltas:
+            if self.finish_reason is not None:
+                break
+            if delta.prompt_logprobs is not None:
+                self._note(delta.prompt_logprobs)
+                continue
+            num_before = len(self.token_ids)
+            texts.append(self._accept_one(delta))
+            if delta.logprobs:
+                logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
+        tokens = tuple(self.token_ids[start:])
+        piece = Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
+        if self._prompt_logprobs and (tokens or self.finish_reason is not None):
+            piece.prompt_logprobs = tuple(self._prompt_logprobs)
+            self._prompt_logprobs.clear()
+        return piece
+
+    def _note(self, piece: PromptLogprobs) -> None:
+        """Of an attempt that has not spoken yet; where that is lost, the next one begins again."""
+        if piece.start == 1:
+            self._prompt_logprobs.clear()
+        self._prompt_logprobs.append(piece)
+
+    def _accept_one(self, delta: Delta) -> str:
+        room = self._max_tokens - len(self.token_ids)
+        ids, reason = delta.token_ids, delta.finish_reason
+        if len(ids) > room or (len(ids) == room and reason is None):
+            ids, reason = ids[:room], FinishReason.LENGTH
+        # the token that ends a sequence is counted and reported, its text is not part of the answer
+        spoken = ids[:-1] if reason is FinishReason.STOP else ids
+        text = self._speak(spoken) if self._stops is None else self._scan(spoken, self._stops)
+        if self.finish_reason is None:
+            self.token_ids.extend(ids[len(spoken) :])
+            if reason is not None:
+                text += self._end(reason)
+        return text
+
+    def _speak(self, ids: tuple[int, ...]) -> str:
+        self.token_ids.extend(ids)
+        return self._detokenizer.push(ids)
+
+    def _scan(self, ids: tuple[int, ...], stops: Stops) -> str:
+        """Token by token: the one that completes a stop string must be told from those after it."""
+        texts: list[str] = []
+        for token_id in ids:
+            text, self._stop = stops.push(self._speak((token_id,)))
+            texts.append(text)
+            if self._stop is not None:
+                self.finish_reason = FinishReason.STOP
+                break
+        return "".join(texts)
+
+    def _end(self, reason: FinishReason) -> str:
+        rest = self._detokenizer.flush()
+        self.finish_reason = reason
+        if self._stops is None:
+            return rest
+        text, self._stop = self._stops.push(rest)
+        if self._stop is None:
+            rest, self._stop = self._stops.finish(is_cut=reason is FinishReason.LENGTH)
+            text += rest
+        if self._stop is not None:
+            self.finish_reason = FinishReason.STOP
+        return text
+
+
+logger = logging.getLogger(__name__)
+
+# moves in a row without a token in between: a request that kills its workers must not kill the fleet
+MAX_FRUITLESS = {PeerLost: 2, Overloaded: 2, EngineFailed: 1}
+MAX_MOVES = 32
+# for so long a process that failed a sequence is not asked for it again; another boot of the worker is
+SUSPECT_SECONDS = 3.0
+# processes that the scheduler is asked to pass over; it takes no longer list
+MAX_EXCLUDED = 64
+# the scheduler looks no further, and refuses more: a million tokens of 16 to a block
+MAX_BLOCK_KEYS = 65_536
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
+_CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
+metrics.from_zero(metrics.MOVES, _CAUSES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The peers a sequence needs, the group that owns its moves, how long one may wait for a worker, who is told of
+    hand-offs, and what has just been refused. `misses`: a model's worker was there within that time, and may be back
+    soon."""
+
+    scheduler: Scheduler
+    links: DecodeLinks
+    settler: Settler
+    tasks: asyncio.TaskGroup
+    move_seconds: float
+    on_hand_off: Callable[[HandOff], None] = lambda hand_off: None
+    refusals: Refusals = field(default_factory=Refusals)
+    misses: Callable[[str], bool] = lambda model: False
+    clock: AwakeClock = field(default_factory=AwakeClock)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all sequences of a request have in common; `deadline` in the loop's time."""
+
+    prepared: Prepared
+    standing: Standing
+    deadline: float
+    inbox: Inbox
+
+    def remaining_seconds(self) -> float:
+        """Raises DeadlineExceeded when nothing is left."""
+        remaining = self.deadline - asyncio.get_running_loop().time()
+        if remaining <= 0:
+            raise DeadlineExceeded("the request took too long")
+        return remaining
+
+
+class Flight:
+    """A sequence under way. The key's generation counts placements; messages of older ones are late.
+
+    `usage` is that of the first attempt that spoke: what the client's prompt cost; `forecast` that of the first
+    placement. `failure` is set when no attempt is left, and the inbox woken.
+    """
+
+    def __init__(self, mesh: Mesh, shared: Shared, request_id: str, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.key = RequestKey(request_id)
+        self.usage: PromptUsage | None = None
+        self.forecast: Forecast | None = None
+        self.failure: WeftError | None = None
+        self.num_attempts = 0
+        self._mesh = mesh
+        self._shared = shared
+        spec = shared.prepared.sequences[sequence.index]
+        self._prompt = shared.prepared.prompts[spec.prompt]
+        self._sampling = spec.sampling
+        self._num_prompt_logprobs = spec.num_prompt_logprobs
+        self._suspects: dict[str, float] = {}  # boot id -> until when
+        self._num_resumed = 0
+        self._num_fruitless = 0
+        self._decode: WorkerAddress | None = None
+        self._booking: Booking | None = None
+        self._link: DecodeLink | None = None
+        self._start_message: StartMessage | None = None
+        self._move: asyncio.Task[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """The sequence has come to its own end."""
+        return self.sequence.finish_reason is not None
+
+    @property
+    def decode_id(self) -> str:
+        """The decode worker of the latest attempt; empty before the first."""
+        return self._decode.worker_id if self._decode is not None else ""
+
+    async def place(self) -> None:
+        """The first placement. Waits for a worker up to `move_seconds`, where one was there a moment ago."""
+        await self._place(None)
+
+    def spoke(self, usage: PromptUsage | None) -> None:
+        """Tokens have come; `usage` with the first of an attempt."""
+        if usage is not None and usage.prefill_worker_id != self.decode_id:
+            hand_off = HandOff(
+                usage.prefill_worker_id, self.decode_id, usage.transferred_bytes, usage.exposed_transfer_ms
+            )
+            self._mesh.on_hand_off(hand_off)
+        self.usage = self.usage or usage
+        if self._booking is not None:
+            self._booking.first_token(usage.failed_worker_id if usage else "")
+
+    def move(self, error: WeftError, worker_id: str) -> None:
+        """The attempt has failed: begin the next in the background. Raises the error when it must be the last."""
+        logger.warning("attempt=%s failed worker=%s error=%s", self.key, worker_id or "unknown", error)
+        assert self._decode is not None
+        if isinstance(error, PeerLost) and self._mesh.clock.is_shaken:
+            # this process stood still: connections that broke over it say nothing of workers, nor of the request
+            self._try_again(Stage.FAILED)
+        else:
+            self._suspect(self._decode)
+            self._try_again(Stage.FAILED, _at_fault(error, worker_id))
+            self._num_fruitless = 0 if len(self.sequence.token_ids) > self._num_resumed else self._num_fruitless + 1
+        has_tried = self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES
+        if has_tried or self._mesh.links.is_closed:
+            raise error
+        metrics.MOVES.labels(_CAUSES[type(error)]).inc()
+        self._move = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
+
+    def end(self, stage: Stage, failed_worker_id: str = "", cancel: bool = True) -> None:
+        """Give back what the attempt holds. Idempotent."""
+        if self._link is not None:
+            if cancel:
+                self._link.cancel(self.key)
+            else:
+                self._link.forget(self.key)
+            self._link = None
+        if self._booking is not None:
+            num_tokens = len(self.sequence.token_ids) - self._num_resumed if stage is Stage.FINISHED else None
+            self._booking.close(stage, failed_worker_id, num_tokens)
+            self._booking = None
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        if self._move is not None:
+            self._move.cancel()
+        self.end(Stage.CANCELLED)
+
+    async def _move_on(self, failed: WeftError) -> None:
+        try:
+            await self._place(failed)
+        except WeftError as error:
+            self.failure = error
+        except Exception:
+            logger.exception("a move failed by a bug")
+            self.failure = EngineFailed("internal error")
+        if self.failure is not None:
+            self._shared.inbox.wake()
+
+    async def _place(self, failed: WeftError | None) -> None:
+        """Until it has been started somewhere. `failed` is what the attempt before died of.
+
+        In place of a lost worker another is waited for, up to `move_seconds`; then `failed` is raised, or the last
+        refusal where nothing was begun.
+        """
+        clock, pause = self._mesh.clock, FIRST_PAUSE_SECONDS
+        give_up_at = clock() + self._mesh.move_seconds
+        while True:
+            try:
+                placement = await self._route()
+            except (PeerLost, Overloaded) as refusal:
+                if not self._may_wait(refusal, failed) or clock() > give_up_at:
+                    if failed is None:
+                        raise
+                    raise failed from refusal
+                if pause == FIRST_PAUSE_SECONDS:
+                    logger.warning("sequence=%s waits for a worker: %s", self.key, refusal)
+                if self._booking is not None or failed is not None:
+                    self._try_again(Stage.CANCELLED)
+                await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), self._shared.remaining_seconds()))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            try:
+                await self._start(placement)
+            except (PeerLost, Overloaded) as error:
+                logger.warning("sequence=%s cannot start: %s", self.key, error)
+                failed = failed or error
+                self._suspect(placement.decode)
+                self._try_again(Stage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
+                # there may always be another that cannot be reached; once this gateway is leaving nobody can
+                if self._mesh.links.is_closed or clock() > give_up_at:
+                    raise failed from None
+            else:
+                return
+
+    @property
+    def _num_scored(self) -> int | None:
+        """Once an attempt has spoken, all that was asked of the prompt is there."""
+        return None if self.sequence.token_ids else self._num_prompt_logprobs
+
+    def _may_wait(self, refusal: WeftError, failed: WeftError | None) -> bool:
+        """Not once this gateway is leaving, and not for a full worker before anything was begun: that is the client's
+        choice. Nor then for a worker that has long been away, never was there, or that an operator withdrew."""
+        if self._mesh.links.is_closed:
+            return False
+        if failed is None:
+            generation = self._shared.prepared.generation
+            is_away = isinstance(refusal, NoWorker | StreamLost) and not generation.reject_if_busy
+            return is_away and self._mesh.misses(generation.model)
+        return bool(self.sequence.token_ids) or not isinstance(failed, Overloaded)
+
+    async def _route(self) -> Placement:
+        """Book and choose, passing over processes that have just failed this sequence."""
+        now = asyncio.get_running_loop().time()
+        num_generated, standing = len(self.sequence.token_ids), self._shared.standing
+        query = RouteQuery(
+            key=self.key,
+            model=self._shared.prepared.generation.model,
+            num_prompt_tokens=len(self._prompt.token_ids) + num_generated,
+            max_tokens=self._sampling.max_tokens - num_generated,
+            session=standing.session,
+            block_keys=self._prompt.block_keys[:MAX_BLOCK_KEYS],
+            excluded_boot_ids=tuple(boot for boot, until in self._suspects.items() if now < until)[-MAX_EXCLUDED:],
+            tenant=standing.tenant,
+            priority=standing.priority,
+            # whose answer has begun would rather wait than lose it
+            reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
+            num_resumed_tokens=num_generated,
+            computes_prompt=self._num_scored is not None,
+        )
+        self._mesh.refusals.check(query)
+        # booked before the call: if it breaks half-way, the scheduler is told in any case
+        self._booking = Booking(self.key, self._mesh.settler)
+        try:
+            placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds(), self._compose)
+        except (Overloaded, NoWorker) as error:
+            self._booking = None  # a refused request holds nothing: a fleet that is full need not be told
+            if isinstance(error, RoomClosed):
+                self._mesh.refusals.remember(query, error)
+            raise
+        self.forecast = self.forecast or placement.forecast
+        return placement
+
+    def _compose(self) -> None:
+        generated = self.sequence.token_ids
+        command = StartCommand(
+            key=self.key,
+            token_ids=(*self._prompt.token_ids, *generated),
+            sampling=self._sampling,
+            cache_salt=self._shared.prepared.cache_salt,
+            resumed_tokens=len(generated),
+            priority=self._shared.standing.priority,
+            retention=self._shared.prepared.generation.retention,
+            num_prompt_logprobs=self._num_scored,
+        )
+        self._start_message = compose(command)
+
+    async def _start(self, placement: Placement) -> None:
+        link = await self._mesh.links.get(placement.decode)
+        assert self._start_message is not None, "composed while the scheduler was asked"
+        link.start(self.key, self._start_message, placement, self._shared.remaining_seconds(), self._shared.inbox)
+        self._link, self._decode = link, placement.decode
+        self._num_resumed = num_generated = len(self.sequence.token_ids)
+        self.num_attempts += 1
+        if self.num_attempts > 1:
+            logger.info("sequence=%s goes on at worker=%s tokens=%d", self.key, link.worker.worker_id, num_generated)
+
+    def _try_again(self, stage: Stage, failed_worker_id: str = "") -> None:
+        """The placement has come to nothing; what is still said of it is late from here on."""
+        self.end(stage, failed_worker_id, cancel=False)
+        self.key = RequestKey(self.key.request_id, self.key.generation + 1)
+
+    def _suspect(self, worker: WorkerAddress) -> None:
+        self._suspects.pop(worker.boot_id, None)  # the newest are last
+        self._suspects[worker.boot_id] = asyncio.get_running_loop().time() + SUSPECT_SECONDS
+
+
+def _at_fault(error: WeftError, worker_id: str) -> str:
+    """Whom to pass over for a while. A worker that is full or restarted, or a request that is bad or late, blames
+    nobody."""
+    if isinstance(error, PeerLost):
+        return error.worker_id
+    return worker_id if isinstance(error, EngineFailed) else ""

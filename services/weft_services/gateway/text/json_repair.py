@@ -1,0 +1,258 @@
+r"""Makes valid JSON of what models write for it, letter by letter: what leaves the gateway as arguments always parses.
+
+Valid JSON passes unchanged. In strings, control characters are escaped, a backslash that begins no escape of JSON's is
+a backslash (`\d`, `C:\work`), and half of a surrogate pair becomes U+FFFD. Python's and JavaScript's literals, quotes
+and numbers become JSON's; NaN and the infinities become null. Commas too many are left out, and missing commas, colons
+and brackets are added. The result does not depend on the pieces in which the text arrives.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+SPACE = " \t\r\n"
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+LITERALS = {"True": "true", "False": "false", **dict.fromkeys(("None", "undefined", "NaN", "Infinity"), "null")}
+LITERALS |= dict.fromkeys(("true", "false", "null"), "") | dict.fromkeys(("-NaN", "-Infinity", "+Infinity"), "null")
+# letters of a string that stand for themselves, by the quote that ends it
+PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
+WORD = re.compile(r"""[^\s,:{}\[\]"'<`]+""")
+HALF_PAIR = "\\ufffd"
+ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+
+
+class JsonMender:
+    """State of one value. `is_done`: it has ended; `is_invented`: more was mended than strings, literals and commas."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_invented = False
+        self._closers: list[str] = []  # of the containers that are open
+        self._expects = "value"  # or "key", "colon", "more": a comma or the container's end
+        self._comma = ""  # one that waits for what follows, with the white space behind it
+        self._quote = ""  # of the string that is open
+        self._word: list[str] = []
+        self._escape = ""  # the beginning of one
+        self._out: list[str] = []
+
+    def read(self, text: str) -> tuple[str, int]:
+        """What can be given out, and how much of the text was read: all of it, unless the value ends before."""
+        if self._quote and not self._escape and PLAIN[self._quote].fullmatch(text):  # most tokens of long strings
+            return text, len(text)
+        num_held = len(self._escape)
+        text, self._escape = self._escape + text, ""
+        at = self._read(text, is_over=False)
+        return self._taken(), at + len(self._escape) - num_held
+
+    def close(self) -> str:
+        """The rest of a value that the answer ends in: its strings and containers are closed."""
+        held, self._escape = self._escape, ""
+        self._read(held, is_over=True)
+        if self._quote:
+            self._end_string()
+        self._end_word()
+        self._close_all()
+        return self._taken()
+
+    def _taken(self) -> str:
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def _read(self, text: str, is_over: bool) -> int:
+        at = 0
+        while at < len(text) and not self.is_done:
+            step = self._in_string(text, at, is_over) if self._quote else self._between(text, at)
+            if not step:
+                break
+            at += step
+        return at
+
+    def _in_string(self, text: str, at: int, is_over: bool) -> int:
+        if plain := PLAIN[self._quote].match(text, at):
+            self._out.append(plain[0])
+            return len(plain[0])
+        letter = text[at]
+        if letter == "\\":
+            return self._escaped(text, at, is_over)
+        if letter == self._quote:
+            self._end_string()
+        else:
+            self._out.append(json.dumps(letter)[1:-1])
+        return 1
+
+    def _escaped(self, text: str, at: int, is_over: bool) -> int:
+        """One escape; where its end has not come, it is held and 0 returned."""
+        chunk = text[at : at + 12]
+        if not is_over and _may_go_on(chunk):
+            self._escape = chunk
+            return 0
+        if chunk[1:2] == "'":
+            self._out.append("'")
+            return 2
+        if chunk[1:2] and chunk[1] in '"\\/bfnrt':
+            self._out.append(chunk[:2])
+            return 2
+        if found := ESCAPE.match(chunk):
+            is_pair = _is_high(found[1]) and (low := ESCAPE.match(chunk, 6)) is not None and _is_low(low[1])
+            is_half = not is_pair and (_is_high(found[1]) or _is_low(found[1]))
+            self._out.append(HALF_PAIR if is_half else chunk[: 12 if is_pair else 6])
+            return 12 if is_pair else 6
+        self._out.append("\\\\")
+        return 1
+
+    def _between(self, text: str, at: int) -> int:
+        """Outside of strings: a whole word, or a letter. 0: the value ends before it."""
+        if found := WORD.match(text, at):
+            self._word.append(found[0])
+            return len(found[0])
+        letter = text[at]
+        self._end_word()
+        if self.is_done or (not self._closers and letter in ",:}]" + SPACE):
+            self.is_done = True
+            return 0
+        if letter in "<`":  # markup: the value has no end of its own
+            self._close_all()
+            return 0
+        self._punctuation(letter)
+        return 1
+
+    def _punctuation(self, letter: str) -> None:
+        if letter in "\"'":
+            self._begin()
+            self._out.append('"')
+            self._quote = letter
+        elif letter in "{[":
+            self._open(letter)
+        elif letter in "}]":
+            self._close(letter)
+        elif letter == ",":
+            self._fill()
+            if self._expects == "more":
+                self._comma = self._comma or ","
+        elif letter == ":":
+            if self._expects == "colon":
+                self._out.append(":")
+                self._expects = "value"
+        elif self._comma:
+            self._comma += letter if letter in SPACE else ""
+        elif letter in SPACE:
+            self._out.append(letter)
+
+    def _begin(self) -> bool:
+        """Before a key or a value; is it a key."""
+        if self._expects == "more":
+            self.is_invented |= not self._comma
+            self._out.append(self._comma or ", ")
+            self._comma = ""
+            self._expects = "key" if self._closers[-1] == "}" else "value"
+        elif self._expects == "colon":
+            self.is_invented = True
+            self._out.append(": ")
+            self._expects = "value"
+        return self._expects == "key"
+
+    def _end(self) -> None:
+        """After a key or a value."""
+        self._expects = "colon" if self._expects == "key" else "more"
+        self.is_done = not self._closers
+
+    def _end_string(self) -> None:
+        self._out.append('"')
+        self._quote = ""
+        self._end()
+
+    def _end_word(self) -> None:
+        if self._word:
+            word = "".join(self._word)
+            self._word.clear()
+            self._out.append(json.dumps(word, ensure_ascii=False) if self._begin() else _as_json(word))
+            self._end()
+
+    def _open(self, letter: str) -> None:
+        if self._begin():
+            self.is_invented = True
+            self._out.append('"": ')
+        self._out.append(letter)
+        self._closers.append("}" if letter == "{" else "]")
+        self._expects = "key" if letter == "{" else "value"
+
+    def _close(self, letter: str) -> None:
+        """The innermost container of this kind, and those within it."""
+        self.is_invented |= letter != self._closers[-1]
+        if letter not in self._closers:
+            return
+        while self._close_one() != letter:
+            pass
+
+    def _close_one(self) -> str:
+        self._fill()
+        self._out.append(self._comma[1:])  # the white space
+        self._comma = ""
+        self._out.append(self._closers[-1])
+        closer = self._closers.pop()
+        self._expects = "value"
+        self._end()
+        return closer
+
+    def _fill(self) -> None:
+        """A key without its value has null."""
+        if self._closers[-1] == "}" and self._expects in ("colon", "value"):
+            self.is_invented = True
+            self._out.append(": null" if self._expects == "colon" else "null")
+            self._expects = "more"
+
+    def _close_all(self) -> None:
+        self.is_invented |= bool(self._closers)
+        while self._closers:
+            self._close_one()
+        self.is_done = True
+
+
+def mended_object(text: str) -> str | None:
+    """The JSON of an object that is written in all of the text; None where it would have to be guessed."""
+    mender = JsonMender()
+    text = text.strip()
+    if not text.startswith("{"):
+        return None
+    mended, num_read = mender.read(text)
+    return mended if mender.is_done and not mender.is_invented and num_read == len(text) else None
+
+
+def _may_go_on(chunk: str) -> bool:
+    """Could what comes next change what this escape is."""
+    if len(chunk) < 2:
+        return True
+    if chunk[1] != "u":
+        return False
+    if len(chunk) < 6:
+        return all(letter in "0123456789abcdefABCDEF" for letter in chunk[2:])
+    if not (found := ESCAPE.match(chunk)) or not _is_high(found[1]) or len(chunk) == 12:
+        return False
+    return ESCAPE.fullmatch(chunk[6:] + "\\uDC00"[len(chunk) - 6 :]) is not None
+
+
+def _is_high(digits: str) -> bool:
+    return 0xD800 <= int(digits, 16) < 0xDC00
+
+
+def _is_low(digits: str) -> bool:
+    return 0xDC00 <= int(digits, 16) < 0xE000
+
+
+def _as_json(word: str) -> str:
+    """A value that stands without quotes."""
+    if word in LITERALS:
+        return LITERALS[word] or word
+    try:
+        if NUMBER.fullmatch(word) and (word.lstrip("-").isdigit() or math.isfinite(float(word))):
+            return word
+        number = float(word)
+        if not math.isfinite(number):
+            return "null"
+        digits = word.lstrip("+-")
+        return str(int(word)) if digits.isascii() and digits.isdigit() else json.dumps(number)
+    except ValueError:
+        return json.dumps(word, ensure_ascii=False)
