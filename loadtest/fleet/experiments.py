@@ -12,14 +12,14 @@ from dataclasses import replace
 from rich.table import Table
 
 from loadtest.fleet import page
+from loadtest.fleet.baselines import Baseline, baselines, least_requests
 from loadtest.fleet.figures import Figures, Targets, average, summarize
 from loadtest.fleet.machine import Machine, load_machine
-from loadtest.fleet.ours import Signals, Weft
 from loadtest.fleet.scenario import Scenario
 from loadtest.fleet.simulator import FleetPlan, Policy, Simulation
 from loadtest.fleet.trace import Request, read_trace
-from loadtest.fleet.zoo import Zoo, least_requests, zoo
-from weft_services.scheduler.targets import NO_TARGETS
+from loadtest.fleet.weft_policy import Signals, WeftPolicy
+from weft_services.scheduler.slo import NO_SLO
 
 Result = tuple[list[Table], list[str], object]
 COLUMNS = {
@@ -52,10 +52,12 @@ def compare(options: argparse.Namespace) -> Result:
         scenario = Scenario(workers, load, options.requests)
         requests = scenario.requests(trace, machine)
         plan = scenario.plan(machine, cache)
-        rows = [run(replace(plan, store_tokens=NO_END), Weft("weft with its store", Signals(store=True)), requests)]
-        rows.append(run(plan, Weft(), requests))
-        rows.append(run(plan, Weft("weft, all admitted", targets=NO_TARGETS), requests))
-        draws = [zoo(seed) for seed in range(options.draws)]
+        rows = [
+            run(replace(plan, store_tokens=NO_END), WeftPolicy("weft with its store", Signals(store=True)), requests)
+        ]
+        rows.append(run(plan, WeftPolicy(), requests))
+        rows.append(run(plan, WeftPolicy("weft, all admitted", targets=NO_SLO), requests))
+        draws = [baselines(seed) for seed in range(options.draws)]
         rows += [average([run(plan, each, requests) for each in same]) for same in zip(*draws, strict=True)]
         title = f"{workers} workers at {load:.0%} load"
         tables.append(_table(title, rows))
@@ -108,7 +110,7 @@ def split(options: argparse.Namespace) -> Result:
             f"{workers} that do both": replace(plan, num_both=workers),
             f"{half} prefill, {workers - half} decode": replace(plan, num_prefill=half, num_decode=workers - half),
         }
-        rows = [run(plan, Weft(name, targets=NO_TARGETS), requests) for name, plan in plans.items()]
+        rows = [run(plan, WeftPolicy(name, targets=NO_SLO), requests) for name, plan in plans.items()]
         for row in rows:
             by_side.setdefault(row.policy, []).append(row)
         title = f"{workers} workers, {float(load):.0%} of what half of them can prefill"
@@ -135,7 +137,7 @@ def speed(options: argparse.Namespace) -> Result:
     cache = tokens(options.cache.split(",")[0])
     plan = FleetPlan(machine, 500, 500, cache_tokens=cache)
     began = time.process_time()
-    row = run(plan, Weft(targets=NO_TARGETS), requests)
+    row = run(plan, WeftPolicy(targets=NO_SLO), requests)
     seconds = time.process_time() - began
     title = f"{len(requests)} requests, {SPEED_WORKERS} workers: {seconds:.0f} s of CPU"
     return [_table(title, [row])], [page.heading(title), _html([row])], {"cpu_seconds": seconds, **row.as_dict()}
@@ -143,12 +145,12 @@ def speed(options: argparse.Namespace) -> Result:
 
 def _signals() -> list[tuple[Policy, bool]]:
     return [
-        (Zoo("least requests", least_requests), False),
-        (Weft("load only", Signals(sessions=False, prefixes=False), targets=NO_TARGETS), False),
-        (Weft("affinity", Signals(sessions=True, prefixes=False), targets=NO_TARGETS), False),
-        (Weft("prefix index", Signals(sessions=False, prefixes=True), targets=NO_TARGETS), False),
-        (Weft("weft", Signals(), targets=NO_TARGETS), False),
-        (Weft("weft and store", Signals(store=True), targets=NO_TARGETS), True),
+        (Baseline("least requests", least_requests), False),
+        (WeftPolicy("load only", Signals(sessions=False, prefixes=False), targets=NO_SLO), False),
+        (WeftPolicy("affinity", Signals(sessions=True, prefixes=False), targets=NO_SLO), False),
+        (WeftPolicy("prefix index", Signals(sessions=False, prefixes=True), targets=NO_SLO), False),
+        (WeftPolicy("weft", Signals(), targets=NO_SLO), False),
+        (WeftPolicy("weft and store", Signals(store=True), targets=NO_SLO), True),
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from loadtest.fleet.simulator import Outcome
 from loadtest.fleet.trace import Request, ideal_hits
-from loadtest.fleet.worker import Job, Machinery
+from loadtest.fleet.worker import Job, SimulatedWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _is_good(job: Job, targets: Targets) -> bool:
     return rest <= 0 or (job.ended_at - job.first_token_at) / rest <= targets.itl
 
 
-def _itl(workers: Sequence[Machinery]) -> dict[float, float]:
+def _itl(workers: Sequence[SimulatedWorker]) -> dict[float, float]:
     """Seconds between two tokens -> how many tokens came so."""
     total: dict[float, float] = {}
     for worker in workers:

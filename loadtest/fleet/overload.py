@@ -14,16 +14,16 @@ from dataclasses import replace
 from rich.table import Table
 
 from loadtest.fleet import page
+from loadtest.fleet.baselines import baselines
 from loadtest.fleet.experiments import NO_END, Result, conditions, run, tokens
 from loadtest.fleet.figures import Figures
 from loadtest.fleet.machine import load_machine
-from loadtest.fleet.ours import Signals, Weft
 from loadtest.fleet.scenario import Scenario
 from loadtest.fleet.simulator import Policy
 from loadtest.fleet.trace import read_trace
-from loadtest.fleet.zoo import zoo
+from loadtest.fleet.weft_policy import Signals, WeftPolicy
 from loadtest.verdict import verdict
-from weft_services.scheduler.targets import NO_TARGETS
+from weft_services.scheduler.slo import NO_SLO
 
 LEAST_SHARE = 0.9
 OTHERS = ("least requests", "SGLang cache-aware", "llm-d", "Mooncake conductor")
@@ -56,8 +56,12 @@ def overload(options: argparse.Namespace) -> Result:
 
 
 def _policies() -> list[Policy]:
-    own = [Weft("weft with its store", Signals(store=True)), Weft(), Weft("weft, all admitted", targets=NO_TARGETS)]
-    return [*own, *(policy for policy in zoo() if policy.name in OTHERS)]
+    own = [
+        WeftPolicy("weft with its store", Signals(store=True)),
+        WeftPolicy(),
+        WeftPolicy("weft, all admitted", targets=NO_SLO),
+    ]
+    return [*own, *(policy for policy in baselines() if policy.name in OTHERS)]
 
 
 def shares_so_far(goodputs: Sequence[float]) -> list[float]:

@@ -39,8 +39,9 @@ from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.gateway.mesh.scheduler_client import RouteStream, Scheduler
 from weft_services.gateway.mesh.scheduler_types import Settlement
 from weft_services.gateway.mesh.settlement_queue import FIRST_TOKEN, Settler
-from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import Preference, RouteQuery, WorkerInfo, WorkerReport
+from weft_services.scheduler.fleet_state import WorkerInfo, WorkerReport
+from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.routing_types import RouteQuery, SessionAffinity
 
 MODEL, BLOCK_TOKENS, BLOCKS = "model", 64, 8192
 SYSTEM_BLOCKS, MAX_OWN_BLOCKS = 16, 64
@@ -80,7 +81,7 @@ def keys_of(session: int) -> list[bytes]:
     return shared + [b"u" + session.to_bytes(8) + index.to_bytes(7) for index in range(own)]
 
 
-def filled_router(options: Options) -> tuple[Router, list[Preference]]:
+def filled_router(options: Options) -> tuple[Router, list[SessionAffinity]]:
     """A fleet that has served every session once."""
     router = Router(silence_seconds=float("inf"), max_keys=8_000_000)
     fingerprint = ModelFingerprint("w", "bfloat16", BLOCK_TOKENS, 1, "v1")
@@ -92,9 +93,9 @@ def filled_router(options: Options) -> tuple[Router, list[Preference]]:
     homes = []
     for session in range(options.sessions):
         query = query_of(f"fill-{session}", session)
-        placed = router.place(query, Preference(), 0.0)
-        homes.append(Preference((placed.prefill or placed.decode).worker_id, placed.decode.worker_id, 1000))
-        router.settle(Progress(query.key, Stage.FINISHED, generated_tokens=200), 0.0)
+        placed = router.place(query, SessionAffinity(), 0.0)
+        homes.append(SessionAffinity((placed.prefill or placed.decode).worker_id, placed.decode.worker_id, 1000))
+        router.settle(AttemptProgress(query.key, Stage.FINISHED, generated_tokens=200), 0.0)
     router.sweep(1.0)
     return router, homes
 
@@ -121,8 +122,8 @@ def bench_policy(options: Options) -> tuple[list[float], list[float]]:
         middle = time.thread_time_ns()
         if number >= IN_FLIGHT * 4:
             key = RequestKey(f"r{number - IN_FLIGHT * 4}")
-            router.settle(Progress(key, Stage.DECODING), 2.0)
-            router.settle(Progress(key, Stage.FINISHED, generated_tokens=200), 2.0)
+            router.settle(AttemptProgress(key, Stage.DECODING), 2.0)
+            router.settle(AttemptProgress(key, Stage.FINISHED, generated_tokens=200), 2.0)
         placed.append((middle - began) / 1000)
         settled.append((time.thread_time_ns() - began) / 1000)
     return sorted(placed), sorted(settled)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from loadtest.fleet.machine import Machine
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
-from loadtest.fleet.worker import BlockCache, Job, Machinery
+from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Chosen:
     """The workers; equal: the decode worker computes the prompt. `source`: what the prefill worker lacks of the prompt
     it copies from there."""
 
-    prefill: Machinery
-    decode: Machinery
-    source: Machinery | None = None
+    prefill: SimulatedWorker
+    decode: SimulatedWorker
+    source: SimulatedWorker | None = None
 
 
 class Policy(Protocol):
@@ -38,7 +38,7 @@ class Policy(Protocol):
 
     name: str
 
-    def start(self, workers: Sequence[Machinery], store: BlockCache | None) -> None:
+    def start(self, workers: Sequence[SimulatedWorker], store: BlockCache | None) -> None:
         """The fleet and the store that it shares, before the first request."""
 
     def place(self, request: Request, now: float) -> Chosen | Rejected:
@@ -50,7 +50,7 @@ class Policy(Protocol):
     def ended(self, job: Job, now: float) -> None:
         """Its answer is complete."""
 
-    def report(self, worker: Machinery, now: float) -> None:
+    def report(self, worker: SimulatedWorker, now: float) -> None:
         """The worker's own word, once a report interval."""
 
 
@@ -70,12 +70,12 @@ class FleetPlan:
     report_seconds: float = 1.0
     clients_retry: bool = True
 
-    def build(self) -> list[Machinery]:
+    def build(self) -> list[SimulatedWorker]:
         """The workers, idle and empty."""
         roles = ["prefill"] * self.num_prefill + ["decode"] * self.num_decode + ["both"] * self.num_both
         small, large = self.machine.kv_tokens // BLOCK_TOKENS, self.cache_tokens // BLOCK_TOKENS
         return [
-            Machinery(slot, role, self.machine, small if role == "decode" else large or small)
+            SimulatedWorker(slot, role, self.machine, small if role == "decode" else large or small)
             for slot, role in enumerate(roles)
         ]
 
@@ -86,7 +86,7 @@ class Outcome:
 
     jobs: list[Job]
     rejected: list[tuple[Request, float]]
-    workers: list[Machinery]
+    workers: list[SimulatedWorker]
     seconds: float
 
 
@@ -98,11 +98,11 @@ class Simulation:
         self._policy = policy
         self._workers = plan.build()
         self._store = BlockCache(plan.store_tokens // BLOCK_TOKENS) if plan.store_tokens else None
-        self._events: list[tuple[float, int, Machinery | None, int, Job | Request | None]] = []
+        self._events: list[tuple[float, int, SimulatedWorker | None, int, Job | Request | None]] = []
         self._order = count()
         self._jobs: list[Job] = []
         self._rejected: list[tuple[Request, float]] = []
-        self._busy: set[Machinery] = set()
+        self._busy: set[SimulatedWorker] = set()
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Every request to its end."""
@@ -175,7 +175,7 @@ class Simulation:
         job.prefill.enqueue(job)
         self._watch(job.prefill, now)
 
-    def _visit(self, worker: Machinery, now: float) -> None:
+    def _visit(self, worker: SimulatedWorker, now: float) -> None:
         """Bring a worker up to now, and do what follows from what came to its end there."""
         told = worker.advance(now)
         for job in told.computed:
@@ -200,7 +200,7 @@ class Simulation:
         self._policy.first_token(job, now)
         job.decode.generate(job)
 
-    def _watch(self, worker: Machinery, now: float) -> None:
+    def _watch(self, worker: SimulatedWorker, now: float) -> None:
         if worker.next_at < float("inf"):
             heapq.heappush(self._events, (worker.next_at, next(self._order), worker, worker.version, None))
         if self._plan.machine.is_shared and worker.is_busy != (worker in self._busy):

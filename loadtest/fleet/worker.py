@@ -50,9 +50,9 @@ class Job:
     """A request under way."""
 
     request: Request
-    decode: Machinery
-    prefill: Machinery
-    source: Machinery | None = None
+    decode: SimulatedWorker
+    prefill: SimulatedWorker
+    source: SimulatedWorker | None = None
     cached_tokens: int = 0
     stored_tokens: int = 0
     chunk: float = 0.0
@@ -68,14 +68,14 @@ class Job:
 
 
 @dataclass(slots=True)
-class Told:
+class Finished:
     """What has come to its end on a worker: prompts computed, answers ended."""
 
     computed: list[Job] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)
 
 
-class Machinery:
+class SimulatedWorker:
     """One worker. Call `advance` before anything else at a new time; `next_at` is when it has to be called at the
     latest."""
 
@@ -170,9 +170,9 @@ class Machinery:
         self.held_tokens += job.request.prompt_tokens
         self._plan()
 
-    def advance(self, now: float) -> Told:
+    def advance(self, now: float) -> Finished:
         """Let time pass."""
-        told = Told()
+        told = Finished()
         if self._step > 0.0:
             self.busy_seconds += now - self._now
             self._turn((now - self._now) / self._step)

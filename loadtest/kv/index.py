@@ -22,10 +22,9 @@ from functools import partial
 from pathlib import Path
 
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
-from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
-from weft_services.kvstore.places import PlaceIndex, Report
-from weft_services.kvstore.record import RecordHeader
-from weft_services.kvstore.segment import new_segment
+from weft_services.kvstore.memory_index import IndexLimits, MemoryIndex, StoredBlock
+from weft_services.kvstore.pool_index import BlockReport, PoolIndex
+from weft_services.kvstore.segment import RecordHeader, new_segment
 
 MODEL = b"m" * 16
 PROMPT_BLOCKS = 128
@@ -44,7 +43,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def fill(index: PlaceIndex, asked: list[list[bytes]], num_workers: int) -> int:
+def fill(index: PoolIndex, asked: list[list[bytes]], num_workers: int) -> int:
     """Tell the index who holds what; returns how many blocks were reported."""
     held: list[list[bytes]] = [[] for _ in range(num_workers)]
     for number, keys in enumerate(asked):
@@ -54,7 +53,7 @@ def fill(index: PlaceIndex, asked: list[list[bytes]], num_workers: int) -> int:
     for worker, keys in enumerate(held):
         for sequence, first in enumerate(range(0, len(keys), BATCH_BLOCKS)):
             part = keys[first : first + BATCH_BLOCKS]
-            index.report(Report(f"worker-{worker}", "boot", MODEL, sequence, sequence == 0, part, []))
+            index.report(BlockReport(f"worker-{worker}", "boot", MODEL, sequence, sequence == 0, part, []))
     return sum(map(len, held))
 
 
@@ -63,12 +62,12 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
     rng = random.Random(0)
     asked = prompts(num_blocks, rng)
     tracemalloc.start()
-    index = PlaceIndex()
+    index = PoolIndex()
     fill(index, asked, num_workers)
     place_bytes = tracemalloc.get_traced_memory()[0] / len(index)
     tracemalloc.stop()
 
-    fresh, num_reported = PlaceIndex(), 0
+    fresh, num_reported = PoolIndex(), 0
 
     def refill() -> None:
         nonlocal num_reported
@@ -91,7 +90,7 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
 
 def store_bytes(asked: list[list[bytes]]) -> float:
     """Memory of one block in the index of the store's own memory, keys included."""
-    index = BlockIndex(IndexLimits(max_blocks=PROMPT_BLOCKS * len(asked)))
+    index = MemoryIndex(IndexLimits(max_blocks=PROMPT_BLOCKS * len(asked)))
     tracemalloc.start()
     for keys in asked:
         index.add(MODEL, [StoredBlock(bytes(bytearray(key)), number + 2**62, 98304) for number, key in enumerate(keys)])

@@ -34,7 +34,7 @@ from weft_services.decode.service import POST as DECODE
 from weft_services.gateway.mesh.fleet import FleetWatch
 from weft_services.gateway.mesh.scheduler_client import Scheduler
 from weft_services.prefill.service import POST as PREFILL
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.affinity import AffinityStore
 
 
 async def test_a_worker_serves_once_it_has_joined(tiny: Tiny) -> None:
@@ -127,7 +127,7 @@ async def test_an_exhausted_pool_is_told_to_probes_and_by_way_of_the_scheduler_t
 ) -> None:
     monkeypatch.setattr("weft.worker.health.EXHAUSTED_SECONDS", 0.1)
     monkeypatch.setattr("weft.worker.process.WATCH_SECONDS", 0.05)
-    async with serving(Affinity("", 60)) as scheduler, silent_prefill() as silent, background() as tasks:
+    async with serving(AffinityStore("", 60)) as scheduler, silent_prefill() as silent, background() as tasks:
         # what the gateway answers to /ready
         watch = FleetWatch(Scheduler(scheduler.address), ["tiny"])
         options: dict[str, Any] = {"posts": (PREFILL, DECODE), "scheduler": scheduler.address, "lease_seconds": 30.0}

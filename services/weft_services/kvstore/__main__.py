@@ -14,13 +14,13 @@ from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import Config
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.node import NodeStore, Place
-from weft_services.kvstore.places import PlaceIndex
+from weft_services.kvstore.node import NodeStore, StoreAddress
+from weft_services.kvstore.pool_index import PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 
 SWEEP_SECONDS = 1.0
 # what a disk, or a machine short of something, answers for a while
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
+TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
 
 async def main() -> None:
@@ -31,9 +31,9 @@ async def main() -> None:
     trace.setup("kvstore")
     log.mark("imports")
     rpc = RpcServer([SERVICE_NAME])
-    place = Place(config.host, config.store_host, config.master_port, config.segment_bytes)
-    disk = await _take_disk(config)
-    places = PlaceIndex()
+    place = StoreAddress(config.host, config.store_host, config.master_port, config.segment_bytes)
+    disk = await _lock_disk(config)
+    places = PoolIndex()
     store = NodeStore(place, rpc.set_ready, disk, config.index_limits)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     metrics_port = metrics.expose(config.host, config.metrics_port)
@@ -48,7 +48,7 @@ async def main() -> None:
             await asyncio.to_thread(disk.close)
 
 
-async def _sweep(places: PlaceIndex, store: NodeStore) -> None:
+async def _sweep(places: PoolIndex, store: NodeStore) -> None:
     """Forget workers that fell silent and some of the blocks that are too old, and let the loop have its turn."""
     while True:
         store.sweep()
@@ -57,17 +57,17 @@ async def _sweep(places: PlaceIndex, store: NodeStore) -> None:
         await asyncio.sleep(SWEEP_SECONDS)
 
 
-async def _take_disk(config: Config) -> DiskTier | None:
+async def _lock_disk(config: Config) -> DiskTier | None:
     """A directory that cannot be used is a setting to correct; a disk that is full or broken for now is a reason to
     serve from memory alone. Raises ConfigError."""
     if config.disk_path is None:
         return None
     disk = DiskTier(config.disk_path, DiskLimits(config.disk_bytes, config.cache_ttl_seconds, config.tenant_share))
     try:
-        await disk.take()
+        await disk.lock()
     except OSError as error:
         await asyncio.to_thread(disk.close)
-        if not _is_passing(error, config.disk_path):
+        if not _is_transient(error, config.disk_path):
             raise ConfigError(f"WEFT_DISK_PATH={config.disk_path}: {error}") from error
         metrics.DISK_FAILURES.labels("open").inc()
         logging.error("WEFT_DISK_PATH=%s cannot be used now, memory alone serves: %s", config.disk_path, error)
@@ -75,9 +75,9 @@ async def _take_disk(config: Config) -> DiskTier | None:
     return disk
 
 
-def _is_passing(error: OSError, directory: Path) -> bool:
+def _is_transient(error: OSError, directory: Path) -> bool:
     """A disk turns read-only when it fails; a place where no directory can be made is a wrong one."""
-    return error.errno in PASSING and (error.errno != errno.EROFS or os.path.isdir(directory))
+    return error.errno in TRANSIENT_ERRNOS and (error.errno != errno.EROFS or os.path.isdir(directory))
 
 
 if __name__ == "__main__":

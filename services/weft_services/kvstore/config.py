@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.config import WILDCARD_HOSTS, ConfigError
-from weft_services.kvstore.index import IndexLimits
+from weft_services.kvstore.memory_index import IndexLimits
 
 MIN_DISK_BYTES = 64 * 1024 * 1024
 MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's own unit of allocation

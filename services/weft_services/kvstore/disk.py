@@ -20,9 +20,16 @@ from pathlib import Path
 
 from weft import metrics
 from weft_services.kvstore.disk_index import DiskBlock, DiskIndex, DiskLimits, header_of
-from weft_services.kvstore.record import HEADER_BYTES, RecordHeader
-from weft_services.kvstore.room import NO_ROOM, Room
-from weft_services.kvstore.segment import Damaged, append_checked, lock_directory, read_checked, scan
+from weft_services.kvstore.segment import (
+    HEADER_BYTES,
+    RecordHeader,
+    SegmentDamaged,
+    append_checked,
+    lock_directory,
+    read_checked,
+    scan,
+)
+from weft_services.kvstore.segment_space import NO_SPACE_ERRNOS, SegmentSpace
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0
@@ -48,9 +55,9 @@ class DiskTier:
         self._limits = limits
         self._steady = steady
         self._index = DiskIndex(limits, clock, steady)
-        self._room = Room(directory, limits, self._index)
+        self._space = SegmentSpace(directory, limits, self._index)
         self._retry_at = -math.inf
-        self._has_told = False  # of blocks that are too large
+        self._has_warned = False  # of blocks that are too large
         self._writing = asyncio.Lock()
         self._lock_fd: int | None = None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weft-disk-read")
@@ -61,7 +68,7 @@ class DiskTier:
     @property
     def used_bytes(self) -> int:
         """Size of all files."""
-        return self._room.used_bytes
+        return self._space.used_bytes
 
     @property
     def max_bytes(self) -> int:
@@ -70,59 +77,59 @@ class DiskTier:
 
     async def open(self) -> None:
         """`take` and `load`."""
-        await self.take()
+        await self.lock()
         await self.load()
 
-    async def take(self) -> None:
+    async def lock(self) -> None:
         """Raises OSError when the directory cannot be used."""
-        self._lock_fd = await self._room.in_writer(partial(lock_directory, self._directory))
-        await self._room.take()
+        self._lock_fd = await self._space.in_writer(partial(lock_directory, self._directory))
+        await self._space.scan_directory()
 
     async def load(self) -> None:
         """Find again what earlier processes left. What was found so far is served already, and what is new is written
         in between."""
-        while self._room.to_load:
+        while self._space.to_load:
             async with self._writing:
-                await self._load(*self._room.to_load[0])
-                self._tell()
+                await self._load(*self._space.to_load[0])
+                self._publish_metrics()
         async with self._writing:
             try:
-                while self._room.segments and self.used_bytes - self._room.left_bytes > self._limits.max_bytes:
-                    await self._room.drop(self._room.segments[0])
+                while self._space.segments and self.used_bytes - self._space.orphan_bytes > self._limits.max_bytes:
+                    await self._space.drop(self._space.segments[0])
             except OSError as error:
                 logger.warning("disk: more than %d MiB stay there: %s", self._limits.max_bytes >> 20, error)
-            self._tell()
+            self._publish_metrics()
         logger.info("disk: %d blocks, %d MiB in %s", len(self), self.used_bytes >> 20, self._directory)
 
     async def _load(self, path: Path, size_bytes: int) -> None:
         """The next one, which is newer than those before, and older than what was written since."""
         try:
-            segment, records = await self._room.in_writer(partial(scan, path))
+            segment, records = await self._space.in_writer(partial(scan, path))
         except OSError as error:
             metrics.DISK_FAILURES.labels("scan").inc()
-            is_gone = isinstance(error, Damaged) and await self._is_removed(path)
+            is_gone = isinstance(error, SegmentDamaged) and await self._is_removed(path)
             fate = "is dropped" if is_gone else "stays for the next start"
             logger.warning("disk: %s cannot be read and %s: %s", path, fate, error)
-            self._room.to_load.popleft()
-            self._room.left_bytes += 0 if is_gone else size_bytes
+            self._space.to_load.popleft()
+            self._space.orphan_bytes += 0 if is_gone else size_bytes
             return
-        self._room.to_load.popleft()
-        self._room.segments.insert(bisect([each.number for each in self._room.segments], segment.number), segment)
+        self._space.to_load.popleft()
+        self._space.segments.insert(bisect([each.number for each in self._space.segments], segment.number), segment)
         for number, (offset, header) in enumerate(records, start=1):
             self._index.enter(segment, offset, header)
             if number % LOAD_BLOCKS == 0:
                 await asyncio.sleep(0)
-        await self._room.keep_count()
+        await self._space.enforce_max_blocks()
 
     async def _is_removed(self, path: Path) -> bool:
         with suppress(OSError):
-            await self._room.in_writer(path.unlink)
+            await self._space.in_writer(path.unlink)
             return True
         return False
 
     def close(self) -> None:
         """Take no more work; what is being written is finished."""
-        self._room.close()
+        self._space.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
         if self._lock_fd is not None:
             os.close(self._lock_fd)
@@ -137,7 +144,7 @@ class DiskTier:
     def sweep(self) -> None:
         """Forget some of what is too old; call it now and then."""
         self._index.sweep()
-        self._tell()
+        self._publish_metrics()
 
     async def write(self, records: Sequence[tuple[RecordHeader, memoryview]]) -> int:
         """Append those that are new and sound, while there is room; returns how many. A disk that is full or broken
@@ -157,28 +164,28 @@ class DiskTier:
             if header.fingerprint + header.key in self._index or self._is_too_large(header):
                 continue
             try:
-                segment = await self._room.segment_for(header.record_bytes)
-                offset = await self._room.in_writer(partial(append_checked, segment, header, body))
+                segment = await self._space.segment_for(header.record_bytes)
+                offset = await self._space.in_writer(partial(append_checked, segment, header, body))
             except OSError as error:
-                await self._give_way(error)
+                await self._pause_writes(error)
                 break
             if offset is None:
                 logger.warning("disk: a block came damaged out of the store's memory and is not written")
                 metrics.TIER_MOVES.labels("lost").inc()
                 continue
             self._index.enter(segment, offset, header, is_new=True)
-            await self._room.keep_count()
+            await self._space.enforce_max_blocks()
             num_written += 1
-        self._tell()
+        self._publish_metrics()
         return num_written
 
     def _is_too_large(self, header: RecordHeader) -> bool:
         """Then it is lost, which is told once: its neighbours are as large."""
-        most = self._room.segment_bytes
+        most = self._space.segment_bytes
         if header.record_bytes <= most:
             return False
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "disk: blocks of %d bytes are not written: WEFT_DISK_BYTES=%d takes up to %d",
                 *(header.size_bytes, self._limits.max_bytes, most - HEADER_BYTES),
@@ -213,15 +220,15 @@ class DiskTier:
                 self._index.forget(name, "damaged")
         return good.index(False) if False in good else len(good)
 
-    async def _give_way(self, error: OSError) -> None:
+    async def _pause_writes(self, error: OSError) -> None:
         """No room or no luck: leave the disk alone for a while; room is made by letting the oldest go."""
         logger.warning("disk: nothing is written for %g s: %s", RETRY_SECONDS, error)
         metrics.DISK_FAILURES.labels("write").inc()
         self._retry_at = self._steady() + RETRY_SECONDS
-        if error.errno in NO_ROOM and len(self._room.segments) > 1:
+        if error.errno in NO_SPACE_ERRNOS and len(self._space.segments) > 1:
             with suppress(OSError):
-                await self._room.drop(self._room.segments[0])
+                await self._space.drop(self._space.segments[0])
 
-    def _tell(self) -> None:
+    def _publish_metrics(self) -> None:
         metrics.TIER_BLOCKS.labels("nvme").set(len(self._index))
         metrics.TIER_BYTES_USED.labels("nvme").set(self.used_bytes)

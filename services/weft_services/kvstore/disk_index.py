@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft import metrics
-from weft_services.kvstore.record import FINGERPRINT_BYTES, HEADER_BYTES, RecordHeader
-from weft_services.kvstore.segment import Segment
+from weft_services.kvstore.segment import FINGERPRINT_BYTES, HEADER_BYTES, RecordHeader, Segment
 
 SWEEP_BLOCKS = 4096
 metrics.from_zero(metrics.TIER_EVICTIONS, ("nvme",), ("room", "expired", "quota", "damaged", "replaced"))

@@ -18,10 +18,10 @@ from weft.kv.block_keys import store_key
 from weft.kv.store_client_proxy import StoreAgent, StoreBusy, StoreLost, StoreSpec
 from weft.kv.tiers import Tier
 from weft_services.kvstore.disk import DiskTier
-from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
+from weft_services.kvstore.evictor import Evictor
 from weft_services.kvstore.master import Master
-from weft_services.kvstore.mover import STAGING_BYTES, Mover, Promotion
-from weft_services.kvstore.remover import Remover
+from weft_services.kvstore.memory_index import IndexLimits, MemoryIndex, StoredBlock
+from weft_services.kvstore.tier_mover import STAGING_BYTES, Promotion, TierMover
 
 logger = logging.getLogger(__name__)
 PROTOCOL = "tcp"
@@ -35,7 +35,7 @@ MAX_BACKOFF_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoreAddress:
     """Where the store listens (`bind_host`), how peers reach it (`host`), the master's port, how much it holds."""
 
     bind_host: str
@@ -45,18 +45,18 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningStore:
     """A store that answers. Without a disk there is nothing to move."""
 
     boot_id: str
     master: Master
     agent: StoreAgent
-    remover: Remover
-    mover: Mover | None = None
+    evictor: Evictor
+    mover: TierMover | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBlock:
     """A block of a match, and where it lies."""
 
     checksum: int
@@ -68,20 +68,20 @@ class NodeStore:
 
     def __init__(
         self,
-        place: Place,
+        place: StoreAddress,
         announce: Callable[[bool], Awaitable[None]],
         disk: DiskTier | None = None,
         limits: IndexLimits | None = None,
     ) -> None:
         self.place = place
         self.disk = disk
-        self.index = BlockIndex(limits)
+        self.index = MemoryIndex(limits)
         self._announce = announce
-        self._running: Running | None = None
+        self._running: RunningStore | None = None
         self._trouble = "the store is starting"
 
     @property
-    def running(self) -> Running:
+    def running(self) -> RunningStore:
         """Raises PeerLost while the store is away."""
         if self._running is None:
             raise PeerLost(self._trouble)
@@ -103,12 +103,12 @@ class NodeStore:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
-    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found]:
+    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[FoundBlock]:
         """The longest leading run that is in the store now; what is in memory stays there for some seconds.
 
         Raises PeerLost, Overloaded.
         """
-        run: list[Found] = []
+        run: list[FoundBlock] = []
         for first in range(0, len(keys), MAX_KEYS_A_CALL):
             for found in await self._find(fingerprint, self._up_to_gap(fingerprint, keys[first:])):
                 if found is None:
@@ -118,9 +118,9 @@ class NodeStore:
                 break
         return run
 
-    async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found | None]:
+    async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[FoundBlock | None]:
         """What there is of each key, None for nothing. Raises PeerLost, Overloaded."""
-        found: list[Found | None] = []
+        found: list[FoundBlock | None] = []
         for first in range(0, len(keys), MAX_KEYS_A_CALL):
             found += await self._find(fingerprint, keys[first : first + MAX_KEYS_A_CALL])
         return found
@@ -130,7 +130,7 @@ class NodeStore:
         running = self.running
         if running.mover is not None:
             running.mover.spill(fingerprint, blocks)
-        running.remover.remove(self.index.add(fingerprint, blocks))
+        running.evictor.evict(self.index.add(fingerprint, blocks))
 
     @property
     def promote_wait_seconds(self) -> float:
@@ -151,7 +151,7 @@ class NodeStore:
     def sweep(self) -> None:
         """Let go of some blocks that are too old, in memory and on disk; call it now and then."""
         if self._running is not None:
-            self._running.remover.remove(self.index.sweep())
+            self._running.evictor.evict(self.index.sweep())
         if self.disk is not None:
             self.disk.sweep()
 
@@ -170,11 +170,11 @@ class NodeStore:
         keys = keys[:MAX_KEYS_A_CALL]
         return keys[: sum(1 for _ in self.known_run(fingerprint, keys))]
 
-    async def _find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found | None]:
+    async def _find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[FoundBlock | None]:
         known = [block for key in keys if (block := self.index.find(fingerprint, key)) is not None]
         exist = await self._exist(fingerprint, known)
         in_memory = {
-            block.key: Found(block.checksum, Tier.DRAM)
+            block.key: FoundBlock(block.checksum, Tier.DRAM)
             for block, is_there in zip(known, exist, strict=True)
             if is_there
         }
@@ -182,9 +182,9 @@ class NodeStore:
         on_disk = [self._on_disk(fingerprint, key) for key in keys]
         return [in_memory.get(key) or below for key, below in zip(keys, on_disk, strict=True)]
 
-    def _on_disk(self, fingerprint: bytes, key: bytes) -> Found | None:
+    def _on_disk(self, fingerprint: bytes, key: bytes) -> FoundBlock | None:
         header = self.disk.find(fingerprint, key) if self.disk is not None else None
-        return Found(header.checksum, Tier.NVME) if header is not None else None
+        return FoundBlock(header.checksum, Tier.NVME) if header is not None else None
 
     async def _exist(self, fingerprint: bytes, known: list[StoredBlock]) -> list[bool]:
         """Forgets those that are gone."""
@@ -203,14 +203,14 @@ class NodeStore:
 
     async def run_once(self) -> None:
         """Ends by StoreLost or by cancellation, with both processes gone."""
-        place = self.place
-        master = await Master.start(place.bind_host, place.host, place.master_port)
+        address = self.place
+        master = await Master.start(address.bind_host, address.host, address.master_port)
         try:
             staging_bytes = STAGING_BYTES if self.disk is not None else 0
-            spec = StoreSpec(master.address, place.host, PROTOCOL, place.segment_bytes, staging_bytes)
+            spec = StoreSpec(master.address, address.host, PROTOCOL, address.segment_bytes, staging_bytes)
             async with StoreAgent.running(spec) as agent:
                 self._running = self._movers(master, agent)
-                logger.info("store of %d MiB at the master %s", place.segment_bytes >> 20, master.address)
+                logger.info("store of %d MiB at the master %s", address.segment_bytes >> 20, master.address)
                 await self._announce(True)
                 await self._keep(self._running)
         finally:
@@ -220,16 +220,16 @@ class NodeStore:
                 await self._announce(False)
             await master.stop()
 
-    def _movers(self, master: Master, agent: StoreAgent) -> Running:
+    def _movers(self, master: Master, agent: StoreAgent) -> RunningStore:
         """What goes down, up and out of this start of the store."""
-        mover = Mover(agent, self.disk, self._promoted) if self.disk is not None else None
-        remover = Remover(agent, self.index, mover.until_spilled if mover is not None else _at_once)
-        return Running(uuid.uuid4().hex, master, agent, remover, mover)
+        mover = TierMover(agent, self.disk, self._promoted) if self.disk is not None else None
+        remover = Evictor(agent, self.index, mover.until_spilled if mover is not None else _at_once)
+        return RunningStore(uuid.uuid4().hex, master, agent, remover, mover)
 
     def _promoted(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
-        self.running.remover.remove(self.index.add(fingerprint, blocks))
+        self.running.evictor.evict(self.index.add(fingerprint, blocks))
 
-    async def _keep(self, running: Running) -> None:
+    async def _keep(self, running: RunningStore) -> None:
         """Ends by StoreLost. A move that waits for the disk then may end later: its staging area is its own."""
         loss: BaseException | None = None
         with cancellation_heeded():
@@ -237,7 +237,7 @@ class NodeStore:
                 async with asyncio.TaskGroup() as tasks:
                     if running.mover is not None:
                         tasks.create_task(running.mover.run())
-                    tasks.create_task(running.remover.run())
+                    tasks.create_task(running.evictor.run())
                     # not one more task: a group that waits at its end for one that fails leaves us cancelled for ever
                     await self._watch(running)
             except* StoreLost as lost:
@@ -245,7 +245,7 @@ class NodeStore:
         if loss is not None:  # here: Python before 3.11.4 wraps what is raised above in a group once more
             raise loss
 
-    async def _watch(self, running: Running) -> None:
+    async def _watch(self, running: RunningStore) -> None:
         """A frozen master is as useless as a dead one."""
         failures = 0
         while running.master.is_running and running.agent.is_running:

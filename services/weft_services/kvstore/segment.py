@@ -1,7 +1,7 @@
-"""One file of the disk tier: records one after another, only ever appended to. Blocking calls, for a thread.
+"""Segment files of the disk tier: append-only files of records, each a header followed by the bytes of a block.
 
-A last record that was not written whole is cut off when the file is opened again. One in between whose header is
-damaged is dead space: the next one is found by its magic.
+All calls block and run on a thread. Opening a file cuts off an incomplete last record. A record with a damaged
+header in the middle is dead space; the next record is found by its magic.
 """
 
 from __future__ import annotations
@@ -10,26 +10,125 @@ import errno
 import fcntl
 import os
 import re
+import struct
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 
 import xxhash
 
-from weft_services.kvstore.closing import close_soon, start_closing
-from weft_services.kvstore.record import HEADER_BYTES, MAGIC, RecordHeader, pack, unpack
+# magic, fingerprint, tenant, length of the key, key, length of the tenant, 2 bytes of padding, idle seconds, size,
+# checksum, time of storing
+_FIELDS = struct.Struct("<8s16s8sB64sB2xIQQd")
+_SUM = struct.Struct("<Q")
+FINGERPRINT_BYTES = 16
+HEADER_BYTES = _FIELDS.size + _SUM.size
+MAGIC = b"weftkv01"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """`checksum` is the xxh3_64 of the block's bytes, `stored_at` in seconds since the epoch; 0 `idle_seconds`: any."""
+
+    fingerprint: bytes
+    tenant: bytes
+    key: bytes
+    size_bytes: int
+    checksum: int
+    stored_at: float
+    idle_seconds: int = 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Header and block."""
+        return HEADER_BYTES + self.size_bytes
+
+
+def pack(header: RecordHeader) -> bytes:
+    """The header's bytes, its own checksum last."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        header.fingerprint,
+        header.tenant,
+        len(header.key),
+        header.key,
+        len(header.tenant),
+        header.idle_seconds,
+        header.size_bytes,
+        header.checksum,
+        header.stored_at,
+    )
+    return fields + _SUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack(data: bytes) -> RecordHeader | None:
+    """None for anything that `pack` did not write whole."""
+    if len(data) != HEADER_BYTES:
+        return None
+    fields = data[: _FIELDS.size]
+    if _SUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
+        return None
+    values = _FIELDS.unpack(fields)
+    magic, fingerprint, tenant, key_bytes, key, tenant_bytes = values[:6]
+    idle_seconds, size_bytes, checksum, stored_at = values[6:]
+    if magic != MAGIC:
+        return None
+    # records that were written before the length was have 0 there
+    tenant = tenant[: tenant_bytes or len(tenant.rstrip(b"\0"))]
+    return RecordHeader(fingerprint, tenant, key[:key_bytes], size_bytes, checksum, stored_at, idle_seconds)
+
+
+# what a disk that hangs may keep those waiting who would write; they may find less room then, which they can bear
+MAX_CLOSE_WAIT_SECONDS = 30.0
+# no longer than there are descriptors; this queue, as it takes more also while it is busy with that: files are let go
+# of wherever the last reference ends
+_waiting: SimpleQueue[int | threading.Event] = SimpleQueue()
+
+
+def close_soon(fd: int) -> None:
+    """For a finalizer, on any thread; `start_closing` comes first."""
+    _waiting.put(fd)
+
+
+def until_closed() -> None:
+    """Blocks until everything is closed that has been let go of by now, at most MOST_SECONDS."""
+    done = threading.Event()
+    _waiting.put(done)
+    done.wait(MAX_CLOSE_WAIT_SECONDS)
+
+
+@cache
+def start_closing() -> None:
+    """Once in a process. It ends with that, which closes whatever still waits."""
+    threading.Thread(target=_close_all, name="weft-disk-close", daemon=True).start()
+
+
+def _close_all() -> None:
+    while True:
+        item = _waiting.get()
+        if isinstance(item, threading.Event):
+            item.set()
+            continue
+        with suppress(OSError):  # an error of what was written before; the descriptor is free all the same
+            os.close(item)
+
 
 SUFFIX = ".kvlog"
 LOCK_NAME = "lock"
 NAME = re.compile(rf"[0-9a-f]{{16}}{SUFFIX}")
 # what a disk or a file system says of content that it cannot give any more; all else may be better another time
-LOSSES = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+UNREADABLE_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 
 SEARCH_BYTES = 1024 * 1024  # read at a time, where the next record has to be looked for
 
 
-class Damaged(OSError):
+class SegmentDamaged(OSError):
     """A file was opened, and its content cannot be read."""
 
 
@@ -120,8 +219,8 @@ class Segment:
         try:
             return os.pread(self._fd, num_bytes, offset)
         except OSError as error:
-            if error.errno in LOSSES:
-                raise Damaged(error.errno, error.strerror, str(self.path)) from error
+            if error.errno in UNREADABLE_ERRNOS:
+                raise SegmentDamaged(error.errno, error.strerror, str(self.path)) from error
             raise
 
     def _header(self, offset: int) -> RecordHeader | None:

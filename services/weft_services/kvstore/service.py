@@ -12,9 +12,9 @@ from weft.kv.tiers import Tier
 from weft.rpc.wire import retention_from_wire
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
-from weft_services.kvstore.index import StoredBlock
-from weft_services.kvstore.node import PROTOCOL, Found, NodeStore
-from weft_services.kvstore.places import PlaceIndex, Report
+from weft_services.kvstore.memory_index import StoredBlock
+from weft_services.kvstore.node import PROTOCOL, FoundBlock, NodeStore
+from weft_services.kvstore.pool_index import BlockReport, PoolIndex
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 FINGERPRINT_BYTES = 16
@@ -30,7 +30,7 @@ TIERS = {Tier.DRAM: pb2.STORE_TIER_DRAM, Tier.NVME: pb2.STORE_TIER_NVME}
 class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
     """The rpcs about the store answer UNAVAILABLE while it is away."""
 
-    def __init__(self, store: NodeStore, places: PlaceIndex) -> None:
+    def __init__(self, store: NodeStore, places: PoolIndex) -> None:
         self._store = store
         self._places = places
 
@@ -56,7 +56,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         with trace.served("match", trace.incoming(context.invocation_metadata())) as span:
             found = await find(request.fingerprint, request.keys)
             if span is not None:
-                span.set({"weft.api_keys": len(request.keys), "weft.found": sum(block is not None for block in found)})
+                span.set({"weft.keys": len(request.keys), "weft.found": sum(block is not None for block in found)})
         return match_to_wire(found, self._store.promote_wait_seconds)
 
     async def Promote(self, request: pb2.PromoteRequest, context: Any) -> pb2.PromoteResponse:
@@ -65,7 +65,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         with trace.served("promote", trace.incoming(context.invocation_metadata())) as span:
             promotion = await self._store.promote(request.fingerprint, request.keys)
             if span is not None:
-                span.set({"weft.api_keys": len(request.keys), "weft.promoted": promotion.num_blocks})
+                span.set({"weft.keys": len(request.keys), "weft.promoted": promotion.num_blocks})
         waited_ms = round(1000 * promotion.waited_seconds)
         return pb2.PromoteResponse(num_promoted=promotion.num_blocks, waited_ms=waited_ms)
 
@@ -111,9 +111,9 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
             )
 
 
-def report_from_wire(request: pb2.ReportBlocksRequest) -> Report:
+def report_from_wire(request: pb2.ReportBlocksRequest) -> BlockReport:
     """Keys are copied out of the message once."""
-    return Report(
+    return BlockReport(
         request.worker_id,
         request.boot_id,
         request.fingerprint,
@@ -124,7 +124,7 @@ def report_from_wire(request: pb2.ReportBlocksRequest) -> Report:
     )
 
 
-def match_to_wire(found: Sequence[Found | None], promote_wait_seconds: float) -> pb2.MatchResponse:
+def match_to_wire(found: Sequence[FoundBlock | None], promote_wait_seconds: float) -> pb2.MatchResponse:
     """0 and no tier for what is not there."""
     return pb2.MatchResponse(
         checksums=[block.checksum if block else 0 for block in found],

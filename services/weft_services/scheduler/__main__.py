@@ -7,18 +7,16 @@ from weft import log, metrics, trace
 from weft.config import describe, read_config
 from weft.rpc.server import RpcServer, run, settle_heap, until_signal
 from weft.stall_clock import AwakeClock
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.config import Config
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.lease import Lease
-from weft_services.scheduler.peers import KvStore
-from weft_services.scheduler.planner import RolePlanner
+from weft_services.scheduler.kvstore_client import KvStoreClient, PrefixLocator, StoreUsagePoller
+from weft_services.scheduler.leader_lease import LeaderLease
+from weft_services.scheduler.role_balancer import RoleBalancer
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
-from weft_services.scheduler.store_watch import StoreWatch
-from weft_services.scheduler.targets import parse_targets
-from weft_services.scheduler.waiting import WaitingRoom
-from weft_services.scheduler.whereabouts import Whereabouts
+from weft_services.scheduler.slo import parse_targets
 
 
 async def main(config: Config) -> None:
@@ -26,17 +24,17 @@ async def main(config: Config) -> None:
     logging.info(describe(config))
     trace.setup("scheduler")
     log.mark("imports")
-    affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
-    lease = Lease(config.redis_url, "planner")
-    planner = RolePlanner(config.planner_limits, lambda: lease.is_held) if config.planner_limits else None
+    affinity = AffinityStore(config.redis_url, config.affinity_ttl_seconds)
+    lease = LeaderLease(config.redis_url, "planner")
+    planner = RoleBalancer(config.planner_limits, lambda: lease.is_held) if config.planner_limits else None
     router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys, planner)
-    kvstore = KvStore(config.kvstore_addr) if config.kvstore_addr else None
-    whereabouts = Whereabouts(kvstore.locate if kvstore else None)
-    make_room = partial(WaitingRoom, config.max_queue, config.queue_seconds)
+    kvstore = KvStoreClient(config.kvstore_addr) if config.kvstore_addr else None
+    locator = PrefixLocator(kvstore.locate if kvstore else None)
+    make_queue = partial(AdmissionQueue, config.max_queue, config.queue_seconds)
     clock = AwakeClock(on_standstill=metrics.STANDSTILL_SECONDS.inc)
-    dispatcher = Dispatcher(router, affinity, make_room, clock, whereabouts)
+    dispatcher = Dispatcher(router, affinity, make_queue, clock, locator)
     rpc = RpcServer(NAMES)
-    store = StoreWatch(kvstore.describe) if kvstore else None
+    store = StoreUsagePoller(kvstore.describe) if kvstore else None
     register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds, store, clock)
     metrics_port = metrics.expose(config.host, config.metrics_port)
     logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)

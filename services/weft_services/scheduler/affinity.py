@@ -19,7 +19,7 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
-from weft_services.scheduler.state import NO_PREFERENCE, Preference
+from weft_services.scheduler.routing_types import NO_AFFINITY, SessionAffinity
 
 # All of a batch in one call. KEYS: names to read, to bind, and where to look for a worker that failed, in this order,
 # so that the last see what was bound. ARGV: seconds, how many are read and bound, what to bind, who failed. Reading
@@ -55,7 +55,7 @@ class _Write:
     """Bind the session to the preference, or, with `failed_id`, forget it where it names that worker."""
 
     name: str
-    preference: Preference = NO_PREFERENCE
+    affinity: SessionAffinity = NO_AFFINITY
     failed_id: str = ""
 
 
@@ -75,7 +75,7 @@ class _Batch:
     drops: list[_Write] = field(default_factory=list)
 
 
-class Affinity:
+class AffinityStore:
     """Sessions and their workers. Without a URL, or before `run`, it knows nobody and writes nothing."""
 
     def __init__(
@@ -96,19 +96,19 @@ class Affinity:
         self._has_news = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None  # while `run` is running
 
-    async def lookup(self, model: str, session: bytes) -> Preference:
+    async def lookup(self, model: str, session: bytes) -> SessionAffinity:
         """Where the session's cache is; no preference when it is not known or Valkey does not answer in time."""
         if not session or self._loop is None or self._valkey is None or self._valkey.is_resting:
-            return NO_PREFERENCE
+            return NO_AFFINITY
         read = _Read(_name(model, session), self._loop.create_future())
         self._reads.append(read)
         self._has_news.set()
         found = await read.found
-        return _parse(found, self._writer) if found else NO_PREFERENCE
+        return _parse(found, self._writer) if found else NO_AFFINITY
 
-    def bind(self, model: str, session: bytes, preference: Preference) -> None:
+    def bind(self, model: str, session: bytes, affinity: SessionAffinity) -> None:
         """The session has been served there. Written soon; dropped when the queue is full."""
-        self._enqueue(session, _Write(_name(model, session), preference))
+        self._enqueue(session, _Write(_name(model, session), affinity))
 
     def drop(self, model: str, session: bytes, failed_id: str) -> None:
         """The session's request failed on that worker: it is preferred no more."""
@@ -126,7 +126,7 @@ class Affinity:
                 await self._has_news.wait()
                 self._has_news.clear()
                 while self._reads or self._writes:
-                    await self._carry_out(self._valkey, self._next_batch())
+                    await self._run_batch(self._valkey, self._next_batch())
                 self._has_written.set()
         finally:
             self._loop = None
@@ -151,7 +151,7 @@ class Affinity:
             (batch.drops if write.failed_id else batch.binds).append(write)
         return batch
 
-    async def _carry_out(self, valkey: Valkey, batch: _Batch) -> None:
+    async def _run_batch(self, valkey: Valkey, batch: _Batch) -> None:
         found: Sequence[bytes | None] = ()
         try:
             found = await valkey.ask(lambda redis: self._exchange(redis, batch)) or ()
@@ -162,7 +162,7 @@ class Affinity:
         """What is there for each read."""
         assert self._script is not None
         names = [each.name for each in batch.reads] + [each.name for each in batch.binds + batch.drops]
-        values = [_format(write.preference, self._writer) for write in batch.binds]
+        values = [_format(write.affinity, self._writer) for write in batch.binds]
         sizes = (self._ttl_seconds, len(batch.reads), len(batch.binds))
         failed = [write.failed_id for write in batch.drops]
         found: list[bytes | None] = await self._script(names, (*sizes, *values, *failed), client=redis)
@@ -180,14 +180,14 @@ def _name(model: str, session: bytes) -> str:
     return f"weft:affinity:{model}:{session.hex()}"
 
 
-def _format(preference: Preference, writer: str) -> str:
-    starts = f"{preference.prefill_boot}\n{preference.decode_boot}\n{writer}"
-    return f"{preference.prefill_id}\n{preference.decode_id}\n{preference.num_tokens}\n{starts}"
+def _format(affinity: SessionAffinity, writer: str) -> str:
+    starts = f"{affinity.prefill_boot}\n{affinity.decode_boot}\n{writer}"
+    return f"{affinity.prefill_id}\n{affinity.decode_id}\n{affinity.num_tokens}\n{starts}"
 
 
-def _parse(value: bytes, reader: str) -> Preference:
+def _parse(value: bytes, reader: str) -> SessionAffinity:
     """What a scheduler wrote, this one or an older one, which named no starts; a number that is none counts as none."""
     parts = value.decode(errors="replace").split("\n")
     prefill_id, decode_id, digits, prefill_boot, decode_boot, writer = (*parts, *[""] * 5)[:6]
     tokens = int(digits) if digits.isdecimal() and len(digits) < MAX_DIGITS else 0
-    return Preference(prefill_id, decode_id, tokens, prefill_boot, decode_boot, writer != reader)
+    return SessionAffinity(prefill_id, decode_id, tokens, prefill_boot, decode_boot, writer != reader)

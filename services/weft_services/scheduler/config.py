@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config import ConfigError
-from weft_services.scheduler.planner import Limits, parse_limits
-from weft_services.scheduler.targets import parse_targets
+from weft_services.scheduler.role_balancer import BalancerLimits, parse_limits
+from weft_services.scheduler.slo import parse_targets
 
 # reports missed before a worker counts as gone
 MAX_MISSED_REPORTS = 5
@@ -52,7 +52,7 @@ class Config:
         parse_limits(self.planner, self.planner_least, self.planner_pause_seconds)
 
     @property
-    def planner_limits(self) -> Limits | None:
+    def planner_limits(self) -> BalancerLimits | None:
         """None: nobody's role is planned."""
         return parse_limits(self.planner, self.planner_least, self.planner_pause_seconds)
 

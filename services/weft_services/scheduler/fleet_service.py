@@ -27,10 +27,10 @@ from weft.stall_clock import AwakeTimeout
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
-from weft_services.scheduler.arrivals import Arrival, Arrivals
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.state import Worker, WorkerInfo, WorkerReport
-from weft_services.scheduler.store_watch import StoreWatch
+from weft_services.scheduler.fleet import Arrival, LoadingWorkers
+from weft_services.scheduler.fleet_state import Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.kvstore_client import StoreUsagePoller
 
 MAX_NAME_CHARS = 256
 _WORKER_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -43,10 +43,10 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        arrivals: Arrivals,
+        arrivals: LoadingWorkers,
         report_interval_ms: int,
         silence_seconds: float,
-        store: StoreWatch | None = None,
+        store: StoreUsagePoller | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`silence_seconds` by the clock end a membership."""
@@ -74,8 +74,10 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
                 if message.WhichOneof("message") != "report":
                     raise InvalidRequest("only reports may follow hello", "report")
                 self._dispatcher.report(worker, _report(message.report))
-                if any(wish is not None for wish in (worker.drain_wish, worker.role_wish, worker.park_wish)):
-                    yield self._wishes(worker)
+                if any(
+                    wish is not None for wish in (worker.drain_requested, worker.role_requested, worker.park_requested)
+                ):
+                    yield self._requested_changes(worker)
             why = "said goodbye"
         except TimeoutError:
             why = "silent"
@@ -92,7 +94,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         announcement = self._arrivals.begin()
         try:
             while (message := await self._next(request_iterator)) is not None:
-                self._arrivals.tell(announcement, _arrival(message.arrival))
+                self._arrivals.update(announcement, _arrival(message.arrival))
         finally:
             self._arrivals.end(announcement)
         return pb.AnnounceResponse()
@@ -104,19 +106,19 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> pb.ListWorkersResponse:
         """See the proto."""
         workers, with_hand_offs = self._dispatcher.workers(), not request.without_hand_offs
-        use = self._store.use if self._store is not None else None
+        use = self._store.usage if self._store is not None else None
         return pb.ListWorkersResponse(
             workers=[_status(w, self._dispatcher.age_seconds(w), with_hand_offs) for w in workers],
             store=pb.StoreStatus(**asdict(use)) if use is not None else None,
             waiting_requests=self._dispatcher.num_waiting,
-            arrivals=self._awaited({worker.worker_id for worker in workers}),
+            arrivals=self._loading({worker.worker_id for worker in workers}),
         )
 
-    def _awaited(self, joined: Container[str]) -> list[pb.WorkerArrival]:
+    def _loading(self, joined: Container[str]) -> list[pb.WorkerArrival]:
         """Those not joined: a worker ends its announcement a moment after it has."""
         return [
             _arrival_to_wire(arrival, seconds)
-            for arrival, seconds in self._arrivals.waited_for()
+            for arrival, seconds in self._arrivals.loading()
             if arrival.worker_id not in joined
         ]
 
@@ -124,7 +126,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
     ) -> pb.DrainResponse:
         """See the proto."""
-        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._dispatcher.drain(request.worker_id, not request.undo)
         return pb.DrainResponse()
 
@@ -132,7 +134,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleResponse]
     ) -> pb.SetRoleResponse:
         """See the proto."""
-        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._dispatcher.set_role(request.worker_id, _role("role", request.role))
         return pb.SetRoleResponse()
 
@@ -140,13 +142,13 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self, request: pb.ParkRequest, context: grpc.aio.ServicerContext[pb.ParkRequest, pb.ParkResponse]
     ) -> pb.ParkResponse:
         """See the proto."""
-        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._dispatcher.park(request.worker_id, not request.undo, request.even_last)
         return pb.ParkResponse()
 
-    def _wishes(self, worker: Worker) -> pb.JoinResponse:
-        role = role_to_wire(worker.role_wish) if worker.role_wish else common_pb2.WORKER_ROLE_UNSPECIFIED
-        interval_ms, drain, park = self._report_interval_ms, worker.drain_wish, worker.park_wish
+    def _requested_changes(self, worker: Worker) -> pb.JoinResponse:
+        role = role_to_wire(worker.role_requested) if worker.role_requested else common_pb2.WORKER_ROLE_UNSPECIFIED
+        interval_ms, drain, park = self._report_interval_ms, worker.drain_requested, worker.park_requested
         return pb.JoinResponse(report_interval_ms=interval_ms, drain=drain, park=park, role=role)
 
     async def _next(self, requests: AsyncIterator[MessageT]) -> MessageT | None:
@@ -154,7 +156,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
             return await anext(requests, None)
 
 
-def _at_most(param: str, size: int, limit: int) -> None:
+def _check_size(param: str, size: int, limit: int) -> None:
     if size > limit:
         raise InvalidRequest(f"{param}: {size} is more than {limit}", param)
 
@@ -167,8 +169,8 @@ def _check_id(param: str, worker_id: str) -> None:
 def _arrival(arrival: pb.WorkerArrival) -> Arrival:
     _check_id("arrival.worker_id", arrival.worker_id)
     role = _role("arrival.role", arrival.role)
-    _at_most("arrival.model", len(arrival.model), MAX_NAME_CHARS)
-    _at_most("arrival.phase", len(arrival.phase), MAX_NAME_CHARS)
+    _check_size("arrival.model", len(arrival.model), MAX_NAME_CHARS)
+    _check_size("arrival.phase", len(arrival.phase), MAX_NAME_CHARS)
     return Arrival(arrival.worker_id, role, arrival.model, arrival.phase, arrival.done_bytes, arrival.total_bytes)
 
 
@@ -196,7 +198,7 @@ def _info(hello: pb.WorkerHello) -> WorkerInfo:
     sizes = (hello.num_blocks, hello.max_context_tokens, hello.fingerprint.block_tokens)
     if not all(sizes) or not hello.worker.address:
         raise InvalidRequest("hello needs an address, num_blocks, max_context_tokens and block_tokens", "hello")
-    _at_most("hello.model", len(hello.model), MAX_NAME_CHARS)
+    _check_size("hello.model", len(hello.model), MAX_NAME_CHARS)
     return WorkerInfo(
         address=address_from_wire(hello.worker),
         role=_role("hello.role", hello.role),
@@ -275,8 +277,8 @@ def _status(worker: Worker, age_seconds: float, with_hand_offs: bool) -> pb.Work
     return pb.WorkerStatus(
         hello=_info_to_wire(worker.info),
         report=_report_to_wire(worker.report, with_hand_offs),
-        booked_prefill_tokens=worker.booked.prefill_tokens,
-        booked_decode_tokens=worker.booked.decode_tokens,
-        booked_requests=worker.booked.requests,
+        booked_prefill_tokens=worker.reserved.prefill_tokens,
+        booked_decode_tokens=worker.reserved.decode_tokens,
+        booked_requests=worker.reserved.requests,
         report_age_ms=round(age_seconds * 1000),
     )

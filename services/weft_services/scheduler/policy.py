@@ -19,10 +19,10 @@ import numpy as np
 
 from weft.errors import NotFound
 from weft.request import ModelFingerprint, WorkerRole
-from weft_services.scheduler.passing import FREE, Passage
-from weft_services.scheduler.refusals import refusal
-from weft_services.scheduler.served import Row, Served
-from weft_services.scheduler.state import INFINITE, Demand, Placement, Worker
+from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
+from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Row, Worker
+from weft_services.scheduler.routing_types import PlacementDecision, RoutingInput
+from weft_services.scheduler.slo import rejection
 
 # how much more a prompt token that must be computed weighs than one that waits already: no more while there are idle
 # workers, since a second copy of a prefix is of use too; much more once nearly all are busy, when only hits make room.
@@ -30,7 +30,7 @@ from weft_services.scheduler.state import INFINITE, Demand, Placement, Worker
 # and 80 % load, more has at 95 %, and more hits
 IDLE_SHARE = 0.3
 STEEPNESS = 2.5
-MAX_CARE = 64.0
+MAX_UNCACHED_WEIGHT = 64.0
 # costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
 TIE_SHARE = 0.02
 TIE_SECONDS = 0.005
@@ -38,7 +38,7 @@ TIE_SECONDS = 0.005
 # prefix. With nothing cached, few prompts before it count more than few tokens (loadtest.fleet compare, Azure trace).
 SPREAD_SHARE = 0.25
 # a session's own word on where its cache is counts less than what was dispatched there, by who knows that
-CLAIM_CREDIT = 0.5
+AFFINITY_CREDIT = 0.5
 # moving blocks to another worker: a part of what computing them takes, and a round trip
 HANDOFF_SHARE = 0.05
 HANDOFF_SECONDS = 0.01
@@ -52,51 +52,53 @@ MAX_DECODE_POOLS = 2
 MAX_PREFILL_POOLS = 4
 
 
-def choose(models: Mapping[str, Served], demand: Demand, now: float, passage: Passage = FREE) -> Placement:
+def choose(
+    models: Mapping[str, ModelWorkers], routing: RoutingInput, now: float, window: BackfillWindow = UNRESTRICTED
+) -> PlacementDecision:
     """Where the request goes. `models`: every model ever served and its live workers; `passage`: which of them it may
     take, where it goes past others.
 
     Raises PeerLost, Overloaded, NotFound or InvalidRequest, having changed nothing.
     """
-    model = demand.query.model
+    model = routing.query.model
     if models and model not in models:
         raise NotFound(f"no worker serves the model {model!r}")
-    served = models.get(model) or Served()
-    return _View(served, demand, now, care_at(served.utilization), passage).choose()
+    members = models.get(model) or ModelWorkers()
+    return _Chooser(members, routing, now, uncached_weight(members.utilization), window).choose()
 
 
-def care_at(utilization: float) -> float:
+def uncached_weight(utilization: float) -> float:
     """The weight of an uncached token: what a second of work costs those behind it grows faster than their queues,
     which grow as 1 / (1 - utilization)."""
     idle = max(1.0 - utilization, 0.01)
-    care: float = (IDLE_SHARE / idle) ** STEEPNESS
-    return min(max(care, 1.0), MAX_CARE)
+    uncached_weight: float = (IDLE_SHARE / idle) ** STEEPNESS
+    return min(max(uncached_weight, 1.0), MAX_UNCACHED_WEIGHT)
 
 
-def held_tokens(demand: Demand, worker: Worker) -> int:
+def held_tokens(routing: RoutingInput, worker: Worker) -> int:
     """Tokens of the prompt that need not be computed there. The last one always is: it gives the first new token."""
-    preference, prefixes = demand.preference, demand.prefixes
+    affinity, prefixes = routing.affinity, routing.prefixes
     held = prefixes.held.get(worker, 0)
     # our own word of old says no more than the index that was written with it, where that knows anything at all
-    is_heard = preference.is_news or not prefixes.held
-    if is_heard and worker.worker_id in (preference.prefill_id, preference.decode_id):
-        held = max(held, int(CLAIM_CREDIT * preference.num_tokens))
-    return min(held, demand.query.prompt_tokens - 1)
+    is_heard = affinity.is_foreign or not prefixes.held
+    if is_heard and worker.worker_id in (affinity.prefill_id, affinity.decode_id):
+        held = max(held, int(AFFINITY_CREDIT * affinity.num_tokens))
+    return min(held, routing.query.prompt_tokens - 1)
 
 
-def uncached_tokens(demand: Demand, worker: Worker) -> int:
+def uncached_tokens(routing: RoutingInput, worker: Worker) -> int:
     """Tokens to compute there, with what comes out of the store counted for what fetching it costs."""
-    return _uncomputed(demand, held_tokens(demand, worker))
+    return _uncomputed(routing, held_tokens(routing, worker))
 
 
-def _uncomputed(demand: Demand, held: int) -> int:
-    return demand.query.prompt_tokens - held - int(_store_saves(demand, held))
+def _uncomputed(routing: RoutingInput, held: int) -> int:
+    return routing.query.prompt_tokens - held - int(_store_saves(routing, held))
 
 
-def _store_saves(demand: Demand, held: int) -> float:
+def _store_saves(routing: RoutingInput, held: int) -> float:
     """How many tokens' worth of computing, where so many are held already."""
-    prefixes = demand.prefixes
-    end = min(prefixes.stored_tokens, demand.query.prompt_tokens - 1)
+    prefixes = routing.prefixes
+    end = min(prefixes.stored_tokens, routing.query.prompt_tokens - 1)
     if end <= held:
         return 0.0
     on_disk = max(end - max(prefixes.stored_tokens - prefixes.disk_tokens, held), 0)
@@ -104,7 +106,7 @@ def _store_saves(demand: Demand, held: int) -> float:
 
 
 @dataclass(slots=True)
-class _Pick:
+class _Candidate:
     """A worker and its cost."""
 
     worker: Worker
@@ -112,92 +114,94 @@ class _Pick:
 
 
 @dataclass(slots=True)
-class _View:
+class _Chooser:
     """One request before one model's workers."""
 
-    served: Served
-    demand: Demand
+    members: ModelWorkers
+    routing: RoutingInput
     now: float
-    care: float
-    passage: Passage
+    weight: float
+    window: BackfillWindow
 
-    def choose(self) -> Placement:
+    def choose(self) -> PlacementDecision:
         """Decode first: it must have room for the answer. Then who computes the prompt, and whether they are one."""
-        served = self.served
-        if self.demand.query.computes_prompt:
-            one = self._pick(WorkerRole.DECODE, self._whole_costs(), None).worker
-            return self._placed(one, one)
+        members = self.members
+        if self.routing.query.computes_prompt:
+            one = self._pick(WorkerRole.DECODE, self._combined_costs(), None).worker
+            return self._decide(one, one)
         prefill_costs, decode_costs = self._prefill_costs(), self._decode_costs()
-        partners = None if served.is_uniform else self._partners(prefill_costs)
+        partners = None if members.is_uniform else self._prefill_fingerprints(prefill_costs)
         decode = self._pick(WorkerRole.DECODE, decode_costs, partners)
-        mates = None if served.is_uniform else {decode.worker.info.fingerprint}
+        mates = None if members.is_uniform else {decode.worker.info.fingerprint}
         prefill = self._pick(WorkerRole.PREFILL, prefill_costs, mates)
-        both = self._one(decode, prefill, prefill_costs, decode_costs)
-        return self._placed(both, both) if both else self._placed(decode.worker, prefill.worker)
+        both = self._single_worker(decode, prefill, prefill_costs, decode_costs)
+        return self._decide(both, both) if both else self._decide(decode.worker, prefill.worker)
 
-    def _partners(self, prefill_costs: Row) -> Set[ModelFingerprint]:
+    def _prefill_fingerprints(self, prefill_costs: Row) -> Set[ModelFingerprint]:
         """What those run who could compute the prompt; where nobody could, all, so that the refusal says why."""
-        slots, prefills = self.served.prefill_slots, self.served.prefills
+        slots, prefills = self.members.prefill_slots, self.members.prefills
         able = {
             worker.info.fingerprint
             for worker in prefills
-            if prefill_costs[slots[worker]] < INFINITE and self._can(WorkerRole.PREFILL, worker, None)
+            if prefill_costs[slots[worker]] < INFINITE and self._is_eligible(WorkerRole.PREFILL, worker, None)
         }
         return able or {worker.info.fingerprint for worker in prefills}
 
     def _prefill_costs(self) -> Row:
-        demand, served, last = self.demand, self.served, self.demand.query.prompt_tokens - 1
-        slots, preferred = served.prefill_slots, served.by_id.get(demand.preference.prefill_id)
+        routing, members, last = self.routing, self.members, self.routing.query.prompt_tokens - 1
+        slots, preferred = members.prefill_slots, members.by_id.get(routing.affinity.prefill_id)
         tokens, weighed = self._work(0)
-        is_new = preferred is None and not demand.prefixes.held
-        costs = served.prefill_costs(tokens * SPREAD_SHARE if is_new else tokens, weighed)
-        costs += served.bars[WorkerRole.PREFILL]
+        is_new = preferred is None and not routing.prefixes.held
+        costs = members.prefill_costs(tokens * SPREAD_SHARE if is_new else tokens, weighed)
+        costs += members.role_masks[WorkerRole.PREFILL]
         own, weight, before = 0, 0.0, -1  # nearly all who hold anything hold what is common, and no more
-        for worker, tokens in demand.prefixes.held.items():
+        for worker, tokens in routing.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
                 if tokens != before:
                     before = tokens
                     own, weight = self._work(tokens if tokens < last else last)
                 costs[slot] = worker.prefill_cost(own, weight)
         if preferred is not None and (slot := slots.get(preferred)) is not None:
-            costs[slot] = preferred.prefill_cost(*self._work(held_tokens(demand, preferred)))
+            costs[slot] = preferred.prefill_cost(*self._work(held_tokens(routing, preferred)))
         return costs
 
     def _work(self, held: int) -> tuple[int, float]:
         """Tokens to compute where so many are held, and how many they count for against a worker. What is fetched costs
         nobody else anything: it comes while others compute."""
-        prefixes, total = self.demand.prefixes, self.demand.query.prompt_tokens
-        saved = _store_saves(self.demand, held)
+        prefixes, total = self.routing.prefixes, self.routing.query.prompt_tokens
+        saved = _store_saves(self.routing, held)
         there = max(held, min(prefixes.stored_tokens, total - 1))
         own = total - max(there, prefixes.common_tokens)
-        weight = self.care * own + max(prefixes.common_tokens - there, 0) + (there - held - saved)
+        weight = self.weight * own + max(prefixes.common_tokens - there, 0) + (there - held - saved)
         return total - held - int(saved), weight
 
     def _decode_costs(self) -> Row:
-        demand, served = self.demand, self.served
-        own, last = demand.query.prompt_tokens + demand.output_tokens, demand.query.prompt_tokens - 1
-        costs = served.decode_costs(own)
-        costs += served.bars[WorkerRole.DECODE]
-        slots, preferred = served.decode_slots, served.by_id.get(demand.preference.decode_id)
-        for worker, held in demand.prefixes.held.items():
+        routing, members = self.routing, self.members
+        own, last = routing.query.prompt_tokens + routing.output_tokens, routing.query.prompt_tokens - 1
+        costs = members.decode_costs(own)
+        costs += members.role_masks[WorkerRole.DECODE]
+        slots, preferred = members.decode_slots, members.by_id.get(routing.affinity.decode_id)
+        for worker, held in routing.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
                 costs[slot] -= (held if held < last else last) * worker.decode_token_seconds
         if preferred is not None and (slot := slots.get(preferred)) is not None:
-            known = min(demand.prefixes.held.get(preferred, 0), last)
-            costs[slot] -= (held_tokens(demand, preferred) - known) * preferred.decode_token_seconds
+            known = min(routing.prefixes.held.get(preferred, 0), last)
+            costs[slot] -= (held_tokens(routing, preferred) - known) * preferred.decode_token_seconds
         return costs
 
-    def _whole_costs(self) -> Row:
+    def _combined_costs(self) -> Row:
         """Of whoever decodes and computes all of the prompt."""
-        return self._decode_costs() + self.served.prefill_costs(*self._work(0))
+        return self._decode_costs() + self.members.prefill_costs(*self._work(0))
 
-    def _one(self, decode: _Pick, prefill: _Pick, prefill_costs: Row, decode_costs: Row) -> Worker | None:
+    def _single_worker(
+        self, decode: _Candidate, prefill: _Candidate, prefill_costs: Row, decode_costs: Row
+    ) -> Worker | None:
         """The worker that had better do both, if there is one."""
-        query, served = self.demand.query, self.served
+        query, members = self.routing.query, self.members
         if prefill.worker is decode.worker:
             return decode.worker
         handoff = HANDOFF_SECONDS + HANDOFF_SHARE * query.prompt_tokens * prefill.worker.token_seconds
-        if served.firsts[WorkerRole.BOTH] is not None:
+        if members.first_by_role[WorkerRole.BOTH] is not None:
             both = self._best(WorkerRole.BOTH, prefill_costs + decode_costs, None)
             if both is None or both.cost > prefill.cost + decode.cost + handoff:
                 return None
@@ -206,29 +210,31 @@ class _View:
             return both.worker if is_needed or not self._is_suspect(both.worker) else None
         # a session's word is not enough to compute among those that generate
         worker = decode.worker
-        own = query.prompt_tokens - min(self.demand.prefixes.held.get(worker, 0), query.prompt_tokens - 1)
+        own = query.prompt_tokens - min(self.routing.prefixes.held.get(worker, 0), query.prompt_tokens - 1)
         if own > min(MAX_LOCAL_TOKENS, MAX_LOCAL_SHARE * query.prompt_tokens):
             return None
         stall = STALL_SHARE * worker.report.num_running * own
-        local = (worker.prefill_tokens + self.care * own + stall) * worker.token_seconds
+        local = (worker.prefill_tokens + self.weight * own + stall) * worker.token_seconds
         return worker if local <= prefill.cost + handoff else None
 
-    def _pick(self, role: WorkerRole, costs: Row, kinds: Set[ModelFingerprint] | None) -> _Pick:
-        if (pick := self._best(role, costs, kinds)) is None:
+    def _pick(self, role: WorkerRole, costs: Row, fingerprints: Set[ModelFingerprint] | None) -> _Candidate:
+        if (pick := self._best(role, costs, fingerprints)) is None:
             # who goes past others may have found no partner because of them
-            raise refusal(self.served, self.demand.query, role, kinds if self.passage is FREE else None)
+            raise rejection(
+                self.members, self.routing.query, role, fingerprints if self.window is UNRESTRICTED else None
+            )
         return pick
 
-    def _best(self, role: WorkerRole, costs: Row, kinds: Set[ModelFingerprint] | None) -> _Pick | None:
+    def _best(self, role: WorkerRole, costs: Row, fingerprints: Set[ModelFingerprint] | None) -> _Candidate | None:
         """The cheapest worker that can take the request, if there is one; one that a request has just failed on only
         when there is no other. Nearly always the first look is the last, so the others are vetted only when it is
         not."""
-        pick, workers = self._cheapest(role, costs), self.served.workers
-        if pick is None or (self._can(role, pick.worker, kinds) and not self._is_suspect(pick.worker)):
+        pick, workers = self._cheapest(role, costs), self.members.workers
+        if pick is None or (self._is_eligible(role, pick.worker, fingerprints) and not self._is_suspect(pick.worker)):
             return pick
         able = costs.copy()
         for slot in np.flatnonzero(costs < INFINITE):
-            if not self._can(role, workers[slot], kinds):
+            if not self._is_eligible(role, workers[slot], fingerprints):
                 able[slot] = INFINITE
         trusted = able.copy()
         for slot in np.flatnonzero(able < INFINITE):
@@ -239,60 +245,60 @@ class _View:
     def _is_suspect(self, worker: Worker) -> bool:
         return worker.suspect_until > self.now
 
-    def _cheapest(self, role: WorkerRole, costs: Row) -> _Pick | None:
+    def _cheapest(self, role: WorkerRole, costs: Row) -> _Candidate | None:
         """Among those that cost about the same one that the session knows, or whoever was given least."""
-        served, preference = self.served, self.demand.preference
-        first = served.firsts[role]
+        members, affinity = self.members, self.routing.affinity
+        first = members.first_by_role[role]
         # the place of the least is found in a third of the time that the least itself is
         if first is None or (best := float(costs[costs.argmin()])) == INFINITE:
             return None
-        limit = best + TIE_SECONDS + TIE_SHARE * self.demand.query.prompt_tokens * first.token_seconds
+        limit = best + TIE_SECONDS + TIE_SHARE * self.routing.query.prompt_tokens * first.token_seconds
         (tied,) = (costs <= limit).nonzero()
         if len(tied) == 1:
-            return _Pick(served.workers[tied[0]], best)
-        for name in (preference.prefill_id, preference.decode_id):
-            if (own := served.by_id.get(name)) is not None and costs[served.slots[own]] <= limit:
-                return _Pick(own, best)
-        return _Pick(served.workers[tied[served.dispatched_tokens[tied].argmin()]], best)
+            return _Candidate(members.workers[tied[0]], best)
+        for name in (affinity.prefill_id, affinity.decode_id):
+            if (own := members.by_id.get(name)) is not None and costs[members.slots[own]] <= limit:
+                return _Candidate(own, best)
+        return _Candidate(members.workers[tied[members.dispatched_tokens[tied].argmin()]], best)
 
-    def _can(self, role: WorkerRole, worker: Worker, kinds: Set[ModelFingerprint] | None) -> bool:
-        query = self.demand.query
+    def _is_eligible(self, role: WorkerRole, worker: Worker, fingerprints: Set[ModelFingerprint] | None) -> bool:
+        query = self.routing.query
         if query.excludes(worker) or query.prompt_tokens > worker.longest_prompt:
             return False
-        if kinds is not None and worker.info.fingerprint not in kinds:
+        if fingerprints is not None and worker.info.fingerprint not in fingerprints:
             return False
-        return self.passage.admits(worker, role) and has_room(worker, role, self.demand)
+        return self.window.admits(worker, role) and has_room(worker, role, self.routing)
 
-    def _placed(self, decode: Worker, prefill: Worker) -> Placement:
-        demand, preference = self.demand, self.demand.preference
-        held = held_tokens(demand, prefill)
-        own = _uncomputed(demand, held)
+    def _decide(self, decode: Worker, prefill: Worker) -> PlacementDecision:
+        routing, affinity = self.routing, self.routing.affinity
+        held = held_tokens(routing, prefill)
+        own = _uncomputed(routing, held)
         handoff = 0.0 if prefill is decode else HANDOFF_SECONDS
-        needed = demand.query.prompt_tokens + demand.output_tokens
-        wait = prefill.wait_seconds(own) + decode.room_seconds(needed, demand.output_tokens)
-        return Placement(
+        needed = routing.query.prompt_tokens + routing.output_tokens
+        wait = prefill.wait_seconds(own) + decode.kv_wait_seconds(needed, routing.output_tokens)
+        return PlacementDecision(
             decode=decode,
             prefill=None if prefill is decode else prefill,
             prefill_tokens=own,
             decode_tokens=needed,
-            by_session=decode.worker_id == preference.decode_id or prefill.worker_id == preference.prefill_id,
+            follows_session=decode.worker_id == affinity.decode_id or prefill.worker_id == affinity.prefill_id,
             ttft_seconds=wait + own * prefill.token_seconds + handoff,
             wait_seconds=wait,
-            itl_seconds=decode.speed.itl_seconds(max(decode.report.num_running, decode.booked.requests) + 1),
-            held_tokens=held,
+            itl_seconds=decode.speed.itl_seconds(max(decode.report.num_running, decode.reserved.requests) + 1),
+            cached_tokens=held,
         )
 
 
-def has_room(worker: Worker, role: WorkerRole, demand: Demand) -> bool:
+def has_room(worker: Worker, role: WorkerRole, routing: RoutingInput) -> bool:
     """May the request be booked there. An idle worker takes any that its pool can hold."""
-    booked, info = worker.booked, worker.info
+    booked, info = worker.reserved, worker.info
     if booked.requests == 0:
         return True
     if booked.requests >= info.num_blocks:
         return False  # a live sequence holds at least one block
-    decode = worker.decode_tokens + demand.query.prompt_tokens + demand.output_tokens
+    decode = worker.decode_tokens + routing.query.prompt_tokens + routing.output_tokens
     if role is not WorkerRole.PREFILL and decode > MAX_DECODE_POOLS * info.pool_tokens:
         return False
     if role is WorkerRole.DECODE:
         return True
-    return worker.prefill_tokens + uncached_tokens(demand, worker) <= MAX_PREFILL_POOLS * info.pool_tokens
+    return worker.prefill_tokens + uncached_tokens(routing, worker) <= MAX_PREFILL_POOLS * info.pool_tokens

@@ -1,12 +1,17 @@
-"""What gateways call: bounds checked, bytes in, a verb of the dispatcher, bytes out. No decisions."""
+"""gRPC servicer for gateways: checks bounds, converts messages, calls the dispatcher.
+
+Decides nothing itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import ExitStack
+from contextvars import copy_context
+from typing import Any
 
 import grpc
 
@@ -29,13 +34,50 @@ from weft.rpc.wire import address_into_wire, key_from_wire
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
-from weft_services.scheduler.arrivals import Arrivals
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.eager import begin
+from weft_services.scheduler.fleet import LoadingWorkers
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
-from weft_services.scheduler.router import Progress
-from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Placement, Priority, RouteQuery
-from weft_services.scheduler.store_watch import StoreWatch
+from weft_services.scheduler.kvstore_client import StoreUsagePoller
+from weft_services.scheduler.router import AttemptProgress
+from weft_services.scheduler.routing_types import DEFAULT_REQUEST_SECONDS, PlacementDecision, Priority, RouteQuery
+
+
+def start_eagerly(group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """The task that goes on with it in the group; None where it is over already. What it raises before its first wait
+    is raised here."""
+    context = copy_context()
+    try:
+        awaited = context.run(work.send, None)
+    except StopIteration:
+        return None
+    task = group.create_task(_resume(work, awaited), context=context)
+    # one that is cancelled before its first turn never comes to the work, which has to let go of what it holds
+    task.add_done_callback(lambda _: work.close(), context=context)
+    return task
+
+
+async def _resume(work: Coroutine[Any, Any, None], awaited: Any) -> None:
+    await _Started(work, awaited)
+
+
+class _Started:
+    """Work that waits for something."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], awaited: Any) -> None:
+        self._work, self._awaited = work, awaited
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            while True:
+                try:
+                    value = yield self._awaited
+                except BaseException as error:  # a cancellation, for one: the work decides what comes of it
+                    self._awaited = self._work.throw(error)
+                else:
+                    self._awaited = self._work.send(value)
+        except StopIteration:
+            return
+
 
 logger = logging.getLogger(__name__)
 NAMES = (
@@ -45,7 +87,7 @@ NAMES = (
 MAX_SETTLEMENTS = 1024
 # in one message of a stream, and of one stream at a time
 MAX_ROUTES = 1024
-MAX_UNDER_WAY = 8192
+MAX_PENDING_ROUTES = 8192
 MAX_EXCLUDED = 64
 MAX_SESSION_BYTES = 64
 MAX_BLOCK_KEYS = 65_536
@@ -55,7 +97,7 @@ _STAGES = {
     pb.Settlement.STAGE_FAILED: Stage.FAILED,
     pb.Settlement.STAGE_CANCELLED: Stage.CANCELLED,
 }
-NOBODY: frozenset[str] = frozenset()
+NO_EXCLUSIONS: frozenset[str] = frozenset()
 _PRIORITIES = {
     pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
     pb.PRIORITY_BATCH: Priority.BATCH,
@@ -65,7 +107,7 @@ _PRIORITIES = {
 class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
     """Called by gateways."""
 
-    def __init__(self, dispatcher: Dispatcher, arrivals: Arrivals) -> None:
+    def __init__(self, dispatcher: Dispatcher, arrivals: LoadingWorkers) -> None:
         self._dispatcher = dispatcher
         self._arrivals = arrivals
 
@@ -83,30 +125,30 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         context: grpc.aio.ServicerContext[pb.RouteManyRequest, pb.RouteManyResponse],
     ) -> None:
         """See the proto. A coroutine that writes: a generator must not hold a task group over a yield."""
-        asked = _Asked(self._route)
+        asked = _PendingRoutes(self._route)
         with ExitStack() as attendance:
             async with asyncio.TaskGroup() as group:
                 sending = group.create_task(asked.send(context.write))
                 async for batch in request_iterator:
-                    _at_most("requests", len(batch.requests), MAX_ROUTES)
+                    _check_size("requests", len(batch.requests), MAX_ROUTES)
                     if batch.gateway_id and not asked.gateway_id:
-                        _at_most("gateway_id", len(batch.gateway_id), MAX_NAME_CHARS)
+                        _check_size("gateway_id", len(batch.gateway_id), MAX_NAME_CHARS)
                         asked.gateway_id = batch.gateway_id
-                        attendance.enter_context(self._dispatcher.attended(batch.gateway_id))
-                    asked.withdraw(batch.withdrawn)
+                        attendance.enter_context(self._dispatcher.gateway_connected(batch.gateway_id))
+                    asked.cancel(batch.withdrawn)
                     for request in batch.requests:
-                        asked.ask(group, request)
-                asked.end()
+                        asked.start(group, request)
+                asked.cancel_all()
                 sending.cancel()
 
-    async def _route(self, request: pb.RouteRequest, gateway_id: str = "") -> tuple[Placement, float]:
+    async def _route(self, request: pb.RouteRequest, gateway_id: str = "") -> tuple[PlacementDecision, float]:
         """And the seconds that it took."""
         began = time.monotonic()
         with trace.served("route", request.traceparent) as span:
             try:
                 placement = await self._dispatcher.route(_query(request, gateway_id))
             except (NotFound, PeerLost) as error:
-                if self._arrivals.is_coming(request.model):
+                if self._arrivals.is_loading(request.model):
                     raise ModelLoading(f"{error}; it is being loaded") from error
                 raise
             if span is not None:
@@ -118,32 +160,32 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         self, request: pb.SettleRequest, context: grpc.aio.ServicerContext[pb.SettleRequest, pb.SettleResponse]
     ) -> pb.SettleResponse:
         """See the proto."""
-        _at_most("settlements", len(request.settlements), MAX_SETTLEMENTS)
+        _check_size("settlements", len(request.settlements), MAX_SETTLEMENTS)
         # all are understood before one counts
         self._dispatcher.settle([_progress(settlement) for settlement in request.settlements])
         return pb.SettleResponse()
 
 
-class _Asked:
+class _PendingRoutes:
     """The routes of one stream that are under way, and answers that are not sent yet. `gateway_id`: whose it is, once
     that has been said."""
 
-    def __init__(self, route: Callable[[pb.RouteRequest, str], Awaitable[tuple[Placement, float]]]) -> None:
+    def __init__(self, route: Callable[[pb.RouteRequest, str], Awaitable[tuple[PlacementDecision, float]]]) -> None:
         self.gateway_id = ""
         self._route = route
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._answers = pb.RouteManyResponse()
-        self._news = asyncio.Event()
+        self._has_results = asyncio.Event()
 
-    def ask(self, group: asyncio.TaskGroup, request: pb.RouteRequest) -> None:
+    def start(self, group: asyncio.TaskGroup, request: pb.RouteRequest) -> None:
         """Begin one; over the bound it is refused."""
-        if len(self._tasks) >= MAX_UNDER_WAY:
-            _refuse(self._answer(request), Overloaded(f"{MAX_UNDER_WAY} requests of this gateway wait already"))
+        if len(self._tasks) >= MAX_PENDING_ROUTES:
+            _reject(self._answer(request), Overloaded(f"{MAX_PENDING_ROUTES} requests of this gateway wait already"))
             return
         key = (request.key.request_id, request.key.generation)
         if (earlier := self._tasks.get(key)) is not None:
             earlier.cancel()  # asked again: one answer is enough
-        if (task := begin(group, self._place(request))) is not None:
+        if (task := start_eagerly(group, self._place(request))) is not None:
             self._tasks[key] = task
             task.add_done_callback(lambda done: self._forget(key, done))
 
@@ -151,13 +193,13 @@ class _Asked:
         if self._tasks.get(key) is task:
             del self._tasks[key]
 
-    def withdraw(self, keys: Iterable[common_pb2.RequestKey]) -> None:
+    def cancel(self, keys: Iterable[common_pb2.RequestKey]) -> None:
         """Nobody waits for these any more."""
         for key in keys:
             if (task := self._tasks.get((key.request_id, key.generation))) is not None:
                 task.cancel()
 
-    def end(self) -> None:
+    def cancel_all(self) -> None:
         """Nor for any."""
         for task in self._tasks.values():
             task.cancel()
@@ -165,8 +207,8 @@ class _Asked:
     async def send(self, write: Callable[[pb.RouteManyResponse], Awaitable[None]]) -> None:
         """For ever: what has become known while the last message went out is the next one."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._has_results.wait()
+            self._has_results.clear()
             answers, self._answers = self._answers, pb.RouteManyResponse()
             await write(answers)
 
@@ -177,27 +219,27 @@ class _Asked:
             result = self._answer(request)
             _fill(result.placed, placement, seconds)
         except Exception as error:  # whatever it is, it is this request's, and not the end of a stream for all
-            _refuse(result or self._answer(request), as_weft_error(error))
+            _reject(result or self._answer(request), as_weft_error(error))
 
     def _answer(self, request: pb.RouteRequest) -> pb.RouteResult:
         """To be filled at once, in its place: a message that is put into another is written and read for that."""
         result = self._answers.results.add()
         result.key.request_id, result.key.generation = request.key.request_id, request.key.generation
-        self._news.set()
+        self._has_results.set()
         return result
 
 
-def _fill(response: pb.RouteResponse, placement: Placement, seconds: float) -> None:
+def _fill(response: pb.RouteResponse, placement: PlacementDecision, seconds: float) -> None:
     address_into_wire(placement.decode.info.address, response.decode)
     if placement.prefill is not None:
         address_into_wire(placement.prefill.info.address, response.prefill)
     response.predicted_ttft_ms = round(placement.ttft_seconds * 1000)
     response.predicted_itl_ms = round(placement.itl_seconds * 1000)
-    response.predicted_cached_tokens = placement.held_tokens
+    response.predicted_cached_tokens = placement.cached_tokens
     response.waited_ms = round(seconds * 1000)
 
 
-def _refuse(result: pb.RouteResult, error: WeftError) -> None:
+def _reject(result: pb.RouteResult, error: WeftError) -> None:
     if isinstance(error, EngineFailed):
         logger.error("a route failed by a bug", exc_info=error)
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
@@ -210,7 +252,7 @@ def _refuse(result: pb.RouteResult, error: WeftError) -> None:
     result.refused.CopyFrom(refusal)
 
 
-def _at_most(param: str, size: int, limit: int) -> None:
+def _check_size(param: str, size: int, limit: int) -> None:
     if size > limit:
         raise InvalidRequest(f"{param}: {size} is more than {limit}", param)
 
@@ -227,21 +269,21 @@ def _stage(stage: pb.Settlement.Stage.ValueType) -> Stage:
     return _STAGES[stage]
 
 
-def _progress(settlement: pb.Settlement) -> Progress:
+def _progress(settlement: pb.Settlement) -> AttemptProgress:
     generated = settlement.generated_tokens if settlement.HasField("generated_tokens") else None
-    return Progress(_key(settlement.key), _stage(settlement.stage), settlement.failed_worker_id, generated)
+    return AttemptProgress(_key(settlement.key), _stage(settlement.stage), settlement.failed_worker_id, generated)
 
 
 def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
     # each is read once: a message is slow to read
     model, session, tenant, block_keys = request.model, request.session, request.tenant, request.block_keys
     workers, boots = request.excluded_worker_ids, request.excluded_boot_ids
-    _at_most("model", len(model), MAX_NAME_CHARS)
-    _at_most("session", len(session), MAX_SESSION_BYTES)
-    _at_most("tenant", len(tenant), MAX_SESSION_BYTES)
-    _at_most("block_keys", len(block_keys), MAX_BLOCK_KEYS)
-    _at_most("excluded_worker_ids", len(workers), MAX_EXCLUDED)
-    _at_most("excluded_boot_ids", len(boots), MAX_EXCLUDED)
+    _check_size("model", len(model), MAX_NAME_CHARS)
+    _check_size("session", len(session), MAX_SESSION_BYTES)
+    _check_size("tenant", len(tenant), MAX_SESSION_BYTES)
+    _check_size("block_keys", len(block_keys), MAX_BLOCK_KEYS)
+    _check_size("excluded_worker_ids", len(workers), MAX_EXCLUDED)
+    _check_size("excluded_boot_ids", len(boots), MAX_EXCLUDED)
     if request.prompt_tokens == 0:
         raise InvalidRequest("prompt_tokens must be at least 1", "prompt_tokens")
     return RouteQuery(
@@ -250,8 +292,8 @@ def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
         prompt_tokens=request.prompt_tokens,
         max_tokens=request.max_tokens,
         session=session,
-        excluded_worker_ids=frozenset(workers) if workers else NOBODY,
-        excluded_boot_ids=frozenset(boots) if boots else NOBODY,
+        excluded_worker_ids=frozenset(workers) if workers else NO_EXCLUSIONS,
+        excluded_boot_ids=frozenset(boots) if boots else NO_EXCLUSIONS,
         block_keys=block_keys[:],
         remaining_seconds=request.remaining_ms / 1000 or DEFAULT_REQUEST_SECONDS,
         priority=_PRIORITIES.get(request.priority, Priority.DEFAULT),
@@ -268,11 +310,11 @@ def register(
     dispatcher: Dispatcher,
     report_interval_ms: int,
     silence_seconds: float,
-    store: StoreWatch | None = None,
+    store: StoreUsagePoller | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Put both servicers on the server."""
-    arrivals = Arrivals()
+    arrivals = LoadingWorkers()
     pb_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(dispatcher, arrivals), server)  # type: ignore[no-untyped-call, unused-ignore]
     fleet = FleetServicer(dispatcher, arrivals, report_interval_ms, silence_seconds, store, clock)
     pb_grpc.add_FleetServiceServicer_to_server(fleet, server)  # type: ignore[no-untyped-call, unused-ignore]

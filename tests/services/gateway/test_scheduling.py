@@ -27,10 +27,11 @@ from weft_services.gateway.config import Config
 from weft_services.gateway.mesh import sequence_runner
 from weft_services.gateway.process import running
 from weft_services.scheduler import service
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
+from weft_services.scheduler.fleet_state import NEVER
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Placement, Priority, RouteQuery
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, Priority, RouteQuery
 
 FULL = {"ready": False, "free_blocks": 0, "active_blocks": 100, "num_running": 1}
 
@@ -67,7 +68,7 @@ async def meshed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     queries: list[RouteQuery] = []
     place = Router.place
 
-    def noted(router: Router, query: RouteQuery, *more: Any) -> Placement:
+    def noted(router: Router, query: RouteQuery, *more: Any) -> PlacementDecision:
         routers.append(router)
         queries.append(query)
         return place(router, query, *more)
@@ -75,9 +76,9 @@ async def meshed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr(Router, "place", noted)
     decode = FakeDecode("both-0")
     await decode.open()
-    room = WaitingRoom(8, 4.0)
+    room = AdmissionQueue(8, 4.0)
     address = scheduler_pb.WorkerAddress(worker_id="both-0", boot_id="boot-0")
-    async with serving(Affinity("", 60), room=room) as scheduler:
+    async with serving(AffinityStore("", 60), queue=room) as scheduler:
         address.address = decode.address
         said = hello("both-0", "both", worker=address, model=MODEL_NAME, max_context_tokens=CONTEXT)
         config = Config(str(model_dir), scheduler.address, http_port=0, grpc_port=0, grace_seconds=1)
@@ -177,11 +178,11 @@ async def test_deadline_and_tenant_are_said_and_the_key_is_not(mesh: Mesh) -> No
 async def test_the_scheduler_learns_how_long_answers_are(mesh: Mesh) -> None:
     await mesh.until_free()
     query = RouteQuery(RequestKey("another"), MODEL_NAME, 4, 100_000)
-    before = mesh.router.demand(query, NO_PREFERENCE).output_tokens
+    before = mesh.router.routing_input(query, NO_AFFINITY).output_tokens
     mesh.decode.script = speaking([100] * 3)
     await mesh.ask(max_tokens=200)
     await mesh.until_free()
-    assert mesh.router.demand(query, NO_PREFERENCE).output_tokens == round(before + 0.02 * (3 - before))
+    assert mesh.router.routing_input(query, NO_AFFINITY).output_tokens == round(before + 0.02 * (3 - before))
 
 
 async def test_who_does_not_want_to_wait_is_refused_while_others_wait(mesh: Mesh) -> None:

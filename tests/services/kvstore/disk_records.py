@@ -10,7 +10,7 @@ import xxhash
 
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.record import HEADER_BYTES, RecordHeader
+from weft_services.kvstore.segment import HEADER_BYTES, RecordHeader
 
 MODEL = b"m" * 16
 SIZE = 4096

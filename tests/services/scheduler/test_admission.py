@@ -9,22 +9,26 @@ from weft.errors import Overloaded
 from weft.metrics import OVER_TARGET
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import Stage
-from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.crowd import IDLE_SECONDS, MEMORY_SECONDS, Crowd
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
-from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import NO_PREFERENCE, Placement, Priority, RouteQuery, WorkerReport
-from weft_services.scheduler.targets import (
+from weft_services.scheduler.fleet_state import WorkerReport
+from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.slo import (
     DEFAULT_BURST_PROMPTS,
     DEFAULT_TARGET,
     DEFAULT_WAIT_SECONDS,
-    NO_TARGETS,
-    OverTarget,
-    Target,
+    IDLE_SECONDS,
+    MAX_RETRY_SECONDS,
+    MEMORY_SECONDS,
+    MIN_RETRY_SECONDS,
+    NO_SLO,
+    Backlog,
+    SloTarget,
+    TargetExceeded,
     parse_targets,
 )
-from weft_services.scheduler.waiting import WaitingRoom
 
 # at the usual 2,000 tokens a second a prompt takes 2 s: one before it is more than the target
 PROMPT_TOKENS = 4000
@@ -39,9 +43,9 @@ def mesh(router: Router, num_workers: int = 1) -> Router:
 
 def ask(
     router: Router, name: str, now: float = 0.0, *, generation: int = 0, tokens: int = PROMPT_TOKENS, **more: object
-) -> Placement:
+) -> PlacementDecision:
     query = RouteQuery(RequestKey(name, generation), MODEL, tokens, 10, **more)  # type: ignore[arg-type]
-    return router.place(query, NO_PREFERENCE, now)
+    return router.place(query, NO_AFFINITY, now)
 
 
 def fill(router: Router, number: int) -> None:
@@ -52,7 +56,7 @@ def fill(router: Router, number: int) -> None:
 def test_slow_worker_admits_a_burst_and_refuses_the_rest() -> None:
     router = mesh(Router(1000.0))
     fill(router, DEFAULT_BURST_PROMPTS)
-    with pytest.raises(OverTarget) as caught:
+    with pytest.raises(TargetExceeded) as caught:
         ask(router, "late")
     assert caught.value.retry_after_seconds > DEFAULT_WAIT_SECONDS
 
@@ -60,7 +64,7 @@ def test_slow_worker_admits_a_burst_and_refuses_the_rest() -> None:
 def test_burst_is_of_the_fleet_and_not_of_each_worker() -> None:
     router = mesh(Router(1000.0), num_workers=4)
     fill(router, DEFAULT_BURST_PROMPTS)
-    with pytest.raises(OverTarget):
+    with pytest.raises(TargetExceeded):
         ask(router, "late")
 
 
@@ -68,10 +72,10 @@ def test_computed_prompts_are_no_crowd() -> None:
     router = mesh(Router(1000.0))
     fill(router, DEFAULT_BURST_PROMPTS)
     for number in range(5):
-        router.settle(Progress(RequestKey(f"r{number}"), Stage.DECODING), 0.0)
+        router.settle(AttemptProgress(RequestKey(f"r{number}"), Stage.DECODING), 0.0)
     for number in range(5):
         ask(router, f"next{number}")
-    with pytest.raises(OverTarget):
+    with pytest.raises(TargetExceeded):
         ask(router, "late")
 
 
@@ -79,7 +83,7 @@ def test_closed_loop_of_clients_is_never_refused() -> None:
     router = mesh(Router(1000.0))
     fill(router, DEFAULT_BURST_PROMPTS)
     for number in range(200):
-        router.settle(Progress(RequestKey(f"r{number}"), Stage.FINISHED, generated_tokens=5), float(number))
+        router.settle(AttemptProgress(RequestKey(f"r{number}"), Stage.FINISHED, generated_tokens=5), float(number))
         ask(router, f"r{number + DEFAULT_BURST_PROMPTS}", float(number))
 
 
@@ -87,8 +91,8 @@ def test_overload_is_held_to_the_target_until_refusals_fade() -> None:
     router = mesh(Router(1000.0))
     fill(router, 2)
     for _ in range(DEFAULT_BURST_PROMPTS):
-        router.count_refusal(MODEL, 0.0)
-    with pytest.raises(OverTarget):
+        router.count_rejection(MODEL, 0.0)
+    with pytest.raises(TargetExceeded):
         ask(router, "late", 0.1)
     ask(router, "later", 2 * MEMORY_SECONDS)
 
@@ -99,7 +103,7 @@ def busy_fleet(requests_a_second: int, seconds: int) -> Router:
     for second in range(seconds):
         for number in range(requests_a_second):
             ask(router, f"{second}/{number}", float(second), tokens=1000)
-            router.settle(Progress(RequestKey(f"{second}/{number}"), Stage.FINISHED), float(second))
+            router.settle(AttemptProgress(RequestKey(f"{second}/{number}"), Stage.FINISHED), float(second))
     return router
 
 
@@ -115,7 +119,7 @@ def test_fleet_that_keeps_up_admits_long_bursts() -> None:
 
 
 def test_fleet_that_does_not_keep_up_refuses_long_bursts() -> None:
-    with pytest.raises(OverTarget):
+    with pytest.raises(TargetExceeded):
         wait_behind(busy_fleet(requests_a_second=3, seconds=60), 60, 60.0)
 
 
@@ -124,7 +128,7 @@ def test_burst_is_over_when_no_worker_was_idle_lately() -> None:
     ask(router, "long", 60.0, tokens=90_000)
     for number in range(DEFAULT_BURST_PROMPTS):
         ask(router, f"short{number}", 61.0 + IDLE_SECONDS, tokens=1)
-    with pytest.raises(OverTarget):
+    with pytest.raises(TargetExceeded):
         ask(router, "next", 61.0 + IDLE_SECONDS, tokens=1000)
 
 
@@ -132,14 +136,14 @@ def test_refusals_of_one_model_are_no_matter_of_another() -> None:
     router = mesh(Router(1000.0))
     fill(router, 2)
     for _ in range(1000):
-        router.count_refusal("other", 0.0)
+        router.count_rejection("other", 0.0)
     ask(router, "r")
 
 
 def test_wait_within_the_target_is_admitted_in_any_crowd() -> None:
     router = mesh(Router(1000.0))
     for _ in range(1000):
-        router.count_refusal(MODEL, 0.0)
+        router.count_rejection(MODEL, 0.0)
     ask(router, "long", tokens=90_000)
     # it overtakes the long one, so its own wait is short
     ask(router, "short", tokens=10)
@@ -154,7 +158,7 @@ def test_request_that_lost_its_worker_is_admitted() -> None:
 def test_batch_requests_leave_half_of_the_burst_to_others() -> None:
     router = mesh(Router(1000.0))
     fill(router, DEFAULT_BURST_PROMPTS // 2)
-    with pytest.raises(OverTarget):
+    with pytest.raises(TargetExceeded):
         ask(router, "batch", priority=Priority.BATCH)
     ask(router, "usual")
 
@@ -165,7 +169,7 @@ def test_retry_after_counts_clients_that_will_be_back() -> None:
     told = []
     for refused in (40, 400, 40_000):
         for _ in range(refused):
-            router.count_refusal(MODEL, 0.0)
+            router.count_rejection(MODEL, 0.0)
         with pytest.raises(Overloaded) as caught:
             ask(router, "late")
         told.append(caught.value.retry_after_seconds)
@@ -173,9 +177,9 @@ def test_retry_after_counts_clients_that_will_be_back() -> None:
 
 
 def test_crowd_of_refused_clients_takes_as_long_as_a_waiting_one() -> None:
-    assert Crowd(10).seconds(3.0) == 3.0
-    assert Crowd(10, 20).seconds(3.0) == pytest.approx(9.0)
-    assert Crowd(0, 2).seconds(1.0) == pytest.approx(3.0)
+    assert Backlog(10).drain_seconds(3.0) == 3.0
+    assert Backlog(10, 20).drain_seconds(3.0) == pytest.approx(9.0)
+    assert Backlog(0, 2).drain_seconds(1.0) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("text", ["0/0", " 0/50"])
@@ -186,21 +190,21 @@ def test_zero_turns_the_default_target_off(text: str) -> None:
 
 def test_default_target_stays_for_models_not_named() -> None:
     targets = parse_targets("small=500/0")
-    assert targets.usual == parse_targets("").usual == DEFAULT_TARGET
-    assert targets.by_model == {"small": Target(0.5)}
-    assert NO_TARGETS.usual == Target()
+    assert targets.default == parse_targets("").default == DEFAULT_TARGET
+    assert targets.by_model == {"small": SloTarget(0.5)}
+    assert NO_SLO.default == SloTarget()
 
 
 def test_own_target_holds_for_bursts_too() -> None:
     router = mesh(Router(1000.0, parse_targets("1500/0")))
     ask(router, "first")
-    with pytest.raises(OverTarget):
+    with pytest.raises(TargetExceeded):
         ask(router, "second")
 
 
 async def test_dispatcher_counts_refusals_and_requests_over_target() -> None:
     clock, router = Clock(), mesh(Router(1000.0))
-    dispatcher = Dispatcher(router, Affinity("", 60), clock=clock)
+    dispatcher = Dispatcher(router, AffinityStore("", 60), clock=clock)
     over = OVER_TARGET._value.get()
     for number in range(2 * DEFAULT_BURST_PROMPTS):
         query = RouteQuery(RequestKey(f"r{number}"), MODEL, PROMPT_TOKENS, 10)
@@ -211,28 +215,28 @@ async def test_dispatcher_counts_refusals_and_requests_over_target() -> None:
                 await dispatcher.route(query)
     assert OVER_TARGET._value.get() - over == DEFAULT_BURST_PROMPTS
     for number in range(DEFAULT_BURST_PROMPTS - 2):
-        router.settle(Progress(RequestKey(f"r{number}"), Stage.FINISHED), clock.now)
+        router.settle(AttemptProgress(RequestKey(f"r{number}"), Stage.FINISHED), clock.now)
     with pytest.raises(Overloaded):
         await dispatcher.route(RouteQuery(RequestKey("still"), MODEL, PROMPT_TOKENS, 10))
 
 
 async def test_hopeless_wait_is_refused_without_waiting() -> None:
     router, clock = mesh(Router(1000.0)), Clock()
-    dispatcher = Dispatcher(router, Affinity("", 60), lambda: WaitingRoom(8, 2.0), clock)
+    dispatcher = Dispatcher(router, AffinityStore("", 60), lambda: AdmissionQueue(8, 2.0), clock)
     for number in range(DEFAULT_BURST_PROMPTS):
         await dispatcher.route(RouteQuery(RequestKey(f"r{number}"), MODEL, PROMPT_TOKENS, 10))
-    with pytest.raises(OverTarget):
+    with pytest.raises(TargetExceeded):
         await dispatcher.route(RouteQuery(RequestKey("late"), MODEL, PROMPT_TOKENS, 10))
     assert dispatcher.num_waiting == 0
 
 
 def test_sequence_waits_for_blocks_when_the_worker_says_so() -> None:
     worker = ready_worker("d", num_blocks=100)  # 1,600 tokens
-    worker.booked.add(0, 1600)
-    assert worker.room_seconds(800, 100) == 0.0
+    worker.reserved.add(0, 1600)
+    assert worker.kv_wait_seconds(800, 100) == 0.0
     worker.report = WorkerReport(ready=True, num_running=4, num_waiting=1, active_tokens=1600)
     answer = 100 * worker.speed.itl_seconds(4)
-    assert worker.room_seconds(800, 100) == pytest.approx(answer / 2)
-    worker.booked.add(0, -800)
+    assert worker.kv_wait_seconds(800, 100) == pytest.approx(answer / 2)
+    worker.reserved.add(0, -800)
     worker.report = WorkerReport(ready=True, num_running=2, num_waiting=1, active_tokens=800)
-    assert worker.room_seconds(800, 100) == 0.0
+    assert worker.kv_wait_seconds(800, 100) == 0.0

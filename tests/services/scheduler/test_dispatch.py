@@ -14,33 +14,27 @@ from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded, PeerLost
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import Stage
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import (
-    NO_PREFERENCE,
-    Placement,
-    Preference,
-    Priority,
-    RouteQuery,
-    WorkerReport,
-)
-from weft_services.scheduler.targets import Target, Targets
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.fleet_state import WorkerReport
+from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, Priority, RouteQuery, SessionAffinity
+from weft_services.scheduler.slo import SloTarget, SloTargets
 
 SEATS = 2
 
 
-class Asked(Affinity):
+class Asked(AffinityStore):
     """Counts who is looked up."""
 
     def __init__(self) -> None:
         super().__init__("", 60)
         self.num_lookups = 0
 
-    async def lookup(self, model: str, session: bytes) -> Preference:
+    async def lookup(self, model: str, session: bytes) -> SessionAffinity:
         self.num_lookups += 1
-        return NO_PREFERENCE
+        return NO_AFFINITY
 
 
 class Full:
@@ -50,7 +44,9 @@ class Full:
         self, max_waiting: int, max_seconds: float = 20.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.affinity = Asked()
-        self.dispatcher = Dispatcher(Router(10.0), self.affinity, lambda: WaitingRoom(max_waiting, max_seconds), clock)
+        self.dispatcher = Dispatcher(
+            Router(10.0), self.affinity, lambda: AdmissionQueue(max_waiting, max_seconds), clock
+        )
         for model in ("full", "idle"):
             self.start(f"{model}-0", model)
 
@@ -58,12 +54,14 @@ class Full:
         worker = self.dispatcher.join(worker_info(worker_id, WorkerRole.BOTH, model=model, num_blocks=SEATS))
         self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
 
-    def ask(self, name: str, model: str = "full", generation: int = 0, without: str = "") -> asyncio.Task[Placement]:
+    def ask(
+        self, name: str, model: str = "full", generation: int = 0, without: str = ""
+    ) -> asyncio.Task[PlacementDecision]:
         query = RouteQuery(RequestKey(name, generation), model, prompt_tokens=4, max_tokens=1)
         query = replace(query, excluded_boot_ids=frozenset({f"{without}-boot"})) if without else query
         return asyncio.create_task(self.dispatcher.route(query))
 
-    async def fill(self) -> asyncio.Task[Placement]:
+    async def fill(self) -> asyncio.Task[PlacementDecision]:
         for number in range(SEATS):
             await self.ask(str(number))
         waiting = self.ask("waiting")
@@ -90,10 +88,10 @@ async def test_a_stream_whose_worker_died_takes_the_next_place_of_a_full_model()
     for _ in range(10):
         await asyncio.sleep(0)
     assert not moved.done(), "neither refused for those before it nor placed beyond what there is"
-    full.dispatcher.settle([Progress(RequestKey("0"), Stage.CANCELLED)])
+    full.dispatcher.settle([AttemptProgress(RequestKey("0"), Stage.CANCELLED)])
     assert (await asyncio.wait_for(moved, 10)).decode.worker_id == "full-0"
     assert not waiting.done()
-    full.dispatcher.settle([Progress(RequestKey("1"), Stage.CANCELLED)])
+    full.dispatcher.settle([AttemptProgress(RequestKey("1"), Stage.CANCELLED)])
     await asyncio.wait_for(waiting, 10)
 
 
@@ -133,7 +131,7 @@ async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> N
         await full.ask(str(number))
     late = full.ask("late")
     # behind its first step, and before the clock's word that it has waited for long enough
-    asyncio.get_running_loop().call_soon(full.dispatcher.settle, [Progress(RequestKey("0"), Stage.CANCELLED)])
+    asyncio.get_running_loop().call_soon(full.dispatcher.settle, [AttemptProgress(RequestKey("0"), Stage.CANCELLED)])
     assert (await late).decode.worker_id == "full-0", "booked, and its client told that there is no room"
 
 
@@ -145,7 +143,7 @@ async def test_who_asks_again_is_not_in_its_own_way(generation: int) -> None:
     assert (await full.ask("0", generation=generation)).decode.worker_id == "full-0"
     with pytest.raises(Overloaded):
         await full.ask("another")
-    assert [worker.booked.requests for worker in full.dispatcher.workers()] == [SEATS, 0]
+    assert [worker.reserved.requests for worker in full.dispatcher.workers()] == [SEATS, 0]
 
 
 async def test_who_is_refused_holds_nothing_though_it_asked_before() -> None:
@@ -154,7 +152,7 @@ async def test_who_is_refused_holds_nothing_though_it_asked_before() -> None:
         await full.ask(str(number))
     with pytest.raises(PeerLost):
         await full.ask("0", without="full-0")  # again, and not where it has its place
-    assert [worker.booked.requests for worker in full.dispatcher.workers()] == [SEATS - 1, 0]
+    assert [worker.reserved.requests for worker in full.dispatcher.workers()] == [SEATS - 1, 0]
 
 
 async def test_a_full_model_keeps_nobody_from_another() -> None:
@@ -168,11 +166,11 @@ async def test_a_full_model_keeps_nobody_from_another() -> None:
 
 async def test_a_turn_of_a_lower_priority_that_finds_no_room_keeps_nobody_from_it() -> None:
     clock = Clock()
-    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: WaitingRoom(8, 20.0), clock)
+    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: AdmissionQueue(8, 20.0), clock)
     worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=3))
     dispatcher.report(worker, WorkerReport(ready=True, free_blocks=3))
 
-    async def ask(name: str, prompt_tokens: int, priority: Priority) -> asyncio.Task[Placement]:
+    async def ask(name: str, prompt_tokens: int, priority: Priority) -> asyncio.Task[PlacementDecision]:
         query = RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1, priority=priority)
         asked = asyncio.create_task(dispatcher.route(query))
         for _ in range(10):
@@ -184,20 +182,20 @@ async def test_a_turn_of_a_lower_priority_that_finds_no_room_keeps_nobody_from_i
     batch = await ask("batch", 40, Priority.BATCH)
     default = await ask("default", 4, Priority.DEFAULT)
     clock.now += 10.0  # its turn, but two pools of three blocks have no room for it beside two of those
-    dispatcher.settle([Progress(RequestKey("0"), Stage.CANCELLED)])
+    dispatcher.settle([AttemptProgress(RequestKey("0"), Stage.CANCELLED)])
     assert (await asyncio.wait_for(default, 10)).decode is worker
     assert not batch.done()
     for name in ("1", "2"):
-        dispatcher.settle([Progress(RequestKey(name), Stage.CANCELLED)])
+        dispatcher.settle([AttemptProgress(RequestKey(name), Stage.CANCELLED)])
     assert (await asyncio.wait_for(batch, 10)).decode is worker
 
 
 async def test_when_who_finds_no_room_leaves_who_is_behind_it_is_placed() -> None:
-    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: WaitingRoom(8, 20.0))
+    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: AdmissionQueue(8, 20.0))
     worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=3))
     dispatcher.report(worker, WorkerReport(ready=True, free_blocks=3))
 
-    async def ask(name: str, prompt_tokens: int) -> asyncio.Task[Placement]:
+    async def ask(name: str, prompt_tokens: int) -> asyncio.Task[PlacementDecision]:
         asked = asyncio.create_task(dispatcher.route(RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1)))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -221,7 +219,7 @@ class Looks:
         self.number = 0
         place = Router.place
 
-        def counted(router: Router, *asked: Any) -> Placement:
+        def counted(router: Router, *asked: Any) -> PlacementDecision:
             self.number += 1
             clock.now += seconds
             return place(router, *asked)
@@ -229,8 +227,8 @@ class Looks:
         monkeypatch.setattr(Router, "place", counted)
 
 
-def settled(stage: Stage) -> list[Progress]:
-    return [Progress(RequestKey(str(number)), stage) for number in range(SEATS)]
+def settled(stage: Stage) -> list[AttemptProgress]:
+    return [AttemptProgress(RequestKey(str(number)), stage) for number in range(SEATS)]
 
 
 async def test_who_waits_is_looked_at_once_for_all_that_a_gateway_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,18 +269,20 @@ async def test_only_a_look_in_vain_is_rested_from_however_many_were_placed_befor
     Looks(monkeypatch, clock, seconds=0.004)
     full.dispatcher.settle(settled(Stage.CANCELLED))
     clock.now += 0.04
-    full.dispatcher.settle([Progress(RequestKey("waiting"), Stage.CANCELLED)])
+    full.dispatcher.settle([AttemptProgress(RequestKey("waiting"), Stage.CANCELLED)])
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert [asked.done() for asked in waiting] == [True, True, True]
 
 
 async def test_batch_work_that_lost_its_place_holds_up_nobody_until_the_fleet_is_half_empty() -> None:
-    dispatcher = Dispatcher(Router(100.0, Targets(Target(wait_seconds=1.0))), Asked(), lambda: WaitingRoom(8, 20.0))
+    dispatcher = Dispatcher(
+        Router(100.0, SloTargets(SloTarget(wait_seconds=1.0))), Asked(), lambda: AdmissionQueue(8, 20.0)
+    )
     worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=1000, max_context_tokens=10_000))
     dispatcher.report(worker, WorkerReport(ready=True, free_blocks=1000))
 
-    def ask(name: str, generation: int, priority: Priority) -> asyncio.Task[Placement]:
+    def ask(name: str, generation: int, priority: Priority) -> asyncio.Task[PlacementDecision]:
         query = RouteQuery(RequestKey(name, generation), MODEL, 1400, max_tokens=1, priority=priority)
         return asyncio.create_task(dispatcher.route(query))
 

@@ -13,10 +13,14 @@ import pytest
 from tests.services.scheduler.fakes import MODEL
 from weft.errors import Overloaded
 from weft.request import RequestKey
+from weft_services.scheduler.admission_queue import (
+    LOWER_CLASS_SHARE,
+    LOWER_CLASS_WAIT_SHARE,
+    AdmissionQueue,
+    QueuedRequest,
+)
 from weft_services.scheduler.config import Config
-from weft_services.scheduler.lines import Waiter
-from weft_services.scheduler.state import Priority, RouteQuery
-from weft_services.scheduler.waiting import TURN_SHARE, TURN_WAIT_SHARE, WaitingRoom
+from weft_services.scheduler.routing_types import Priority, RouteQuery
 
 BUSY = Overloaded("full", 1.0)
 INTERACTIVE, DEFAULT, BATCH = Priority.INTERACTIVE, Priority.DEFAULT, Priority.BATCH
@@ -38,8 +42,8 @@ def query(name: str, tenant: bytes = b"", priority: Priority = DEFAULT) -> Route
     return RouteQuery(RequestKey(name), MODEL, PROMPT_TOKENS, 0, tenant=tenant, priority=priority)
 
 
-def default_room(max_waiting: int = Config().max_queue) -> WaitingRoom:
-    return WaitingRoom(max_waiting, QUEUE_SECONDS)
+def default_room(max_waiting: int = Config().max_queue) -> AdmissionQueue:
+    return AdmissionQueue(max_waiting, QUEUE_SECONDS)
 
 
 class Minute:
@@ -47,12 +51,12 @@ class Minute:
 
     PLACES_A_SECOND = 10
 
-    def __init__(self, room: WaitingRoom, everybody: Mapping[str, Clients]) -> None:
+    def __init__(self, queue: AdmissionQueue, everybody: Mapping[str, Clients]) -> None:
         self.asked: Counter[str] = Counter()
         self.placed: Counter[str] = Counter()
         self.given_up: Counter[str] = Counter()
-        self._room = room
-        self._waiting: list[Waiter] = []
+        self._room = queue
+        self._waiting: list[QueuedRequest] = []
         dice = random.Random(1)
         events: list[tuple[float, str]] = []
         for name, clients in everybody.items():
@@ -72,23 +76,23 @@ class Minute:
         self.asked[name] += 1
         try:
             asked = query(f"{name}/{self.asked[name]}", clients.tenant, clients.priority)
-            self._waiting.append(self._room.enter(asked, now, BUSY))
+            self._waiting.append(self._room.add(asked, now, BUSY))
         except Overloaded:
             pass
 
     def _place(self, now: float) -> None:
-        for waiter, _ in self._room.candidates(now)[:1]:
-            self._room.placed(waiter.query, now)
-            self._leave(waiter, now, self.placed)
+        for queued, _ in self._room.candidates(now)[:1]:
+            self._room.charge(queued.query, now)
+            self._leave(queued, now, self.placed)
 
     def _give_up(self, now: float) -> None:
-        for waiter in [waiter for waiter in self._waiting if waiter.give_up_at < now]:
-            self._leave(waiter, now, self.given_up)
+        for queued in [queued for queued in self._waiting if queued.expires_at < now]:
+            self._leave(queued, now, self.given_up)
 
-    def _leave(self, waiter: Waiter, now: float, become: Counter[str]) -> None:
-        self._room.leave(waiter, now)
-        self._waiting.remove(waiter)
-        become[waiter.query.key.request_id.split("/")[0]] += 1
+    def _leave(self, queued: QueuedRequest, now: float, become: Counter[str]) -> None:
+        self._room.remove(queued, now)
+        self._waiting.remove(queued)
+        become[queued.query.key.request_id.split("/")[0]] += 1
 
 
 @pytest.mark.parametrize("max_waiting", [Config().max_queue, 12])
@@ -106,18 +110,18 @@ def test_those_who_all_want_more_than_there_is_get_the_same() -> None:
 
 
 def test_a_past_of_much_use_while_there_was_room_is_held_against_nobody() -> None:
-    room = default_room()
+    queue = default_room()
     for number in range(5000):
-        room.placed(query(str(number), b"old"), 0.0)
-    minute = Minute(room, {"old": Clients(2, b"old"), "new": Clients(30, b"new")})
+        queue.charge(query(str(number), b"old"), 0.0)
+    minute = Minute(queue, {"old": Clients(2, b"old"), "new": Clients(30, b"new")})
     assert minute.placed["old"] >= 0.95 * minute.asked["old"]
 
 
 def test_a_past_without_any_use_is_worth_nothing() -> None:
-    room = default_room()
+    queue = default_room()
     for number in range(5000):
-        room.placed(query(str(number), b"old"), 0.0)
-    placed = Minute(room, {"old": Clients(30, b"old"), "new": Clients(30, b"new")}).placed
+        queue.charge(query(str(number), b"old"), 0.0)
+    placed = Minute(queue, {"old": Clients(30, b"old"), "new": Clients(30, b"new")}).placed
     assert placed["new"] == pytest.approx(placed["old"], rel=0.1)
 
 
@@ -125,7 +129,7 @@ def test_a_past_without_any_use_is_worth_nothing() -> None:
 def test_no_priority_starves_under_a_flood_of_a_higher_one(high: Priority, low: Priority) -> None:
     minute = Minute(default_room(), {"high": Clients(30, priority=high), "low": Clients(2, priority=low)})
     share = minute.placed["low"] / minute.placed.total()
-    assert 0.75 * TURN_SHARE <= share <= 1.1 * TURN_SHARE
+    assert 0.75 * LOWER_CLASS_SHARE <= share <= 1.1 * LOWER_CLASS_SHARE
     assert minute.given_up["low"] <= 0.1 * minute.placed["low"]
 
 
@@ -137,7 +141,7 @@ def test_a_lower_priority_gets_no_more_than_its_turns_however_much_it_asks_for()
     }
     placed = Minute(default_room(), flood).placed
     for name in ("default", "batch"):
-        assert placed[name] / placed.total() == pytest.approx(TURN_SHARE, rel=0.1)
+        assert placed[name] / placed.total() == pytest.approx(LOWER_CLASS_SHARE, rel=0.1)
 
 
 def test_within_a_lower_priority_tenants_are_served_fairly_as_well() -> None:
@@ -150,32 +154,32 @@ def test_within_a_lower_priority_tenants_are_served_fairly_as_well() -> None:
     assert placed["few"] >= 0.25 * placed["many"], "a fortieth of the requests"
 
 
-def candidates(room: WaitingRoom, now: float) -> Sequence[tuple[str, Priority]]:
-    return [(waiter.query.key.request_id, priority) for waiter, priority in room.candidates(now)]
+def candidates(queue: AdmissionQueue, now: float) -> Sequence[tuple[str, Priority]]:
+    return [(queued.query.key.request_id, priority) for queued, priority in queue.candidates(now)]
 
 
 def test_a_turn_comes_after_a_wait_counts_as_the_usual_priority_and_is_paid_for_afterwards() -> None:
-    room = default_room()
-    room.enter(query("batch", priority=BATCH), 0.0, BUSY)
-    room.enter(query("default"), 0.0, BUSY)
-    assert candidates(room, 0.0) == [("default", DEFAULT)]
-    waited = TURN_WAIT_SHARE * QUEUE_SECONDS
-    assert candidates(room, waited) == [("batch", DEFAULT), ("default", DEFAULT)]
-    room.placed(query("another batch", priority=BATCH), waited)
-    assert candidates(room, waited) == [("default", DEFAULT)]
-    for number in range(round(1 / TURN_SHARE) - 1):
-        assert candidates(room, waited)[0][0] == "default"
-        room.placed(query(f"default {number}"), waited)
-    assert candidates(room, waited)[0][0] == "batch"
+    queue = default_room()
+    queue.add(query("batch", priority=BATCH), 0.0, BUSY)
+    queue.add(query("default"), 0.0, BUSY)
+    assert candidates(queue, 0.0) == [("default", DEFAULT)]
+    waited = LOWER_CLASS_WAIT_SHARE * QUEUE_SECONDS
+    assert candidates(queue, waited) == [("batch", DEFAULT), ("default", DEFAULT)]
+    queue.charge(query("another batch", priority=BATCH), waited)
+    assert candidates(queue, waited) == [("default", DEFAULT)]
+    for number in range(round(1 / LOWER_CLASS_SHARE) - 1):
+        assert candidates(queue, waited)[0][0] == "default"
+        queue.charge(query(f"default {number}"), waited)
+    assert candidates(queue, waited)[0][0] == "batch"
 
 
 def test_one_tenant_leaves_places_for_others_in_a_small_room() -> None:
-    room = default_room(8)
+    queue = default_room(8)
     for number in range(5):
-        room.enter(query(str(number), b"one"), 0.0, BUSY)
+        queue.add(query(str(number), b"one"), 0.0, BUSY)
     with pytest.raises(Overloaded):
-        room.enter(query("too many", b"one"), 0.0, BUSY)
+        queue.add(query("too many", b"one"), 0.0, BUSY)
     for name in (b"two", b"two", b"three"):
-        room.enter(query(name.decode(), name), 0.0, BUSY)
+        queue.add(query(name.decode(), name), 0.0, BUSY)
     with pytest.raises(Overloaded):
-        room.enter(query("full", b"four"), 0.0, BUSY)
+        queue.add(query("full", b"four"), 0.0, BUSY)

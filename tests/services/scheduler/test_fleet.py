@@ -9,9 +9,9 @@ from weft.errors import Incompatible
 from weft.metrics import READY_WORKERS, REGISTRY
 from weft.request import WorkerAddress, WorkerRole
 from weft.worker_stats import PrefixTally, Tallies, WorkTally
-from weft_services.scheduler.fleet import MAX_MODELS, MISSED_SECONDS, Fleet
-from weft_services.scheduler.speed import USUAL_CREDIT, Credit, Fetching, credit_of
-from weft_services.scheduler.state import Load, Worker, WorkerReport
+from weft_services.scheduler.fleet import MAX_MODELS, READY_METRIC_SECONDS, Fleet
+from weft_services.scheduler.fleet_state import ReservedLoad, Worker, WorkerReport
+from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, FetchStats, StoreCredit, store_credit
 
 INFO = worker_info("d0", WorkerRole.DECODE)
 
@@ -69,16 +69,16 @@ def test_a_worker_is_silent_when_no_report_came_for_too_long() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
     fleet.report(worker, WorkerReport(), 3.0)
-    assert fleet.silent(8.0) == []
-    assert fleet.silent(8.1) == [worker]
+    assert fleet.silent_workers(8.0) == []
+    assert fleet.silent_workers(8.1) == [worker]
 
 
 def test_a_report_makes_earlier_bookings_known_to_the_worker() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
-    worker.fresh = Load(10, 10, 1)
+    worker.unreported = ReservedLoad(10, 10, 1)
     fleet.report(worker, WorkerReport(), 1.0)
-    assert worker.fresh == Load()
+    assert worker.unreported == ReservedLoad()
 
 
 def test_rates_are_those_of_the_time_in_which_there_was_work() -> None:
@@ -117,7 +117,7 @@ def test_what_decode_workers_compute_of_prompts_says_nothing_of_prefill_workers(
 def test_what_a_token_in_the_store_saves_is_learned_from_what_fetching_took() -> None:
     fleet = Fleet(5.0)
     first, second = two_prefills(fleet)
-    assert fleet.models[MODEL].credit == USUAL_CREDIT
+    assert fleet.models[MODEL].credit == DEFAULT_STORE_CREDIT
     for worker in (first, second):
         fleet.report(worker, WorkerReport(ready=True), 1.0)
     # 1,000 prompt tokens a second are computed, ten times as many fetched from memory, twice from the disk
@@ -132,7 +132,9 @@ def test_what_a_token_in_the_store_saves_is_learned_from_what_fetching_took() ->
     assert fleet.models[MODEL].credit == credit
     for _ in range(3000):
         fleet.refresh(3.0)
-    assert fleet.models[MODEL].credit.memory == pytest.approx(USUAL_CREDIT.memory, abs=0.01), "what lies back fades"
+    assert fleet.models[MODEL].credit.memory == pytest.approx(DEFAULT_STORE_CREDIT.memory, abs=0.01), (
+        "what lies back fades"
+    )
 
 
 def test_a_worker_that_does_not_say_how_long_fetches_took_teaches_nothing() -> None:
@@ -141,12 +143,12 @@ def test_a_worker_that_does_not_say_how_long_fetches_took_teaches_nothing() -> N
     fleet.report(worker, WorkerReport(), 1.0)
     fleet.report(worker, WorkerReport(tallies=Tallies(PrefixTally(dram_tokens=10**6))), 2.0)
     fleet.refresh(2.0)
-    assert fleet.models[MODEL].credit == USUAL_CREDIT
+    assert fleet.models[MODEL].credit == DEFAULT_STORE_CREDIT
 
 
 def test_a_store_slower_than_computing_saves_nothing() -> None:
-    slow = [Fetching(10**6, 10**6)]
-    assert credit_of(slow, slow, 1000.0) == Credit(0.0, 0.0)
+    slow = [FetchStats(10**6, 10**6)]
+    assert store_credit(slow, slow, 1000.0) == StoreCredit(0.0, 0.0)
 
 
 def test_ready_workers_are_counted_by_what_they_can_do_and_missed_for_a_while() -> None:
@@ -171,9 +173,9 @@ def test_ready_workers_are_counted_by_what_they_can_do_and_missed_for_a_while() 
     assert told() == [0, 1]
     for worker in (both, decode):
         fleet.leave(worker, "said goodbye")
-    fleet.refresh(MISSED_SECONDS)
+    fleet.refresh(READY_METRIC_SECONDS)
     assert told() == [0, 0]
-    fleet.refresh(MISSED_SECONDS + 1.0)
+    fleet.refresh(READY_METRIC_SECONDS + 1.0)
     assert told() == [None, None]
 
 
@@ -222,13 +224,13 @@ def test_faults_in_a_row_keep_others_away_for_longer_until_one_request_ends_well
     worker, _ = fleet.join(INFO, 0.0)
     pauses, now = [], 100.0
     for _ in range(8):
-        fleet.suspect("d0", now)
+        fleet.mark_suspect("d0", now)
         pauses.append(worker.suspect_until - now)
         now = worker.suspect_until
     assert pauses[:3] == [2.0, 4.0, 8.0]
     assert pauses[-1] == 60.0
-    fleet.trust(worker)
-    fleet.suspect("d0", now)
+    fleet.mark_healthy(worker)
+    fleet.mark_suspect("d0", now)
     assert worker.suspect_until == now + 2.0
 
 
@@ -236,44 +238,44 @@ def test_streams_that_are_lost_with_one_connection_are_one_fault() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
     for number in range(64):
-        fleet.suspect("d0", 100.0 + number / 100)
+        fleet.mark_suspect("d0", 100.0 + number / 100)
     assert (worker.suspect_until, worker.num_faults) == (102.0, 1)
 
 
 def test_after_a_fault_one_request_goes_ahead_and_the_others_follow_when_it_has_spoken() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
-    fleet.suspect("d0", 100.0)
-    fleet.probe(worker, 101.0)
-    fleet.heard(worker)
+    fleet.mark_suspect("d0", 100.0)
+    fleet.begin_probe(worker, 101.0)
+    fleet.end_probe(worker)
     assert worker.suspect_until == 102.0, "placed there because there is no other, and what spoke was there before"
-    fleet.probe(worker, 102.0)
+    fleet.begin_probe(worker, 102.0)
     assert worker.suspect_until == 104.0
-    fleet.heard(worker)
-    fleet.probe(worker, 103.0)
+    fleet.end_probe(worker)
+    fleet.begin_probe(worker, 103.0)
     assert worker.suspect_until < 103.0
-    fleet.suspect("d0", 110.0)
+    fleet.mark_suspect("d0", 110.0)
     assert worker.suspect_until == 114.0, "it has spoken, but nothing has ended well"
 
 
 def test_a_probe_that_fails_is_a_new_fault_and_after_one_that_says_nothing_comes_another() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
-    fleet.suspect("d0", 100.0)
-    fleet.probe(worker, 102.0)
-    fleet.suspect("d0", 103.0)
+    fleet.mark_suspect("d0", 100.0)
+    fleet.begin_probe(worker, 102.0)
+    fleet.mark_suspect("d0", 103.0)
     assert (worker.num_faults, worker.suspect_until) == (2, 107.0)
-    fleet.probe(worker, 107.0)
+    fleet.begin_probe(worker, 107.0)
     assert worker.suspect_until == 111.0
-    fleet.probe(worker, 112.0)
+    fleet.begin_probe(worker, 112.0)
     assert worker.suspect_until == 116.0
 
 
 def test_a_request_that_ends_well_ends_the_suspicion() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
-    fleet.suspect("d0", 100.0)
-    fleet.trust(worker)
+    fleet.mark_suspect("d0", 100.0)
+    fleet.mark_healthy(worker)
     assert worker.suspect_until < 100.0
 
 

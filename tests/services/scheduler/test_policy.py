@@ -11,21 +11,19 @@ from tests.services.scheduler.choosing import BOTH, DECODE, NOW, PREFILL, decide
 from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import PeerLost
 from weft.request import RequestKey
-from weft_services.scheduler.bookings import Bookings
+from weft_services.scheduler.fleet_state import MAX_WAIT_RATIO, ModelWorkers, WorkerReport
 from weft_services.scheduler.policy import choose
+from weft_services.scheduler.reservations import Reservations
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.served import Served
-from weft_services.scheduler.speed import USUAL_CREDIT, Credit
-from weft_services.scheduler.state import (
-    MAX_WAIT_RATIO,
-    NO_PREFERENCE,
-    Demand,
-    Placement,
-    Preference,
-    Prefixes,
+from weft_services.scheduler.routing_types import (
+    NO_AFFINITY,
+    PlacementDecision,
+    PrefixLocations,
     RouteQuery,
-    WorkerReport,
+    RoutingInput,
+    SessionAffinity,
 )
+from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, StoreCredit
 
 
 def test_one_worker_of_each_role_gets_the_request() -> None:
@@ -38,7 +36,7 @@ def test_a_worker_of_both_roles_computes_the_prompt_itself() -> None:
 
 def test_a_busy_worker_of_both_roles_leaves_the_prompt_to_a_prefill_worker() -> None:
     both, prefill = ready_worker("b0", BOTH), ready_worker("p0", PREFILL)
-    both.booked.prefill_tokens = 900
+    both.reserved.prefill_tokens = 900
     assert place([both, prefill]) == ("p0", "b0")
 
 
@@ -46,7 +44,7 @@ def test_who_has_to_compute_the_prompt_itself_is_chosen_by_both_kinds_of_work() 
     whole = replace(query(), computes_prompt=True)
     assert place(pair(), whole) == (None, "d0")
     workers = four()
-    workers[2].booked.prefill_tokens = 500
+    workers[2].reserved.prefill_tokens = 500
     assert place(workers, whole) == (None, "d1")
     assert decide(workers, whole).prefill_tokens == 100
     with pytest.raises(PeerLost):
@@ -55,7 +53,7 @@ def test_who_has_to_compute_the_prompt_itself_is_chosen_by_both_kinds_of_work() 
 
 def test_prefill_goes_where_the_fewest_tokens_wait() -> None:
     workers = four()
-    workers[0].booked.prefill_tokens = 500
+    workers[0].reserved.prefill_tokens = 500
     assert place(workers)[0] == "p1"
 
 
@@ -69,7 +67,7 @@ def test_a_report_counts_as_much_as_a_booking() -> None:
 def test_what_was_booked_since_a_report_comes_on_top_of_it() -> None:
     workers = four()
     workers[0].report = WorkerReport(ready=True, num_waiting=3, queued_prefill_tokens=300)
-    workers[0].booked.prefill_tokens = workers[0].fresh.prefill_tokens = 300
+    workers[0].reserved.prefill_tokens = workers[0].unreported.prefill_tokens = 300
     workers[1].report = WorkerReport(ready=True, num_waiting=3, queued_prefill_tokens=450)
     assert place(workers)[0] == "p1"
 
@@ -77,7 +75,7 @@ def test_what_was_booked_since_a_report_comes_on_top_of_it() -> None:
 def test_a_worker_twice_as_fast_may_have_more_before_it() -> None:
     workers = four()
     workers[0].token_seconds, workers[1].token_seconds = 1 / 4000, 1 / 1000
-    workers[0].booked.prefill_tokens = 200
+    workers[0].reserved.prefill_tokens = 200
     assert place(workers)[0] == "p0"
 
 
@@ -89,22 +87,22 @@ def test_a_full_pool_repels() -> None:
 
 
 def test_equal_workers_take_turns() -> None:
-    workers, bookings = four(), Bookings()
+    workers, reservations = four(), Reservations()
     chosen: Counter[str | None] = Counter()
     for number in range(40):
         placement = decide(workers, query(10, 10))
-        bookings.book(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
+        reservations.reserve(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
         chosen.update([placement.decode.worker_id, placement.prefill.worker_id if placement.prefill else None])
     assert set(chosen.values()) == {20}
 
 
 def test_idle_workers_take_turns_even_when_one_was_measured_a_little_faster() -> None:
-    workers, bookings, chosen = four(), Bookings(), Counter[str]()
+    workers, reservations, chosen = four(), Reservations(), Counter[str]()
     workers[3].decode_token_seconds *= 0.98
     for number in range(20):
         placement = decide(workers)
-        booking = bookings.book(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
-        booking.decode.give_back()
+        reservation = reservations.reserve(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
+        reservation.decode.release()
         chosen[placement.decode.worker_id] += 1
     assert chosen == {"d0": 10, "d1": 10}
 
@@ -114,84 +112,85 @@ def test_the_choice_does_not_depend_on_the_order_of_the_workers() -> None:
 
 
 def test_a_session_keeps_its_workers() -> None:
-    assert place(four(), preference=Preference("p1", "d1")) == ("p1", "d1")
-    assert place(four(), preference=Preference("p0", "d1")) == ("p0", "d1")
+    assert place(four(), affinity=SessionAffinity("p1", "d1")) == ("p1", "d1")
+    assert place(four(), affinity=SessionAffinity("p0", "d1")) == ("p0", "d1")
 
 
 def test_a_session_bears_a_queue_as_long_as_its_cache_saves_more() -> None:
-    workers, there = four(), Preference("p1", "d1", num_tokens=900)
-    workers[1].booked.prefill_tokens = 400
+    workers, there = four(), SessionAffinity("p1", "d1", num_tokens=900)
+    workers[1].reserved.prefill_tokens = 400
     assert place(workers, query(950), there)[0] == "p1"
-    workers[1].booked.prefill_tokens = 600
+    workers[1].reserved.prefill_tokens = 600
     assert place(workers, query(950), there)[0] == "p0"
 
 
 def test_the_busier_the_fleet_the_longer_a_session_waits_for_its_cache() -> None:
     workers = four()
-    workers[1].booked.prefill_tokens, workers[1].booked.requests = 2000, 20
+    workers[1].reserved.prefill_tokens, workers[1].reserved.requests = 2000, 20
     for worker in workers:
         worker.refresh()
     chosen = []
     for utilization in (0.0, 0.9):
-        prefixes = Prefixes({workers[1]: 900})
-        served = Served(workers, utilization)
-        chosen.append(choose({MODEL: served}, Demand(query(950), prefixes), NOW).prefill)
+        prefixes = PrefixLocations({workers[1]: 900})
+        members = ModelWorkers(workers, utilization)
+        chosen.append(choose({MODEL: members}, RoutingInput(query(950), prefixes), NOW).prefill)
     assert chosen == [workers[0], workers[1]]
 
 
 def test_what_a_worker_holds_need_not_be_computed_and_is_not_booked() -> None:
     workers = four()
-    placed = decide(workers, query(900), prefixes=Prefixes({workers[1]: 800}))
+    placed = decide(workers, query(900), prefixes=PrefixLocations({workers[1]: 800}))
     assert placed.prefill is workers[1]
-    assert (placed.prefill_tokens, placed.held_tokens) == (100, 800)
+    assert (placed.prefill_tokens, placed.cached_tokens) == (100, 800)
 
 
 def test_what_many_hold_draws_nobody_to_a_queue() -> None:
     workers = four()
-    workers[1].booked.prefill_tokens = 400
+    workers[1].reserved.prefill_tokens = 400
     held = {workers[1]: 300}
-    assert place(workers, query(900), prefixes=Prefixes(held, common_tokens=300))[0] == "p0"
+    assert place(workers, query(900), prefixes=PrefixLocations(held, common_tokens=300))[0] == "p0"
 
 
 def test_what_the_store_holds_makes_all_workers_nearly_alike() -> None:
     workers = four()
-    workers[1].booked.prefill_tokens = 400
+    workers[1].reserved.prefill_tokens = 400
     held = {workers[1]: 800}
-    assert place(workers, query(900), prefixes=Prefixes(held))[0] == "p1"
-    assert place(workers, query(900), prefixes=Prefixes(held, stored_tokens=800))[0] == "p0"
+    assert place(workers, query(900), prefixes=PrefixLocations(held))[0] == "p1"
+    assert place(workers, query(900), prefixes=PrefixLocations(held, stored_tokens=800))[0] == "p0"
 
 
 def test_what_the_store_has_on_disk_saves_less_than_what_it_has_in_memory() -> None:
     def computed(stored_tokens: int, disk_tokens: int) -> int:
-        return decide(four(), query(801), prefixes=Prefixes({}, stored_tokens, disk_tokens)).prefill_tokens
+        return decide(four(), query(801), prefixes=PrefixLocations({}, stored_tokens, disk_tokens)).prefill_tokens
 
     in_memory, half, on_disk = (computed(800, disk) for disk in (0, 400, 800))
     assert computed(0, 0) > on_disk > half > in_memory
-    assert computed(400, 0) - half == 400 * USUAL_CREDIT.disk
+    assert computed(400, 0) - half == 400 * DEFAULT_STORE_CREDIT.disk
     workers = four()
     held = {workers[0]: 400}
     assert (
-        decide(workers, query(801), prefixes=Prefixes(held, 800, 600)).prefill_tokens == 401 - 400 * USUAL_CREDIT.disk
+        decide(workers, query(801), prefixes=PrefixLocations(held, 800, 600)).prefill_tokens
+        == 401 - 400 * DEFAULT_STORE_CREDIT.disk
     )
 
 
 def test_a_store_that_has_shown_itself_slow_lets_prompts_wait_for_their_cache() -> None:
     chosen = []
-    for credit in (Credit(0.9, 0.9), Credit(0.1, 0.1)):
+    for credit in (StoreCredit(0.9, 0.9), StoreCredit(0.1, 0.1)):
         workers = four()
-        workers[1].booked.prefill_tokens = 400
-        chosen.append(place(workers, query(900), prefixes=Prefixes({workers[1]: 800}, 800, credit=credit))[0])
+        workers[1].reserved.prefill_tokens = 400
+        chosen.append(place(workers, query(900), prefixes=PrefixLocations({workers[1]: 800}, 800, credit=credit))[0])
     assert chosen == ["p0", "p1"]
 
 
 def test_a_busy_fleet_fetches_rather_than_waits_for_who_holds_a_prefix() -> None:
     workers = four()
-    workers[1].booked.prefill_tokens, workers[1].booked.requests = 400, 20
+    workers[1].reserved.prefill_tokens, workers[1].reserved.requests = 400, 20
     for worker in workers:
         worker.refresh()
-    served, asked = Served(workers, utilization=0.9), query(900)
+    members, asked = ModelWorkers(workers, utilization=0.9), query(900)
     for stored_tokens, name in ((0, "p1"), (800, "p0")):
-        placed = choose({MODEL: served}, Demand(asked, Prefixes({workers[1]: 800}, stored_tokens)), NOW)
+        placed = choose({MODEL: members}, RoutingInput(asked, PrefixLocations({workers[1]: 800}, stored_tokens)), NOW)
         assert placed.prefill is not None
         assert placed.prefill.worker_id == name
 
@@ -203,51 +202,51 @@ def test_what_another_models_workers_hold_is_not_known_of_this_one() -> None:
             worker = router.join(worker_info(worker_id, role, model=model), NOW)
             router.report(worker, WorkerReport(ready=True, free_blocks=100), NOW)
 
-    def placed(model: str, request_id: str) -> Placement:
-        return router.place(RouteQuery(RequestKey(request_id), model, 130, 1, block_keys=keys), NO_PREFERENCE, NOW)
+    def placed(model: str, request_id: str) -> PlacementDecision:
+        return router.place(RouteQuery(RequestKey(request_id), model, 130, 1, block_keys=keys), NO_AFFINITY, NOW)
 
-    assert placed("a", "1").held_tokens == 0
+    assert placed("a", "1").cached_tokens == 0
     assert router.uncached_tokens(RouteQuery(RequestKey("x"), "b", 130, 1, block_keys=keys)) == 130
     whole = RouteQuery(RequestKey("whole"), "a", 130, 1, block_keys=keys, computes_prompt=True)
-    assert router.uncached_tokens(whole) == router.demand(whole).query.prompt_tokens == 130
-    assert not router.demand(whole).prefixes.held
+    assert router.uncached_tokens(whole) == router.routing_input(whole).query.prompt_tokens == 130
+    assert not router.routing_input(whole).prefixes.held
     other = placed("b", "2")
-    assert (other.decode.info.model, other.held_tokens, other.prefill_tokens) == ("b", 0, 130)
-    assert placed("a", "3").held_tokens == 128
+    assert (other.decode.info.model, other.cached_tokens, other.prefill_tokens) == ("b", 0, 130)
+    assert placed("a", "3").cached_tokens == 128
 
 
 def test_the_index_is_believed_before_the_session() -> None:
-    workers, there = four(), Preference("p1", "d1", num_tokens=900)
-    assert place(workers, query(950), there, Prefixes({workers[0]: 800}))[0] == "p0"
+    workers, there = four(), SessionAffinity("p1", "d1", num_tokens=900)
+    assert place(workers, query(950), there, PrefixLocations({workers[0]: 800}))[0] == "p0"
 
 
 def test_a_session_is_believed_of_what_this_scheduler_cannot_know() -> None:
     """Another scheduler has served it: here only the system prompt that many share was dispatched."""
-    workers, there = four(), Preference("p1", "d1", num_tokens=900)
-    system = Prefixes({workers[0]: 100, workers[2]: 100})
+    workers, there = four(), SessionAffinity("p1", "d1", num_tokens=900)
+    system = PrefixLocations({workers[0]: 100, workers[2]: 100})
     assert place(workers, query(950), there, system)[0] == "p0"
-    assert place(workers, query(950), replace(there, is_news=True), system) == ("p1", "d1")
-    assert place(workers, query(950), replace(there, is_news=True), Prefixes({workers[0]: 800}))[0] == "p0"
+    assert place(workers, query(950), replace(there, is_foreign=True), system) == ("p1", "d1")
+    assert place(workers, query(950), replace(there, is_foreign=True), PrefixLocations({workers[0]: 800}))[0] == "p0"
 
 
 def test_a_decode_worker_that_holds_nearly_all_computes_the_rest_itself() -> None:
     workers = four()
-    prefixes = Prefixes({workers[2]: 900})
+    prefixes = PrefixLocations({workers[2]: 900})
     assert place(workers, query(950), prefixes=prefixes) == (None, "d0")
-    assert place(workers, query(999), prefixes=Prefixes({workers[2]: 400}))[0] is not None
+    assert place(workers, query(999), prefixes=PrefixLocations({workers[2]: 400}))[0] is not None
 
 
 def test_a_busy_decode_worker_leaves_even_the_rest_to_a_prefill_worker() -> None:
     workers = four()
     workers[3].report = WorkerReport(ready=True, active_blocks=99)
     workers[2].report = WorkerReport(ready=True, num_running=60)
-    prefixes = Prefixes({workers[2]: 900, workers[0]: 900})
+    prefixes = PrefixLocations({workers[2]: 900, workers[0]: 900})
     assert place(workers, query(950), prefixes=prefixes) == ("p0", "d0")
 
 
 def test_the_predictions_count_what_waits_before_the_prompt() -> None:
     workers = pair()
-    workers[0].booked.prefill_tokens, workers[0].booked.requests = 4000, 8
+    workers[0].reserved.prefill_tokens, workers[0].reserved.requests = 4000, 8
     placed = decide(workers, query(500))
     assert placed.wait_seconds == pytest.approx(2.0)
     assert placed.ttft_seconds == pytest.approx(2.25, abs=0.02)
@@ -255,16 +254,16 @@ def test_the_predictions_count_what_waits_before_the_prompt() -> None:
 
 def test_a_short_prompt_is_not_expected_to_wait_for_all_of_long_ones() -> None:
     workers = pair()
-    workers[0].booked.prefill_tokens, workers[0].booked.requests = 4000, 2
+    workers[0].reserved.prefill_tokens, workers[0].reserved.requests = 4000, 2
     assert decide(workers, query(500)).wait_seconds == pytest.approx(2.0)
     assert decide(workers, query(20)).wait_seconds == pytest.approx(MAX_WAIT_RATIO * 2 * 20 / 2000)
 
 
 def test_a_session_does_not_leave_its_cache_for_long_prompts_that_its_short_turn_overtakes() -> None:
     workers = four()
-    workers[1].booked.prefill_tokens = 4000
-    prefixes = Prefixes({workers[1]: 900})
-    workers[1].booked.requests = 2
+    workers[1].reserved.prefill_tokens = 4000
+    prefixes = PrefixLocations({workers[1]: 900})
+    workers[1].reserved.requests = 2
     assert place(workers, query(950), prefixes=prefixes)[0] == "p1"
-    workers[1].booked.requests = 40
+    workers[1].reserved.requests = 40
     assert place(workers, query(950), prefixes=prefixes)[0] == "p0"

@@ -14,14 +14,14 @@ from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import Stage
-from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.pace import Pace
-from weft_services.scheduler.passing import FREE, Passage
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
+from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
+from weft_services.scheduler.dispatch import Dispatcher, DutyCycle
+from weft_services.scheduler.fleet_state import Worker, WorkerReport
 from weft_services.scheduler.policy import choose
-from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import Placement, Priority, RouteQuery, Worker, WorkerReport
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery
 
 STEPS = 150
 LONGEST_ANSWER = 40
@@ -34,15 +34,15 @@ class Mesh:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.router, self.room, clock = Router(1e9), WaitingRoom(2 * STEPS, 1000.0), Clock()
-        self.dispatcher = Dispatcher(self.router, Affinity("", 60), lambda: self.room, clock)
+        self.router, self.queue, clock = Router(1e9), AdmissionQueue(2 * STEPS, 1000.0), Clock()
+        self.dispatcher = Dispatcher(self.router, AffinityStore("", 60), lambda: self.queue, clock)
         self.sizes = self.random.sample(range(2, 40), self.random.randint(1, 4))
         self.workers: list[Worker] = []
         for num_blocks in self.sizes:
             self.start(num_blocks)
         longest = max(self.sizes) * BLOCK_TOKENS - 1
         self.kinds = [(self.random.randint(1, longest), self.random.randint(1, LONGEST_ANSWER)) for _ in range(4)]
-        self.asked: list[tuple[RouteQuery, asyncio.Task[Placement]]] = []
+        self.asked: list[tuple[RouteQuery, asyncio.Task[PlacementDecision]]] = []
 
     def start(self, num_blocks: int) -> None:
         info = worker_info(f"w{len(self.workers)}", WorkerRole.BOTH, num_blocks=num_blocks)
@@ -62,7 +62,7 @@ class Mesh:
         query, asked = self.random.choice(self.asked)
         if asked.done():
             stage = self.random.choice([Stage.DECODING, Stage.FINISHED, Stage.CANCELLED])
-            self.dispatcher.settle([Progress(query.key, stage)])
+            self.dispatcher.settle([AttemptProgress(query.key, stage)])
         elif self.random.random() < 0.1:
             asked.cancel()
 
@@ -87,7 +87,7 @@ class Mesh:
         """Until nothing comes of it any more."""
         before = -1
         while before != (before := self.dispatcher.num_waiting):
-            self.dispatcher._seat_all()
+            self.dispatcher._scan_queues()
             await settle()
         self.check_order()
 
@@ -106,13 +106,13 @@ class Mesh:
         waiting = [query for query, asked in self.asked if not asked.done()]
         sizes = sorted({worker.longest_prompt for worker in self.dispatcher.workers()})
         for longest in sizes:
-            passage = FREE if longest == sizes[-1] else Passage(dict.fromkeys(WorkerRole, longest + 1))
+            window = UNRESTRICTED if longest == sizes[-1] else BackfillWindow(dict.fromkeys(WorkerRole, longest + 1))
             short = [query for query in waiting if query.prompt_tokens <= longest]
-            assert not short or not all(self.has_room(query, passage) for query in short)
+            assert not short or not all(self.has_room(query, window) for query in short)
 
-    def has_room(self, query: RouteQuery, passage: Passage) -> bool:
+    def has_room(self, query: RouteQuery, window: BackfillWindow) -> bool:
         with suppress(Overloaded):
-            choose(self.router.fleet.models, self.router.demand(query), 0.0, passage)
+            choose(self.router.fleet.models, self.router.routing_input(query), 0.0, window)
             return True
         return False
 
@@ -126,7 +126,7 @@ async def settle() -> None:
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_comes(seed: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_at_once:
-        monkeypatch.setattr(Pace, "ask", lambda pace: None)
+        monkeypatch.setattr(DutyCycle, "request", lambda pace: None)
     mesh = Mesh(seed)
     for _ in range(STEPS):
         await mesh.step()
@@ -134,10 +134,12 @@ async def test_whatever_comes(seed: int, is_at_once: bool, monkeypatch: pytest.M
             await mesh.look()
             mesh.check_room()
     while mesh.dispatcher.num_waiting:
-        mesh.dispatcher.settle([Progress(query.key, Stage.FINISHED) for query, asked in mesh.asked if asked.done()])
+        mesh.dispatcher.settle(
+            [AttemptProgress(query.key, Stage.FINISHED) for query, asked in mesh.asked if asked.done()]
+        )
         await mesh.look()
-    mesh.dispatcher.settle([Progress(query.key, Stage.FINISHED) for query, _ in mesh.asked])
+    mesh.dispatcher.settle([AttemptProgress(query.key, Stage.FINISHED) for query, _ in mesh.asked])
     for worker in mesh.workers:
-        booked = worker.booked
+        booked = worker.reserved
         assert (booked.prefill_tokens, booked.decode_tokens, booked.requests) == (0, 0, 0)
-    assert not len(mesh.room)
+    assert not len(mesh.queue)

@@ -9,11 +9,12 @@ import pytest
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, worker_info
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.request_stage import Stage
-from weft_services.scheduler.gateways import ABSENT_SECONDS
-from weft_services.scheduler.lengths import DEFAULT_OUTPUT_TOKENS
-from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Load, Placement, Preference, RouteQuery, WorkerReport
-from weft_services.scheduler.targets import TooLate
+from weft_services.scheduler.fleet import ABSENT_SECONDS
+from weft_services.scheduler.fleet_state import NEVER, ReservedLoad, WorkerReport
+from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, RouteQuery, SessionAffinity
+from weft_services.scheduler.slo import DeadlineUnreachable
+from weft_services.scheduler.throughput import DEFAULT_OUTPUT_TOKENS
 
 NEXT_BOOT = WorkerAddress("prefill-0", "next-boot", "127.0.0.1:1")
 
@@ -25,9 +26,9 @@ def test_an_answer_that_was_moved_is_as_long_as_all_its_parts() -> None:
     usual = round(DEFAULT_OUTPUT_TOKENS)
     for number in range(200):
         query = RouteQuery(RequestKey(str(number), 1), MODEL, 20 + usual - 10, 4096, resumed_tokens=usual - 10)
-        router.place(query, NO_PREFERENCE, 0.0)
-        router.settle(Progress(query.key, Stage.FINISHED, generated_tokens=10), 0.0)
-    assert router.demand(RouteQuery(RequestKey("next"), MODEL, 20, 4096)).output_tokens == usual
+        router.place(query, NO_AFFINITY, 0.0)
+        router.settle(AttemptProgress(query.key, Stage.FINISHED, generated_tokens=10), 0.0)
+    assert router.routing_input(RouteQuery(RequestKey("next"), MODEL, 20, 4096)).output_tokens == usual
 
 
 def test_after_a_fault_one_request_tries_the_worker_for_all() -> None:
@@ -38,14 +39,14 @@ def test_after_a_fault_one_request_tries_the_worker_for_all() -> None:
 
     def placed(name: str, now: float) -> str:
         query = RouteQuery(RequestKey(name), MODEL, 20, 10)
-        return router.place(query, NO_PREFERENCE, now).decode.worker_id
+        return router.place(query, NO_AFFINITY, now).decode.worker_id
 
     failed = placed("first", 0.0)
-    router.settle(Progress(RequestKey("first"), Stage.FAILED, failed), 0.0)
+    router.settle(AttemptProgress(RequestKey("first"), Stage.FAILED, failed), 0.0)
     names = {f"{now}/{number}": placed(f"{now}/{number}", now) for now in (1.0, 3.0) for number in range(8)}
     (probe,) = (name for name, worker in names.items() if worker == failed)
     assert probe.startswith("3.0")
-    router.settle(Progress(RequestKey(probe), Stage.DECODING), 3.5)
+    router.settle(AttemptProgress(RequestKey(probe), Stage.DECODING), 3.5)
     assert failed in {placed(f"after/{number}", 3.5) for number in range(8)}
 
 
@@ -54,50 +55,50 @@ def test_what_a_gateway_that_died_had_booked_is_given_up_and_what_another_had_is
     worker = router.join(worker_info("both-0", WorkerRole.BOTH), 0.0)
     router.report(worker, WorkerReport(ready=True, num_running=2, free_blocks=100), 0.0)
     for name in ("dies", "lives"):
-        router.gateways.came(name)
-        router.place(RouteQuery(RequestKey(name), MODEL, 100, 50, gateway_id=name), NO_PREFERENCE, 0.0)
-    router.gateways.left("lives", 20.0)  # its stream breaks, and the next one begins
-    router.gateways.left("dies", 20.0)
-    router.gateways.came("lives")
+        router.gateways.connected(name)
+        router.place(RouteQuery(RequestKey(name), MODEL, 100, 50, gateway_id=name), NO_AFFINITY, 0.0)
+    router.gateways.disconnected("lives", 20.0)  # its stream breaks, and the next one begins
+    router.gateways.disconnected("dies", 20.0)
+    router.gateways.connected("lives")
     router.sweep(20.0 + ABSENT_SECONDS)
-    assert worker.booked.requests == 2
+    assert worker.reserved.requests == 2
     router.sweep(20.5 + ABSENT_SECONDS)
-    assert worker.booked.requests == 1
-    finished = Progress(RequestKey("lives"), Stage.FINISHED, generated_tokens=5)
+    assert worker.reserved.requests == 1
+    finished = AttemptProgress(RequestKey("lives"), Stage.FINISHED, generated_tokens=5)
     assert router.settle(finished, 50.0) is not None
-    assert worker.booked == Load()
+    assert worker.reserved == ReservedLoad()
 
 
 def test_a_gateway_whose_broken_stream_ends_after_the_next_has_begun_is_there() -> None:
     router = Router(1000.0)
-    router.gateways.came("lives")
-    router.gateways.came("lives")
-    router.gateways.left("lives", 0.0)
-    assert router.gateways.gone(1000.0) == set()
-    router.gateways.left("lives", 1000.0)
-    assert router.gateways.gone(2000.0) == {"lives"}
-    assert router.gateways.gone(3000.0) == set(), "remembered no longer"
+    router.gateways.connected("lives")
+    router.gateways.connected("lives")
+    router.gateways.disconnected("lives", 0.0)
+    assert router.gateways.take_absent(1000.0) == set()
+    router.gateways.disconnected("lives", 1000.0)
+    assert router.gateways.take_absent(2000.0) == {"lives"}
+    assert router.gateways.take_absent(3000.0) == set(), "remembered no longer"
 
 
-def _split() -> tuple[Router, Placement]:
+def _split() -> tuple[Router, PlacementDecision]:
     """A worker of each role, and one request on both."""
     router = Router(1000.0)
     for name, role in (("prefill-0", WorkerRole.PREFILL), ("decode-0", WorkerRole.DECODE)):
         worker = router.join(worker_info(name, role), 0.0)
         router.report(worker, WorkerReport(ready=True, free_blocks=100), 0.0)
-    return router, router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_PREFERENCE, 0.0)
+    return router, router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_AFFINITY, 0.0)
 
 
 def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_failed_it() -> None:
     router, placed = _split()
     assert placed.prefill is not None
-    router.settle(Progress(RequestKey("r"), Stage.DECODING), 0.5)  # and was lost with its last blocks
+    router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING), 0.5)  # and was lost with its last blocks
     for now in (1.0, 4.0):  # a gateway that heard no answer says it again
-        router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
-    booking = router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 4.5)
+        router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
+    reservation = router.settle(AttemptProgress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 4.5)
     assert placed.prefill.suspect_until == 3.0
-    assert booking is not None
-    assert booking.prefill_id == "decode-0", "where the session's cache is"
+    assert reservation is not None
+    assert reservation.prefill_id == "decode-0", "where the session's cache is"
 
 
 def test_a_fault_that_is_told_again_after_the_answers_end_is_the_same_fault() -> None:
@@ -105,10 +106,10 @@ def test_a_fault_that_is_told_again_after_the_answers_end_is_the_same_fault() ->
     router, placed = _split()
     assert placed.prefill is not None
     for now in (1.0, 6.0):
-        router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
-        router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), now)
+        router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
+        router.settle(AttemptProgress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), now)
     assert (placed.prefill.num_faults, placed.prefill.suspect_until) == (1, 3.0)
-    router.settle(Progress(RequestKey("of another scheduler"), Stage.DECODING, "prefill-0"), 7.0)
+    router.settle(AttemptProgress(RequestKey("of another scheduler"), Stage.DECODING, "prefill-0"), 7.0)
     assert placed.prefill.num_faults == 2
 
 
@@ -118,27 +119,27 @@ def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_b
     router.leave(placed.prefill, "killed")
     again = router.join(worker_info("prefill-0", WorkerRole.PREFILL, address=NEXT_BOOT), 1.0)
     # decode has computed the prompt meanwhile
-    router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), 2.0)
+    router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING, "prefill-0"), 2.0)
     assert again.suspect_until == NEVER
 
 
 def test_a_prefill_worker_that_was_started_anew_is_not_trusted_for_what_the_one_before_did_well() -> None:
     router, placed = _split()
     assert placed.prefill is not None
-    router.settle(Progress(RequestKey("r"), Stage.DECODING), 0.5)
+    router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING), 0.5)
     router.leave(placed.prefill, "killed")
     again = router.join(worker_info("prefill-0", WorkerRole.PREFILL, address=NEXT_BOOT), 1.0)
-    router.fleet.suspect("prefill-0", 2.0)
-    router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 3.0)
+    router.fleet.mark_suspect("prefill-0", 2.0)
+    router.settle(AttemptProgress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 3.0)
     assert (again.num_faults, again.suspect_until) == (1, 4.0)
 
 
 def test_a_worker_is_blamed_though_the_next_attempt_was_refused_before_that_was_told() -> None:
     """A gateway asks for the next place at once, and tells in a batch."""
     router, placed = _split()
-    router.refuse(RouteQuery(RequestKey("r", 1), MODEL, 500, 10))
-    assert placed.decode.booked == Load()
-    router.settle(Progress(RequestKey("r"), Stage.FAILED, "decode-0"), 1.0)
+    router.reject(RouteQuery(RequestKey("r", 1), MODEL, 500, 10))
+    assert placed.decode.reserved == ReservedLoad()
+    router.settle(AttemptProgress(RequestKey("r"), Stage.FAILED, "decode-0"), 1.0)
     assert placed.decode.suspect_until == 3.0
 
 
@@ -146,11 +147,11 @@ def test_an_answer_that_has_begun_goes_on_though_answers_are_usually_longer_than
     router = Router(1000.0)
     worker = router.join(worker_info("both-0", WorkerRole.BOTH), 0.0)
     router.report(worker, WorkerReport(ready=True, num_running=1, free_blocks=100), 0.0)
-    router.place(RouteQuery(RequestKey("before"), MODEL, 20, 10), NO_PREFERENCE, 0.0)
-    with pytest.raises(TooLate):
-        router.place(RouteQuery(RequestKey("new"), MODEL, 20, 400, remaining_seconds=2.0), NO_PREFERENCE, 0.0)
+    router.place(RouteQuery(RequestKey("before"), MODEL, 20, 10), NO_AFFINITY, 0.0)
+    with pytest.raises(DeadlineUnreachable):
+        router.place(RouteQuery(RequestKey("new"), MODEL, 20, 400, remaining_seconds=2.0), NO_AFFINITY, 0.0)
     moved = RouteQuery(RequestKey("moved", 1), MODEL, 220, 200, remaining_seconds=2.0, resumed_tokens=200)
-    assert router.place(moved, NO_PREFERENCE, 0.0).decode is worker
+    assert router.place(moved, NO_AFFINITY, 0.0).decode is worker
 
 
 def test_a_session_does_not_return_to_a_worker_that_was_started_anew() -> None:
@@ -158,24 +159,24 @@ def test_a_session_does_not_return_to_a_worker_that_was_started_anew() -> None:
     router, placed = _split()
     assert placed.prefill is not None
     prefill, decode = placed.prefill.info.address, placed.decode.info.address
-    there = Preference("prefill-0", "decode-0", 500, prefill.boot_id, decode.boot_id)
-    assert router.still(there) is there
+    there = SessionAffinity("prefill-0", "decode-0", 500, prefill.boot_id, decode.boot_id)
+    assert router.drop_restarted(there) is there
     router.join(replace(placed.prefill.info, address=NEXT_BOOT), 1.0)
-    assert router.still(there) == replace(there, prefill_id="")
-    unsaid = Preference("prefill-0", "decode-0", 500)  # by a scheduler that wrote no starts
-    assert router.still(unsaid) is unsaid
+    assert router.drop_restarted(there) == replace(there, prefill_id="")
+    unsaid = SessionAffinity("prefill-0", "decode-0", 500)  # by a scheduler that wrote no starts
+    assert router.drop_restarted(unsaid) is unsaid
 
 
 def test_who_has_waited_while_its_sessions_worker_was_started_anew_is_not_credited_with_what_that_held() -> None:
     router, placed = _split()
     assert placed.prefill is not None
     prefill, decode = placed.prefill.info.address, placed.decode.info.address
-    there = Preference("prefill-0", "decode-0", 800, prefill.boot_id, decode.boot_id, is_news=True)
+    there = SessionAffinity("prefill-0", "decode-0", 800, prefill.boot_id, decode.boot_id, is_foreign=True)
     again = router.join(replace(placed.prefill.info, address=NEXT_BOOT), 1.0)
     router.report(again, WorkerReport(ready=True, free_blocks=100), 1.0)
     waited = router.place(RouteQuery(RequestKey("waited"), MODEL, 900, 10), there, 1.0)
     assert waited.prefill is again
-    assert (waited.held_tokens, waited.prefill_tokens) == (0, 900)
+    assert (waited.cached_tokens, waited.prefill_tokens) == (0, 900)
 
 
 def test_a_worker_with_larger_blocks_is_not_taken_to_hold_more_than_it_was_given() -> None:
@@ -187,9 +188,9 @@ def test_a_worker_with_larger_blocks_is_not_taken_to_hold_more_than_it_was_given
         router.report(router.join(info, 0.0), WorkerReport(ready=True, free_blocks=1000), 0.0)
     keys = [bytes([number]) for number in range(100)]
     first = RouteQuery(RequestKey("first"), MODEL, 1600, 10, block_keys=keys, excluded_worker_ids=frozenset({"both-0"}))
-    placed = router.place(first, NO_PREFERENCE, 0.0).decode
+    placed = router.place(first, NO_AFFINITY, 0.0).decode
     assert placed.worker_id == "both-1"
     half_known = RouteQuery(RequestKey("second"), MODEL, 1600, 10, block_keys=[*keys[:50], *[b"other"] * 50])
-    (held,) = router.demand(half_known).prefixes.held.items()
+    (held,) = router.routing_input(half_known).prefixes.held.items()
     assert held[0] is placed
     assert 700 <= held[1] <= 800

@@ -19,8 +19,8 @@ from weft.errors import Overloaded
 from weft.rpc.client import translated
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
 
 SESSION = b"0123456789abcdef"
 FINISHED, FAILED = pb.Settlement.STAGE_FINISHED, pb.Settlement.STAGE_FAILED
@@ -108,7 +108,7 @@ async def test_a_new_boot_replaces_the_old_one_at_once(scheduler: Scheduler) -> 
 
 
 async def test_a_silent_worker_is_given_up() -> None:
-    async with serving(Affinity("", 60), silence_seconds=2.0) as scheduler:
+    async with serving(AffinityStore("", 60), silence_seconds=2.0) as scheduler:
         call = scheduler.fleet.Join()
         await call.write(pb.JoinRequest(hello=hello("decode-0", "decode")))  # is to arrive within that silence, too
         assert isinstance(await call.read(), pb.JoinResponse)
@@ -150,7 +150,7 @@ async def test_a_repeated_prompt_returns_to_where_its_blocks_are_and_books_the_r
 
 
 async def test_a_request_waits_for_room_and_gets_it_when_another_ends() -> None:
-    async with serving(Affinity("", 60), room=WaitingRoom(8, 10.0)) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore("", 60), queue=AdmissionQueue(8, 10.0)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         number = 0
         async with asyncio.timeout(20):
@@ -170,7 +170,7 @@ async def test_a_request_waits_for_room_and_gets_it_when_another_ends() -> None:
 
 
 async def test_a_wait_without_end_is_refused_when_it_is_over() -> None:
-    async with serving(Affinity("", 60), room=WaitingRoom(8, 0.2)) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore("", 60), queue=AdmissionQueue(8, 0.2)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         results = await asyncio.gather(*(scheduler.route(f"r{n}") for n in range(60)), return_exceptions=True)
         refused = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
@@ -218,7 +218,7 @@ async def test_a_prefill_worker_that_did_not_deliver_is_passed_over_although_the
 
 
 async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: ValkeyServer) -> None:
-    affinity = Affinity(valkey.connection_url, 60, deadline_seconds=PATIENT_SECONDS)
+    affinity = AffinityStore(valkey.connection_url, 60, deadline_seconds=PATIENT_SECONDS)
     async with serving(affinity) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "prefill-1", "decode-0", "decode-1")
         first = await scheduler.route("s0", session=SESSION)
@@ -239,7 +239,7 @@ async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: 
 
 
 async def test_requests_are_placed_while_valkey_is_frozen_and_after_it_was_killed(valkey: ValkeyServer) -> None:
-    async with serving(Affinity(valkey.connection_url, 60)) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore(valkey.connection_url, 60)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         await scheduler.route("r0", session=SESSION)
         await scheduler.settle("r0", FINISHED)

@@ -13,14 +13,14 @@ from weft.errors import NoWorker
 from weft.request import RequestKey, WorkerRole
 from weft.stall_clock import TICK_SECONDS, AwakeClock
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.arrivals import Arrivals
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.fleet import RETURN_SECONDS
+from weft_services.scheduler.fleet import RETURN_SECONDS, LoadingWorkers
 from weft_services.scheduler.fleet_service import FleetServicer
+from weft_services.scheduler.fleet_state import Worker, WorkerReport
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import Placement, RouteQuery, Worker, WorkerReport
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.routing_types import PlacementDecision, RouteQuery
 
 SILENCE_SECONDS = 5.0
 LONG = 27.0
@@ -33,7 +33,9 @@ class Mesh:
         self.time = Clock()
         self.clock = AwakeClock(self.time)
         self.router = Router(SILENCE_SECONDS)
-        self.dispatcher = Dispatcher(self.router, Affinity("", 60), lambda: WaitingRoom(8, queue_seconds), self.clock)
+        self.dispatcher = Dispatcher(
+            self.router, AffinityStore("", 60), lambda: AdmissionQueue(8, queue_seconds), self.clock
+        )
         self.workers = {role: self.start(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
 
     def start(self, role: WorkerRole) -> Worker:
@@ -46,7 +48,7 @@ class Mesh:
             self.time.now += TICK_SECONDS
             self.clock()
 
-    async def ask(self, name: str) -> asyncio.Task[Placement]:
+    async def ask(self, name: str) -> asyncio.Task[PlacementDecision]:
         query = RouteQuery(RequestKey(name), MODEL, prompt_tokens=4, max_tokens=1)
         task = asyncio.create_task(self.dispatcher.route(query))
         for _ in range(10):
@@ -109,8 +111,8 @@ async def test_refusal_says_that_a_worker_may_return() -> None:
 async def test_membership_lasts_over_a_standstill() -> None:
     """The next report is there when the scheduler reads again, and only its timer has run out."""
     time = Clock()
-    dispatcher = Dispatcher(Router(SILENCE_SECONDS), Affinity("", 60), clock=time)
-    servicer = FleetServicer(dispatcher, Arrivals(), 1000, 0.01, clock=time)
+    dispatcher = Dispatcher(Router(SILENCE_SECONDS), AffinityStore("", 60), clock=time)
+    servicer = FleetServicer(dispatcher, LoadingWorkers(), 1000, 0.01, clock=time)
     said: asyncio.Queue[pb.JoinRequest] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[pb.JoinRequest]:

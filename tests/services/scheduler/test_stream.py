@@ -20,10 +20,11 @@ from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.mesh import scheduler_client
 from weft_services.gateway.mesh.scheduler_client import RouteStream, StreamLost
-from weft_services.scheduler import dispatch, gateways, service
-from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.state import Placement, RouteQuery, Worker, WorkerInfo
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler import dispatch, fleet, service
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
+from weft_services.scheduler.fleet_state import Worker, WorkerInfo
+from weft_services.scheduler.routing_types import PlacementDecision, RouteQuery
 
 CANCELLED = pb.Settlement.STAGE_CANCELLED
 
@@ -57,7 +58,7 @@ async def test_a_stream_says_what_calls_say(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
-        kinds = set()
+        fingerprints = set()
         for number, change in enumerate(changes):
             request = route_request(f"r{number}", **change)
             answers: list[pb.RouteResponse | WeftError] = []
@@ -70,12 +71,12 @@ async def test_a_stream_says_what_calls_say(scheduler: Scheduler) -> None:
                     answers.append(as_weft_error(error))
                 await scheduler.settle(f"r{number}", CANCELLED)
                 request.key.request_id += "-again"
-            kinds.add(type(answers[0]))
+            fingerprints.add(type(answers[0]))
             if isinstance(answers[0], pb.RouteResponse):
                 assert answers[0] == answers[1]
             else:
                 assert (type(answers[0]), str(answers[0])) == (type(answers[1]), str(answers[1]))
-        assert kinds == {pb.RouteResponse, NotFound, InvalidRequest, PeerLost}
+        assert fingerprints == {pb.RouteResponse, NotFound, InvalidRequest, PeerLost}
 
 
 async def test_that_a_prompt_is_too_long_is_said_in_the_word_that_clients_know(scheduler: Scheduler) -> None:
@@ -120,7 +121,7 @@ async def test_many_at_once_are_all_answered_and_a_full_fleet_says_when_to_come_
 
 
 async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(Affinity("", 60), room=WaitingRoom(8, 10.0)) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore("", 60), queue=AdmissionQueue(8, 10.0)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
         waiting: list[asyncio.Task[pb.RouteResponse]] = []
@@ -128,7 +129,7 @@ async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypat
             request = route_request(f"r{len(waiting)}", prompt_tokens=400, max_tokens=1)
             waiting.append(asyncio.create_task(stream.ask(request)))
             await asyncio.wait(waiting, timeout=0.05)
-        monkeypatch.setattr(WaitingRoom, "expected_seconds", lambda *_: 9.0)
+        monkeypatch.setattr(AdmissionQueue, "expected_seconds", lambda *_: 9.0)
         with pytest.raises(RoomClosed) as refused:
             await stream.ask(route_request("late", prompt_tokens=400, max_tokens=1))
         assert (refused.value.retry_after_seconds, refused.value.hold_seconds) == (9.0, 0.5)
@@ -137,7 +138,7 @@ async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypat
 
 
 async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_withdrawn() -> None:
-    async with serving(Affinity("", 60), room=WaitingRoom(8, 10.0)) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore("", 60), queue=AdmissionQueue(8, 10.0)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
         async with asyncio.timeout(20):
@@ -165,19 +166,19 @@ async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_wit
 async def test_a_key_that_is_asked_again_is_one_request_and_can_be_withdrawn() -> None:
     begun: list[str] = []
 
-    async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[Placement, float]:
+    async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[PlacementDecision, float]:
         begun.append(request.key.request_id)
         await asyncio.Event().wait()
         raise AssertionError("cancelled before")
 
-    asked, request = service._Asked(route), route_request("twice")
+    asked, request = service._PendingRoutes(route), route_request("twice")
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        asked.ask(group, request)
+        asked.start(group, request)
         await asyncio.sleep(0)
-        asked.ask(group, request)
+        asked.start(group, request)
         await asyncio.sleep(0)
         assert (begun, list(asked._tasks)) == (["twice", "twice"], [("twice", 0)])
-        asked.withdraw([request.key])
+        asked.cancel([request.key])
     assert not asked._tasks
     assert not asked._answers.results
 
@@ -188,14 +189,14 @@ async def test_an_answer_that_cannot_be_written_is_one_requests_failure() -> Non
     fingerprint = ModelFingerprint("w", "bfloat16", 16, 1, "v1")
     worker = Worker(WorkerInfo(address, WorkerRole.DECODE, "m", fingerprint, 8, 128), 0.0)
 
-    async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[Placement, float]:
+    async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[PlacementDecision, float]:
         seconds = float("inf") if request.key.request_id == "odd" else 1.0
-        return Placement(worker, None, 1, 1, ttft_seconds=seconds), 0.0
+        return PlacementDecision(worker, None, 1, 1, ttft_seconds=seconds), 0.0
 
-    asked = service._Asked(route)
+    asked = service._PendingRoutes(route)
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        asked.ask(group, route_request("odd"))
-        asked.ask(group, route_request("even"))
+        asked.start(group, route_request("odd"))
+        asked.start(group, route_request("even"))
     outcomes = [(each.key.request_id, each.WhichOneof("outcome")) for each in asked._answers.results]
     assert outcomes == [("odd", "refused"), ("even", "placed")]
 
@@ -203,9 +204,9 @@ async def test_an_answer_that_cannot_be_written_is_one_requests_failure() -> Non
 async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateways, "ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr(fleet, "ABSENT_SECONDS", 0.0)
     monkeypatch.setattr(dispatch, "SWEEP_SECONDS", 0.02)
-    async with serving(Affinity("", 60)) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore("", 60)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         async with stream_to(scheduler) as lives:
             async with stream_to(scheduler) as dies:
@@ -246,7 +247,7 @@ async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_it
 async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all that its gateway has under way would be given up."""
     monkeypatch.setattr(scheduler_client, "REOPEN_SECONDS", 0.05)
-    async with serving(Affinity("", 60), silence_seconds=60.0) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore("", 60), silence_seconds=60.0) as scheduler, AsyncExitStack() as stack:
         router = scheduler.dispatcher._router
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
@@ -259,7 +260,7 @@ async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatc
         async with asyncio.timeout(20):
             while not router.gateways._num_streams:  # noqa: ASYNC110 - told by nobody
                 await asyncio.sleep(0.01)
-        router.sweep(time.monotonic() + gateways.ABSENT_SECONDS + 5)
+        router.sweep(time.monotonic() + fleet.ABSENT_SECONDS + 5)
         assert await booked(scheduler) == 1
 
 
@@ -277,12 +278,12 @@ async def test_who_leaves_before_it_was_sent_is_not_asked_for(monkeypatch: pytes
     placed: list[str] = []
     route = dispatch.Dispatcher.route
 
-    async def noted(dispatcher: dispatch.Dispatcher, query: RouteQuery) -> Placement:
+    async def noted(dispatcher: dispatch.Dispatcher, query: RouteQuery) -> PlacementDecision:
         placed.append(query.key.request_id)
         return await route(dispatcher, query)
 
     monkeypatch.setattr(dispatch.Dispatcher, "route", noted)
-    async with serving(Affinity("", 60)) as scheduler, AsyncExitStack() as stack:
+    async with serving(AffinityStore("", 60)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
         leaving, staying = (asyncio.create_task(stream.ask(route_request(name))) for name in ("leaves", "stays"))

@@ -18,8 +18,8 @@ from weft.worker import kv_events as places_module
 from weft.worker.kv_events import PlaceReporter
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
-from weft_services.kvstore.node import NodeStore, Place
-from weft_services.kvstore.places import PlaceIndex
+from weft_services.kvstore.node import NodeStore, StoreAddress
+from weft_services.kvstore.pool_index import PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 
 FINGERPRINT = ModelFingerprint("weights", "float32", 16, 4096, "layout")
@@ -36,10 +36,10 @@ async def _announce(ready: bool) -> None:
 
 
 @asynccontextmanager
-async def serving(places: PlaceIndex, port: int = 0) -> AsyncIterator[str]:
+async def serving(places: PoolIndex, port: int = 0) -> AsyncIterator[str]:
     """A kvstore whose Mooncake is away: the index answers all the same."""
     rpc = RpcServer([SERVICE_NAME])
-    store = NodeStore(Place("127.0.0.1", "127.0.0.1", 0, 64 << 20), _announce)
+    store = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 0, 64 << 20), _announce)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     yield await rpc.start("127.0.0.1", port)
     await rpc.stop(0)
@@ -68,7 +68,7 @@ async def until_located(address: str, numbers: list[int], count: int) -> None:
 async def test_the_index_follows_a_pool_through_publishing_and_eviction() -> None:
     pool = BlockPool(8)
     async with (
-        serving(PlaceIndex()) as address,
+        serving(PoolIndex()) as address,
         reporting(PlaceReporter(address, "prefill-0", "boot", FINGERPRINT)) as reporter,
     ):
         blocks = pool.reserve(8)
@@ -85,20 +85,20 @@ async def test_the_index_follows_a_pool_through_publishing_and_eviction() -> Non
 async def test_a_kvstore_that_was_started_anew_hears_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places_module, "MAX_KEYS", 7)
     numbers = [*range(50)]
-    async with serving(PlaceIndex()) as address:
+    async with serving(PoolIndex()) as address:
         reporter = PlaceReporter(address, "prefill-0", "boot", FINGERPRINT)
         reporter.changed({key(number): True for number in numbers})
         async with reporting(reporter):
             await until_located(address, numbers, 50)
     port = int(address.rpartition(":")[2])
-    async with reporting(reporter), serving(PlaceIndex(), port) as address:
+    async with reporting(reporter), serving(PoolIndex(), port) as address:
         reporter.changed({key(50): True})
         await until_located(address, [*numbers, 50], 51)
 
 
 async def test_after_a_lost_report_the_index_is_told_everything_again() -> None:
     async with (
-        serving(PlaceIndex()) as address,
+        serving(PoolIndex()) as address,
         reporting(PlaceReporter(address, "a", "boot", FINGERPRINT)) as reporter,
     ):
         reporter.changed({key(number): True for number in range(5)})

@@ -13,7 +13,7 @@ from weft.rpc.server import RpcServer
 from weft.worker import fleet_client as module
 from weft.worker.fleet_client import Arrival, announced
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.affinity import AffinityStore
 
 
 async def listed(fleet: Any) -> list[pb.WorkerArrival]:
@@ -32,7 +32,7 @@ async def until(fleet: Any, phase: str) -> pb.WorkerArrival:
 async def test_every_scheduler_hears_how_far_it_is(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
     arrival = Arrival("prefill-3", WorkerRole.PREFILL, "nano")
-    async with serving(Affinity("", 60)) as one, serving(Affinity("", 60)) as two:
+    async with serving(AffinityStore("", 60)) as one, serving(AffinityStore("", 60)) as two:
         async with announced(f"{one.address}, {two.address}", arrival):
             await until(one.fleet, "starting")
             arrival.turn_to("reading weights")
@@ -76,7 +76,7 @@ async def test_a_scheduler_that_is_away_or_old_holds_nothing_up(monkeypatch: Any
 async def test_it_ends_by_itself_once_the_worker_has_joined(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
     arrival = Arrival("decode-3", WorkerRole.DECODE, "nano")
-    async with serving(Affinity("", 60)) as scheduler, announced(scheduler.address, arrival):
+    async with serving(AffinityStore("", 60)) as scheduler, announced(scheduler.address, arrival):
         await until(scheduler.fleet, "starting")
         arrival.is_over = True
         async with asyncio.timeout(20):
@@ -88,7 +88,7 @@ async def test_what_cannot_be_said_is_tried_again_and_a_bug_is_told(monkeypatch:
     caplog.set_level("DEBUG")
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
     arrival = Arrival("decode-3", WorkerRole.DECODE, "nano", done_bytes=-1)  # no number that the wire has
-    async with serving(Affinity("", 60)) as scheduler, asyncio.timeout(20):
+    async with serving(AffinityStore("", 60)) as scheduler, asyncio.timeout(20):
         async with announced(scheduler.address, arrival):
             while "broken off by a fault of our own" not in caplog.text:
                 await listed(scheduler.fleet)

@@ -1,0 +1,140 @@
+"""Weft's own policy in the simulator: the scheduler's router, unchanged, fed with what gateways and workers would
+send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtest.fleet.simulator import Chosen, Rejected
+from loadtest.fleet.trace import BLOCK_TOKENS, Request
+from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
+from weft.errors import Overloaded
+from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft.request_stage import Stage
+from weft.worker_stats import PrefixTally, Tallies, WorkTally
+from weft_services.scheduler.fleet_state import Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.role_balancer import RoleBalancer
+from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.routing_types import NO_AFFINITY, LocatedPrefix, RouteQuery, SessionAffinity
+from weft_services.scheduler.slo import DEFAULT_SLO, SloTargets
+
+MODEL = "model"
+MAX_CONTEXT_TOKENS = 1_000_000
+SWEEP_SECONDS = 1.0
+# room for a thousand workers' caches
+MAX_KEYS = 8_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What the policy may use: sessions, the prefix index, the shared store."""
+
+    sessions: bool = True
+    prefixes: bool = True
+    store: bool = False
+
+
+class WeftPolicy:
+    """The router behind the simulator's interface."""
+
+    def __init__(
+        self,
+        name: str = "weft",
+        signals: Signals = Signals(),
+        planner: RoleBalancer | None = None,
+        targets: SloTargets = DEFAULT_SLO,
+    ) -> None:
+        self.name = name
+        self._signals = signals
+        self._router = Router(silence_seconds=float("inf"), targets=targets, max_keys=MAX_KEYS, planner=planner)
+        self._sessions: dict[bytes, SessionAffinity] = {}
+        self._members: list[Worker] = []
+        self._workers: list[SimulatedWorker] = []
+        self._store: BlockCache | None = None
+        self._swept_at = 0.0
+
+    def start(self, workers: Sequence[SimulatedWorker], store: BlockCache | None) -> None:
+        """They join and report."""
+        self._workers, self._store = list(workers), store if self._signals.store else None
+        for worker in workers:
+            info = WorkerInfo(
+                address=WorkerAddress(f"{worker.slot:05d}", "boot", "127.0.0.1:1"),
+                role=WorkerRole(worker.role),
+                model=MODEL,
+                fingerprint=ModelFingerprint("w", "bfloat16", BLOCK_TOKENS, 1, "v1"),
+                num_blocks=worker.cache.capacity,
+                max_context_tokens=MAX_CONTEXT_TOKENS,
+                can_change_role=True,
+            )
+            self._members.append(self._router.join(info, 0.0))
+            self.report(worker, 0.0)
+
+    def place(self, request: Request, now: float) -> Chosen | Rejected:
+        """Route, after kvstore has said what the store has of the prompt, as `Whereabouts` asks it."""
+        query = RouteQuery(
+            key=RequestKey(str(request.number)),
+            model=MODEL,
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=4096,
+            session=request.session,
+            block_keys=request.keys if self._signals.prefixes else (),
+        )
+        if self._store is not None:
+            num_stored = self._store.match(request.keys)
+            self._router.add_located(
+                self._router.fingerprint(MODEL), request.keys, LocatedPrefix((), num_stored, num_stored)
+            )
+        known = self._sessions.get(request.session, NO_AFFINITY) if self._signals.sessions else NO_AFFINITY
+        try:
+            placed = self._router.place(query, known, now)
+        except Overloaded as error:
+            self._router.count_rejection(MODEL, now)
+            return Rejected(error.retry_after_seconds)
+        decode = self._workers[int(placed.decode.worker_id)]
+        return Chosen(self._workers[int(placed.prefill.worker_id)] if placed.prefill else decode, decode)
+
+    def first_token(self, job: Job, now: float) -> None:
+        """Settle."""
+        self._router.settle(AttemptProgress(_key(job), Stage.DECODING), now)
+
+    def ended(self, job: Job, now: float) -> None:
+        """Settle, and bind the session."""
+        tokens = job.request.output_tokens
+        reservation = self._router.settle(AttemptProgress(_key(job), Stage.FINISHED, generated_tokens=tokens), now)
+        if reservation is not None and job.request.session:
+            decode = reservation.decode.worker.worker_id
+            self._sessions[job.request.session] = SessionAffinity(
+                reservation.prefill_id, decode, job.request.prompt_tokens + tokens
+            )
+
+    def report(self, worker: SimulatedWorker, now: float) -> None:
+        """As a worker's membership does; a wish for another role has come with the answer to the last one."""
+        worker.role = self._members[worker.slot].role_requested or worker.role
+        blocks = worker.cache.capacity
+        active = min(int(worker.reserved_tokens) // BLOCK_TOKENS, blocks)
+        report = WorkerReport(
+            num_running=len(worker.batch) + len(worker.prompts),
+            num_waiting=len(worker.waiting),
+            queued_prefill_tokens=worker.queued_tokens,
+            active_tokens=int(worker.held_tokens),
+            free_blocks=max(blocks - active - len(worker.cache), 0),
+            cached_blocks=len(worker.cache),
+            active_blocks=active,
+            ready=True,
+            generated_tokens=int(worker.generated_tokens),
+            computed_prompt_tokens=int(worker.computed_tokens),
+            tallies=Tallies(
+                PrefixTally(dram_tokens=worker.fetched_tokens, dram_seconds=worker.fetching_seconds),
+                work=WorkTally(int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds),
+            ),
+            role=WorkerRole(worker.role),
+        )
+        self._router.report(self._members[worker.slot], report, now)
+        if now - self._swept_at >= SWEEP_SECONDS:
+            self._swept_at = now
+            self._router.sweep(now)
+
+
+def _key(job: Job) -> RequestKey:
+    return RequestKey(str(job.request.number))

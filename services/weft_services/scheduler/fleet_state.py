@@ -1,0 +1,335 @@
+"""State of the live workers: what each reported, what is booked on it, and the numpy table the policy reads.
+
+Arithmetic only; the caller passes the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.kv.block_keys import fingerprint_digest
+from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
+from weft.worker_stats import NO_TALLIES, Tallies
+from weft_services.scheduler.throughput import (
+    DEFAULT_DECODE_RATE,
+    DEFAULT_PREFILL_RATE,
+    DEFAULT_STORE_CREDIT,
+    StoreCredit,
+    WorkerSpeed,
+    store_credit,
+)
+
+NEVER = float("-inf")
+INFINITE = float("inf")
+# cheap until the pool is nearly full, then steep: the shape of a queueing delay
+KV_PRESSURE_SECONDS = 0.15
+# engines let short prompts overtake long ones: for each prompt before it one waits so many times its own work at most.
+# Fitted on the conversation trace (loadtest.fleet compare)
+MAX_WAIT_RATIO = 8.0
+# of what a worker tells the policy, in the order in which it does
+NUM_ROWS = 7
+# a full pool costs much, and not without end
+MAX_KV_USE = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is, as it said when it joined; `role` as it said last."""
+
+    address: WorkerAddress
+    role: WorkerRole
+    model: str
+    fingerprint: ModelFingerprint
+    num_blocks: int
+    max_context_tokens: int
+    transport: str = ""
+    metrics_address: str = ""
+    can_change_role: bool = False
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens whose KV fits into its pool."""
+        return self.num_blocks * self.fingerprint.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's own view of its load. A worker that has not reported yet is not ready. `hand_offs` is as it came, for
+    people who ask: here nobody looks into it."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    active_tokens: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    active_blocks: int = 0
+    quarantined_blocks: int = 0
+    ready: bool = False
+    generated_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    is_draining: bool = False
+    is_parked: bool = False
+    tallies: Tallies = NO_TALLIES
+    hand_offs: Sequence[Any] = ()
+    role: WorkerRole | None = None
+    full: bool | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """It holds no sequence at all."""
+        return self.num_running == 0 and self.num_waiting == 0
+
+    @property
+    def is_full(self) -> bool:
+        """Sequences hold the whole pool; a worker says "not ready" then as well. An older one does not say why."""
+        if self.full is None:
+            return self.active_blocks > 0 and self.free_blocks + self.cached_blocks == 0
+        return self.full
+
+
+@dataclass(slots=True)
+class ReservedLoad:
+    """What is booked on a worker: prompt tokens to compute, tokens to hold while decoding, requests, and prompts that
+    are not computed yet."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    requests: int = 0
+    prompts: int = field(default=0, compare=False)
+
+    def add(self, prefill_tokens: int, decode_tokens: int) -> None:
+        """Add one request's tokens, or remove them when negative."""
+        self.prompts += (prefill_tokens > 0) - (prefill_tokens < 0)
+        self.prefill_tokens += prefill_tokens
+        self.decode_tokens += decode_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A live worker. `Fleet` writes what it says of itself, `Bookings` writes `booked`, `fresh` and
+    `dispatched_tokens`; whoever has written calls `refresh`. `fresh` is the part of `booked` that came after the last
+    report, so that the report cannot know of it; `returned` is what came to its end since, of what the report counts
+    still. `dispatched_tokens` is what it was given of late: among equals it is the turn of whoever was given least. The
+    six after it are what the policy reads, worked out once a change and not once a request: what the fill of its pool
+    counts for, seconds of work before a new prompt, the most that a prompt waits for each of its tokens, seconds of
+    work before a new sequence (the pool's fill included), and seconds that a token of each takes. `column` is where
+    `Served` has all seven beside those of the others.
+    """
+
+    info: WorkerInfo
+    reported_at: float
+    report: WorkerReport = field(default_factory=WorkerReport)
+    num_reports: int = 0
+    reserved: ReservedLoad = field(default_factory=ReservedLoad)
+    unreported: ReservedLoad = field(default_factory=ReservedLoad)
+    released: ReservedLoad = field(default_factory=ReservedLoad)
+    speed: WorkerSpeed = field(default_factory=WorkerSpeed)
+    idle_since: float | None = None
+    suspect_until: float = NEVER
+    is_probed: bool = False  # a request is there to find out whether it should be suspected still
+    num_faults: int = 0
+    drain_requested: bool | None = None
+    park_requested: bool | None = None
+    role_requested: WorkerRole | None = None
+    num_declined_roles: int = 0  # roles in a row that it was asked to play and did not
+    dispatched_tokens: float = 0.0
+    pressure_seconds: float = INFINITE
+    prefill_seconds: float = 0.0
+    wait_cap_seconds: float = 0.0
+    decode_seconds: float = INFINITE
+    token_seconds: float = 1 / DEFAULT_PREFILL_RATE
+    decode_token_seconds: float = 1 / DEFAULT_DECODE_RATE
+    column: NDArray[np.float64] = field(default_factory=lambda: np.empty(NUM_ROWS), repr=False)
+
+    @property
+    def worker_id(self) -> str:
+        """Its stable name."""
+        return self.info.address.worker_id
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens; the answer needs room for one more."""
+        return min(self.info.max_context_tokens, self.info.pool_tokens) - 1
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens not yet computed: what we booked, or what it reports if others book there too."""
+        reported = self.report.queued_prefill_tokens - self.released.prefill_tokens
+        known = reported + self.unreported.prefill_tokens if reported > 0 else self.unreported.prefill_tokens
+        return known if known > self.reserved.prefill_tokens else self.reserved.prefill_tokens
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the sequences that decode there."""
+        reported = self.report.active_tokens - self.released.decode_tokens
+        known = reported + self.unreported.decode_tokens if reported > 0 else self.unreported.decode_tokens
+        return known if known > self.reserved.decode_tokens else self.reserved.decode_tokens
+
+    def wait_seconds(self, own_tokens: int) -> float:
+        """How long a prompt of which so many tokens have to be computed waits here: for those before it, but short ones
+        do not wait for all of long ones (`weft.engine.waiting`)."""
+        return min(self.prefill_seconds, own_tokens * self.wait_cap_seconds)
+
+    def kv_wait_seconds(self, own_tokens: int, output_tokens: int) -> float:
+        """How long a new sequence of `own_tokens` waits for KV blocks. Sequences release a pool in the time that one
+        answer takes. Bookings overestimate, so the wait is 0 until the worker itself reports waiting sequences."""
+        lacking = self.decode_tokens + own_tokens - self.info.pool_tokens
+        if lacking <= 0 or not self.report.num_waiting:
+            return 0.0
+        answer_seconds = output_tokens * self.speed.itl_seconds(max(self.report.num_running, 1))
+        return lacking / (self.info.pool_tokens or 1) * answer_seconds
+
+    def prefill_cost(self, own_tokens: int, weight: float) -> float:
+        """Of a prompt of which so many tokens have to be computed here, and weigh that much."""
+        overtaken = own_tokens * self.wait_cap_seconds
+        wait = self.prefill_seconds if self.prefill_seconds < overtaken else overtaken
+        # in the order in which `Served.prefill_costs` adds, so that both round alike
+        return wait + self.pressure_seconds + weight * self.token_seconds
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the pool that cannot be had by evicting cache, 0 to below 1; bookings count before they arrive."""
+        report, info = self.report, self.info
+        held = report.active_blocks + report.quarantined_blocks
+        booked = self.reserved.decode_tokens / (info.fingerprint.block_tokens or 1)
+        use = (held if held > booked else booked) / (info.num_blocks or 1)
+        return use if use < MAX_KV_USE else MAX_KV_USE
+
+    def refresh(self) -> None:
+        """Work out what the policy reads, after any change above."""
+        report = self.report
+        if not report.ready or self.drain_requested or self.park_requested:
+            self.pressure_seconds = self.decode_seconds = INFINITE
+        else:
+            use, token_seconds = self.kv_use, self.token_seconds
+            self.pressure_seconds = pressure = KV_PRESSURE_SECONDS * use / (1.0 - use)
+            self.prefill_seconds = self.prefill_tokens * token_seconds
+            booked, known = self.reserved.requests or 1, report.num_running + report.num_waiting
+            self.wait_cap_seconds = MAX_WAIT_RATIO * (known if known > booked else booked) * token_seconds
+            self.decode_seconds = self.decode_tokens * self.decode_token_seconds + pressure
+        self.publish()
+
+    def publish(self) -> None:
+        """Write what the policy reads where it reads it."""
+        column = self.column
+        column[0] = self.pressure_seconds
+        column[1] = self.prefill_seconds
+        column[2] = self.wait_cap_seconds
+        column[3] = self.token_seconds
+        column[4] = self.decode_seconds
+        column[5] = self.decode_token_seconds
+        column[6] = self.dispatched_tokens
+
+
+Row = NDArray[np.float64]  # a number for each worker
+
+
+class ModelWorkers:
+    """The live workers of one model, sorted by id, and what the policy reads of them: rows with a place (slot) for each
+    worker, which the worker writes. Those of both roles stand in both lists.
+
+    `bars`: by role, 0 for each worker that plays it, infinite for the others; `firsts`: the first that plays it, if one
+    does. `is_uniform`: all can exchange blocks. `utilization`: share of the prefill workers that had something to
+    compute of late. `credit`: what a token in the shared store saves them.
+    """
+
+    def __init__(
+        self, workers: Iterable[Worker] = (), utilization: float = 0.0, credit: StoreCredit = DEFAULT_STORE_CREDIT
+    ) -> None:
+        self.utilization = utilization
+        self.credit = credit
+        self.workers = sorted(workers, key=lambda worker: worker.worker_id)
+        self.slots = {worker: slot for slot, worker in enumerate(self.workers)}
+        self.by_id = {worker.worker_id: worker for worker in self.workers}
+        self.prefills, self.prefill_slots = self._workers_of(WorkerRole.PREFILL)
+        self.decodes, self.decode_slots = self._workers_of(WorkerRole.DECODE)
+        self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
+        self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
+        # what the shared store calls this model's blocks by
+        self.fingerprint = fingerprint_digest(self.workers[0].info.fingerprint) if self.workers else b""
+        self.first_by_role = {role: self._first_of(role) for role in WorkerRole}
+        self.role_masks = {role: self._role_mask(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
+        self._build_table()
+
+    def with_workers(self, workers: Iterable[Worker]) -> ModelWorkers:
+        """The same model with these workers."""
+        return ModelWorkers(workers, self.utilization, self.credit)
+
+    def _build_table(self) -> None:
+        table = np.empty((NUM_ROWS, len(self.workers)))
+        for slot, worker in enumerate(self.workers):
+            worker.column = table[:, slot]
+            worker.publish()
+        self._pressure_seconds, self._prefill_seconds, self._overtaken_seconds, self._token_seconds, *rest = table
+        self._decode_seconds, self._decode_token_seconds, self.dispatched_tokens = rest
+
+    def _workers_of(self, role: WorkerRole) -> tuple[list[Worker], dict[Worker, int]]:
+        found = [worker for worker in self.workers if worker.info.role.can(role)]
+        return found, {worker: self.slots[worker] for worker in found}
+
+    def _role_mask(self, role: WorkerRole) -> Row:
+        return np.array([0.0 if worker.info.role.can(role) else INFINITE for worker in self.workers])
+
+    def _first_of(self, role: WorkerRole) -> Worker | None:
+        return next((worker for worker in self.workers if worker.info.role.can(role)), None)
+
+    def prefill_costs(self, own: float, weight: float) -> Row:
+        """`Worker.prefill_cost` of each, whether it prefills or not."""
+        costs: Row = own * self._overtaken_seconds
+        np.minimum(costs, self._prefill_seconds, out=costs)
+        costs += self._pressure_seconds
+        costs += weight * self._token_seconds
+        return costs
+
+    def decode_costs(self, own: int) -> Row:
+        """Of a new sequence with so many tokens, on each."""
+        costs: Row = own * self._decode_token_seconds
+        costs += self._decode_seconds
+        return costs
+
+
+# less computing than this by all workers together says nothing of how fast they are
+MIN_RATED_SECONDS = 0.2
+
+
+def measure_speed(worker: Worker, report: WorkerReport) -> None:
+    """Update the worker's speed from two reports in a row: by the time in which it had work, as it counts itself."""
+    before, speed = worker.report, worker.speed
+    old, new = before.tallies.work, report.tallies.work
+    prompts = report.computed_prompt_tokens - before.computed_prompt_tokens
+    speed.measure_prefill(prompts, new.computing_seconds - old.computing_seconds)
+    tokens, steps = report.generated_tokens - before.generated_tokens, new.generating_steps - old.generating_steps
+    speed.measure_decode(tokens, steps, new.generating_seconds - old.generating_seconds)
+    was, found = before.tallies.prefix, report.tallies.prefix
+    speed.memory.add(found.dram_tokens - was.dram_tokens, found.dram_seconds - was.dram_seconds)
+    speed.disk.add(found.nvme_tokens - was.nvme_tokens, found.nvme_seconds - was.nvme_seconds)
+
+
+def update_rates(members: ModelWorkers) -> None:
+    """Tell the policy how fast each worker is, beside the others, and what a token in the store is worth to them."""
+    workers = members.workers
+    # those that only decode compute a few tokens of a prompt at a time, at the price of a step
+    computing = [worker for worker in workers if worker.info.role.can(WorkerRole.PREFILL)] or workers
+    tokens = sum(worker.speed.prompt_tokens for worker in computing)
+    seconds = sum(worker.speed.prompt_seconds for worker in computing)
+    usual = tokens / seconds if seconds > MIN_RATED_SECONDS else DEFAULT_PREFILL_RATE
+    decode = [worker.speed.decode_rate for worker in workers if worker.speed.decode_rate]
+    mean_decode = fmean(decode) if decode else 1.0
+    for worker in workers:
+        worker.token_seconds = 1.0 / worker.speed.prefill_rate(usual)
+        # a sequence's speed falls with load, so only its ratio to the other workers' says how fast the machine is
+        worker.decode_token_seconds = mean_decode / (worker.speed.decode_rate or mean_decode) / DEFAULT_DECODE_RATE
+        worker.refresh()
+    members.credit = _store_credit(computing, usual)
+
+
+def _store_credit(workers: Sequence[Worker], prefill_rate: float) -> StoreCredit:
+    speeds = [worker.speed for worker in workers]
+    return store_credit([speed.memory for speed in speeds], [speed.disk for speed in speeds], prefill_rate)

@@ -1,0 +1,173 @@
+"""Client of the kvstore: locates the blocks of a prompt for the router and polls how full the store is.
+
+A lookup is a hint. A request waits at most WAIT_SECONDS for it, and not at all while kvstore is slow or unreachable. A
+late answer helps later requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from weft import trace
+from weft.errors import PeerLost, WeftError
+from weft.metrics import LOCATES, from_zero
+from weft.rpc.client import open_channel, translated
+from weft_mesh.v1 import kvstore_service_pb2 as pb
+from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
+from weft_services.scheduler.router import Router
+from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder, RouteQuery
+
+# an answer that nobody waits for any more is still worth having for so long
+CALL_SECONDS = 0.5
+
+
+class KvStoreClient:
+    """One kvstore over one channel."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._stub = KvStoreServiceStub(self._channel)
+
+    async def locate(self, fingerprint: bytes, keys: Sequence[bytes]) -> LocatedPrefix:
+        """Who holds leading blocks of a prompt. Raises WeftError."""
+        with translated():
+            request = pb.LocateRequest(fingerprint=fingerprint, keys=keys)
+            answer = await self._stub.Locate(request, timeout=CALL_SECONDS, metadata=trace.outgoing())
+        workers = tuple(PrefixHolder(match.worker_id, match.boot_id, match.num_blocks) for match in answer.workers)
+        on_disk = (number for number, tier in enumerate(answer.store) if tier == pb.STORE_TIER_NVME)
+        return LocatedPrefix(workers, len(answer.store), next(on_disk, len(answer.store)))
+
+    async def describe(self) -> StoreUsage:
+        """How full the store is. Raises WeftError."""
+        with translated():
+            answer = await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_SECONDS)
+        return StoreUsage(answer.segment_bytes, answer.used_bytes, answer.disk_bytes, answer.disk_used_bytes)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+INTERVAL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Memory and disk of the store, and what blocks take of them; without a disk that is 0."""
+
+    memory_bytes: int
+    memory_used_bytes: int
+    disk_bytes: int
+    disk_used_bytes: int
+
+
+class StoreUsagePoller:
+    """`use` is the latest answer; None while there is none."""
+
+    def __init__(self, describe: Callable[[], Awaitable[StoreUsage]]) -> None:
+        self._describe = describe
+        self.usage: StoreUsage | None = None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                self.usage = await self._describe()
+            except WeftError:
+                self.usage = None  # kvstore's own log and metrics say why
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+
+logger = logging.getLogger(__name__)
+Locate = Callable[[bytes, Sequence[bytes]], Awaitable[LocatedPrefix]]
+LOOKUP_WAIT_SECONDS = 0.005
+# so many late answers in a row, or one failure, and kvstore is left alone for a while
+MAX_LATE = 3
+PAUSE_SECONDS = 1.0
+# nobody waits for news of a prompt of which so little has to be computed
+MIN_UNCACHED_TOKENS = 64
+# questions under way, and those of them that nobody waits for
+MAX_LOOKUPS = 32
+MAX_BACKGROUND_LOOKUPS = 4
+# of longer prompts the beginning
+MAX_KEYS = 8192
+from_zero(LOCATES, ("answered", "late", "failed"))
+
+
+class PrefixLocator:
+    """Nobody is asked without `locate`, nor before `run` is running: its group owns the questions."""
+
+    def __init__(self, locate: Locate | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._locate = locate
+        self._clock = clock
+        self._group: asyncio.TaskGroup | None = None
+        self._num_lookups = 0
+        self._num_late = 0
+        self._paused_until = 0.0
+        self._is_up = True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                await asyncio.Event().wait()
+        finally:
+            self._group = None
+
+    async def locate(self, router: Router, query: RouteQuery) -> None:
+        """Ask about the prompt, and wait for the answer if it may matter. Never raises for kvstore."""
+        if self._locate is None or self._group is None or not query.block_keys or self._clock() < self._paused_until:
+            return
+        fingerprint = router.fingerprint(query.model)
+        matters = router.uncached_tokens(query) >= MIN_UNCACHED_TOKENS
+        if not fingerprint or self._num_lookups >= (MAX_LOOKUPS if matters else MAX_BACKGROUND_LOOKUPS):
+            return
+        if self._num_late >= MAX_LATE:
+            # this one tries again; the others do not wait with it
+            self._paused_until = self._clock() + PAUSE_SECONDS
+        question = self._group.create_task(
+            self._look_up(self._locate, router, fingerprint, query.block_keys[:MAX_KEYS])
+        )
+        self._num_lookups += 1
+        question.add_done_callback(self._on_done)
+        if not matters:
+            return
+        if (await asyncio.wait({question}, timeout=LOOKUP_WAIT_SECONDS))[0]:
+            return
+        LOCATES.labels("late").inc()
+        self._num_late += 1
+        if self._num_late >= MAX_LATE:
+            self._pause("its answers come late")
+
+    async def _look_up(self, locate: Locate, router: Router, fingerprint: bytes, keys: Sequence[bytes]) -> None:
+        began = self._clock()
+        try:
+            located = await locate(fingerprint, keys)
+        except WeftError as error:
+            LOCATES.labels("failed").inc()
+            self._num_late = MAX_LATE
+            self._pause(str(error))
+            if isinstance(error, PeerLost):
+                # with it went what it held
+                router.forget_store(fingerprint)
+            return
+        LOCATES.labels("answered").inc()
+        router.add_located(fingerprint, keys, located)
+        if self._clock() - began <= LOOKUP_WAIT_SECONDS:
+            self._num_late, self._paused_until = 0, 0.0
+            if not self._is_up:
+                self._is_up = True
+                logger.info("kvstore answers again")
+
+    def _on_done(self, question: asyncio.Task[None]) -> None:
+        self._num_lookups -= 1
+
+    def _pause(self, why: str) -> None:
+        self._paused_until = self._clock() + PAUSE_SECONDS
+        if self._is_up:
+            self._is_up = False
+            logger.warning("kvstore is not asked where blocks lie: %s", why)

@@ -1,0 +1,78 @@
+"""Which of several schedulers does what only one may do: a lease in the Valkey that they share. Knows nothing of
+what it is for.
+
+While Valkey is away nobody's lease is renewed, so soon nobody does it. A scheduler without Valkey is taken to be alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from weft.ids import new_id
+from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
+
+LEASE_SECONDS = 10.0
+# a lost renewal or two change nothing
+RENEWALS = 5
+# taken where nobody has it, renewed where it is ours
+TAKE = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+
+class LeaderLease:
+    """`run` must be running. One holder a name at most, but for a moment after Valkey has forgotten it."""
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        seconds: float = LEASE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        found, lost = f"the lease {name} is asked for again", f"the lease {name} cannot be renewed"
+        self._valkey = Valkey(url, found, lost, clock, deadline_seconds) if url else None
+        self._take = self._valkey.redis.register_script(TAKE) if self._valkey else None
+        self._key = f"weft:lease:{name}"
+        self._owner = new_id()
+        self._seconds = seconds
+        self._clock = clock
+        self._held_until = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """It is ours now."""
+        return self._valkey is None or self._clock() < self._held_until
+
+    async def run(self) -> None:
+        """Take and renew it until cancelled."""
+        if self._valkey is None:
+            return
+        try:
+            while True:
+                await self.renew()
+                await asyncio.sleep(self._seconds / RENEWALS)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; the lease ends by itself."""
+        if self._valkey is not None:
+            await self._valkey.close()
+
+    async def renew(self) -> None:
+        """Once. It is ours from when we asked: Valkey counts from a little later on."""
+        assert self._valkey is not None
+        assert self._take is not None
+        take, asked_at = self._take, self._clock()
+        taken = await self._valkey.ask(lambda redis: take([self._key], [self._owner, round(self._seconds * 1000)]))
+        if taken:
+            self._held_until = asked_at + self._seconds
+        elif taken is not None:
+            self._held_until = 0.0

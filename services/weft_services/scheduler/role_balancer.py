@@ -1,0 +1,173 @@
+"""Which worker had better play another role: pure functions over the fleet's state, and a planner that remembers since
+when somebody is short. The clock is passed in. Asks nobody; the router passes its wish on.
+
+Prefill is short when a new prompt would wait for longer than the limit before it is computed, decode when tokens come
+more slowly than the limit or its pools are nearly full. A strain of 1 is at the limit. A worker moves when one side has
+been short for a while and the other, without it, is still well within its own limit: where both are short, moving
+helps nobody. One worker of a model at a time, with a pause, and never one of the least that each role keeps. Workers
+that take no requests, such as drained ones, neither count nor move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from weft.config import ConfigError
+from weft.request import WorkerRole
+from weft_services.scheduler.fleet import takes_requests
+from weft_services.scheduler.fleet_state import INFINITE, NEVER, ModelWorkers, Worker
+
+# a side is short when it has been over its limit for so much longer than it was not: queues come and go, and one look
+# at an empty or a long one must not undo all the others
+MIN_SHORTAGE_SECONDS = 5.0
+# a side that gives a worker away must stay below this share of its limit, as far as can be told before
+SPARE_PRESSURE = 0.75
+# share of a pool that counts as full
+FULL_POOL = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class BalancerLimits:
+    """Seconds that prompts may wait and that a token may take; workers of a role that stay; seconds between moves."""
+
+    wait_seconds: float
+    itl_seconds: float
+    least: int = 1
+    pause_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """A worker that is to play another role, and why."""
+
+    worker: Worker
+    role: WorkerRole
+    why: str
+
+
+def prefill_pressure(members: ModelWorkers, limits: BalancerLimits, without: int = 0) -> float:
+    """How near prefill is to its limit, had it so many workers fewer."""
+    workers = [worker for worker in members.prefills if takes_requests(worker)]
+    if len(workers) <= without:
+        return INFINITE
+    share = len(workers) / (len(workers) - without)
+    # as workers say: what is booked counts prompts too that wait for a decode worker's room
+    waiting = fmean(worker.report.queued_prefill_tokens * worker.token_seconds for worker in workers) * share
+    # a queue says little beforehand of what it becomes with fewer workers; how much they rest says more
+    return max(waiting / limits.wait_seconds, members.utilization * share if without else 0.0)
+
+
+def decode_pressure(members: ModelWorkers, limits: BalancerLimits, is_prefill_short: bool, without: int = 0) -> float:
+    """The same for decode. Its pools fill up behind a slow prefill as well: then only what generates counts."""
+    workers = [worker for worker in members.decodes if takes_requests(worker)]
+    if len(workers) <= without:
+        return INFINITE
+    share = len(workers) / (len(workers) - without)
+    batch = fmean(worker.report.num_running for worker in workers) * share
+    measured = [worker.speed.itl_seconds(round(batch)) for worker in workers if worker.speed.step is not None]
+    itl = fmean(measured) if measured and batch > 0 else 0.0
+    pools = fmean(worker.kv_use * (_generating(worker) if is_prefill_short else 1.0) for worker in workers) * share
+    return max(itl / limits.itl_seconds, pools / FULL_POOL)
+
+
+def _generating(worker: Worker) -> float:
+    return worker.report.num_running / max(worker.report.num_running + worker.report.num_waiting, 1)
+
+
+def wanted_change(members: ModelWorkers, limits: BalancerLimits) -> RoleChange | None:
+    """The move that would help now, whatever was moved before."""
+    prefill = prefill_pressure(members, limits)
+    decode = decode_pressure(members, limits, prefill > 1)
+    if (prefill > 1) == (decode > 1):
+        return None
+    if prefill > 1:
+        role, giver, left = WorkerRole.PREFILL, WorkerRole.DECODE, decode_pressure(members, limits, True, without=1)
+    else:
+        role, giver, left = WorkerRole.DECODE, WorkerRole.PREFILL, prefill_pressure(members, limits, without=1)
+    worker = _movable_worker(members, giver, limits.least)
+    if worker is None or left > SPARE_PRESSURE:
+        return None
+    return RoleChange(worker, role, f"prefill is at {prefill:.1f} of its limit, decode at {decode:.1f}")
+
+
+def _movable_worker(members: ModelWorkers, role: WorkerRole, least: int) -> Worker | None:
+    """The worker of that role with the least to do, if there are more than the least; one that has not moved when it
+    was asked comes after those that may."""
+    playing = [worker for worker in members.workers if worker.info.role.can(role) and takes_requests(worker)]
+    able = [worker for worker in playing if worker.info.role is role and worker.info.can_change_role]
+    if len(playing) <= least:
+        return None
+    return min(able, key=_move_order, default=None)
+
+
+def _move_order(worker: Worker) -> tuple[int, int, str]:
+    return worker.num_declined_roles, worker.prefill_tokens + worker.decode_tokens, worker.worker_id
+
+
+@dataclass(slots=True)
+class _Shortage:
+    """Of which role a model is short, and for how much longer it has been so than not."""
+
+    looked_at: float
+    role: WorkerRole | None = None
+    seconds: float = 0.0
+
+    def look(self, role: WorkerRole | None, now: float) -> None:
+        """What is seen now; None: of neither."""
+        passed, self.looked_at = now - self.looked_at, now
+        if role is None:
+            self.seconds = max(self.seconds - passed, 0.0)
+        elif role is self.role:
+            self.seconds += passed
+        else:
+            self.role, self.seconds = role, 0.0
+
+
+class RoleBalancer:
+    """To be asked once a second. Of several schedulers one plans at a time: `may_plan` says whether it is this one."""
+
+    def __init__(self, limits: BalancerLimits, may_plan: Callable[[], bool] = lambda: True) -> None:
+        self._limits = limits
+        self._is_leader = may_plan
+        self._short: dict[str, _Shortage] = {}
+        self._moved_at: dict[str, float] = {}
+
+    def plan(self, models: Mapping[str, ModelWorkers], now: float) -> list[RoleChange]:
+        """At most one move a model. The caller makes them."""
+        if not self._is_leader():
+            # another moves workers, perhaps just now: who takes over from it begins with a pause
+            self._short.clear()
+            self._moved_at = dict.fromkeys(models, now)
+            return []
+        self._moved_at = {model: at for model, at in self._moved_at.items() if model in models}
+        self._short = {model: shortage for model, shortage in self._short.items() if model in models}
+        moves = [self._plan(model, members, now) for model, members in models.items()]
+        return [move for move in moves if move is not None]
+
+    def _plan(self, model: str, members: ModelWorkers, now: float) -> RoleChange | None:
+        move = wanted_change(members, self._limits)
+        shortage = self._short.setdefault(model, _Shortage(now))
+        shortage.look(move.role if move is not None else None, now)
+        is_moving = any(worker.role_requested is not None for worker in members.workers)
+        rests = now - self._moved_at.get(model, NEVER) < self._limits.pause_seconds
+        if move is None or is_moving or rests or shortage.seconds < MIN_SHORTAGE_SECONDS:
+            return None
+        del self._short[model]
+        self._moved_at[model] = now
+        return move
+
+
+def parse_limits(text: str, least: int, pause_seconds: float) -> BalancerLimits | None:
+    """`500/50` (milliseconds of waiting, and between tokens). Empty: no planner. Raises ConfigError."""
+    if not text:
+        return None
+    wait, slash, itl = text.partition("/")
+    if not slash or not wait.isdecimal() or not itl.isdecimal() or not int(wait) or not int(itl):
+        raise ConfigError(f"WEFT_PLANNER={text!r}: expected WAIT_MS/ITL_MS")
+    if least < 1:
+        raise ConfigError(f"WEFT_PLANNER_LEAST={least}: expected at least 1")
+    if pause_seconds < 1:
+        raise ConfigError(f"WEFT_PLANNER_PAUSE_SECONDS={pause_seconds:g}: expected at least 1")
+    return BalancerLimits(int(wait) / 1000, int(itl) / 1000, least, pause_seconds)

@@ -1,0 +1,262 @@
+"""Prompts that fit only on larger workers, which are full: who goes past them, where to, and that this costs them
+nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
+from weft.errors import Overloaded
+from weft.request import RequestKey, WorkerRole
+from weft.request_stage import Stage
+from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.affinity import AffinityStore
+from weft_services.scheduler.backfill import MAX_BYPASSED, UNRESTRICTED, BackfillWindow, backfill_window
+from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerReport
+from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery, SessionAffinity
+from weft_services.scheduler.slo import SloTarget, SloTargets
+
+PREFILL, DECODE, BOTH = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH
+# of two pools of a large worker, two such prompts and their answers leave room for short ones
+LONG, SHORT = 300, 4
+LARGE_BLOCKS, SMALL_BLOCKS = 20, 2
+
+
+class Mixed:
+    """A large worker that two long prompts fill, a small one beside it, and no clock that anybody would wait for."""
+
+    def __init__(self, targets: SloTargets | None = None, role: WorkerRole = BOTH) -> None:
+        router = Router(100.0, targets or SloTargets())
+        self.queue = AdmissionQueue(64, 20.0)
+        self.dispatcher = Dispatcher(router, AffinityStore("", 60), lambda: self.queue, lambda: 100.0)
+        self.large = self.start("large", role, LARGE_BLOCKS)
+        self.small = self.start("small", role, SMALL_BLOCKS)
+
+    def start(self, worker_id: str, role: WorkerRole, num_blocks: int) -> Worker:
+        worker = self.dispatcher.join(worker_info(worker_id, role, num_blocks=num_blocks))
+        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=num_blocks))
+        return worker
+
+    async def ask(self, name: str, prompt_tokens: int, **more: object) -> asyncio.Task[PlacementDecision]:
+        query = RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1, **more)  # type: ignore[arg-type]
+        asked = asyncio.create_task(self.dispatcher.route(query))
+        for _ in range(10):  # nothing that it asks takes longer
+            await asyncio.sleep(0)
+        return asked
+
+    async def fill(self) -> asyncio.Task[PlacementDecision]:
+        """Who waits first."""
+        for name in ("0", "1"):
+            assert (await self.ask(name, LONG)).result().decode is self.large
+        long = await self.ask("long", LONG)
+        assert not long.done()
+        return long
+
+    async def end(self, name: str) -> None:
+        self.dispatcher.settle([AttemptProgress(RequestKey(name), Stage.CANCELLED)])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"tenant": b"other"},
+        {"priority": Priority.BATCH},
+        {"priority": Priority.INTERACTIVE},
+        {"reject_if_busy": True},
+    ],
+    ids=["like it", "another tenant", "batch", "interactive", "in haste"],
+)
+async def test_who_fits_on_a_smaller_worker_goes_past_who_waits_for_a_larger_one(more: dict[str, object]) -> None:
+    mixed = Mixed()
+    long = await mixed.fill()
+    assert (await mixed.ask("short", SHORT, **more)).done()
+    assert not long.done()
+    long.cancel()
+
+
+async def test_who_goes_past_takes_nothing_of_what_is_waited_for() -> None:
+    mixed = Mixed()
+    long = await mixed.fill()
+    for name in ("a", "b"):
+        assert (await mixed.ask(name, SHORT)).result().decode is mixed.small
+    third = await mixed.ask("c", SHORT)
+    assert not third.done(), "the larger worker has room for it, and is waited for"
+    await mixed.end("0")
+    assert (await asyncio.wait_for(long, 10)).decode is mixed.large
+    assert (await asyncio.wait_for(third, 10)).decode is mixed.large, "nobody waits for that any more"
+
+
+async def test_those_who_wait_already_go_past_as_soon_as_a_smaller_worker_has_room() -> None:
+    mixed = Mixed()
+    long = await mixed.fill()
+    for name in ("a", "b"):
+        await mixed.ask(name, SHORT)
+    waiting = [await mixed.ask(name, SHORT, tenant=name.encode()) for name in ("c", "d")]
+    for name in ("a", "b"):
+        await mixed.end(name)
+    assert [(await asyncio.wait_for(asked, 10)).decode for asked in waiting] == [mixed.small] * 2
+    assert not long.done()
+    long.cancel()
+
+
+async def test_who_waits_for_a_larger_worker_is_first_there_however_much_its_tenant_has_had_since() -> None:
+    mixed = Mixed()
+    long = await mixed.fill()
+    for name in ("a", "b"):
+        await mixed.ask(name, SHORT)
+    other = await mixed.ask("other", LONG, tenant=b"other")
+    for number in range(4):  # of its own tenant, past it
+        short = await mixed.ask(f"c{number}", SHORT)
+        await mixed.end("a" if number == 0 else f"c{number - 1}")
+        assert short.done()
+    await mixed.end("0")
+    assert (await asyncio.wait_for(long, 10)).decode is mixed.large
+    assert not other.done()
+    other.cancel()
+
+
+async def test_who_waits_only_for_a_decode_worker_lets_others_have_the_prefill_worker_of_all() -> None:
+    mixed = Mixed(role=DECODE)
+    prefill = mixed.start("prefill", PREFILL, 1000)
+    long = await mixed.fill()
+    placed = (await mixed.ask("short", SHORT)).result()
+    assert (placed.prefill, placed.decode) == (prefill, mixed.small)
+    await mixed.end("1")
+    assert (await asyncio.wait_for(long, 10)).decode is mixed.large
+
+
+async def test_where_prompts_wait_for_too_long_on_the_larger_worker_the_smaller_one_serves_on() -> None:
+    mixed = Mixed(SloTargets(SloTarget(wait_seconds=0.1)))
+    assert (await mixed.ask("0", LONG)).result().decode is mixed.large
+    long = await mixed.ask("long", LONG)
+    assert not long.done()
+    assert (await mixed.ask("short", SHORT)).result().decode is mixed.small
+    await mixed.end("0")
+    assert (await asyncio.wait_for(long, 10)).decode is mixed.large
+
+
+async def test_without_a_smaller_worker_everybody_waits_behind_it() -> None:
+    mixed = Mixed()
+    mixed.dispatcher.report(mixed.small, WorkerReport())
+    long = await mixed.fill()
+    short = await mixed.ask("short", SHORT)
+    assert not short.done()
+    mixed.dispatcher.report(mixed.small, WorkerReport(ready=True, free_blocks=SMALL_BLOCKS))
+    assert (await asyncio.wait_for(short, 10)).decode is mixed.small
+    long.cancel()
+
+
+async def test_a_long_line_of_long_prompts_is_looked_at_once_for_each_size_of_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mixed = Mixed()
+    long = [await mixed.fill()] + [await mixed.ask(f"long-{number}", LONG - number) for number in range(8)]
+    looked_at: list[int] = []
+    place = Router.place
+
+    def noted(
+        router: Router, query: RouteQuery, affinity: SessionAffinity, now: float, window: BackfillWindow
+    ) -> PlacementDecision:
+        looked_at.append(query.prompt_tokens)
+        return place(router, query, affinity, now, window)
+
+    monkeypatch.setattr(Router, "place", noted)
+    mixed.dispatcher.report(mixed.large, WorkerReport(ready=True))
+    assert looked_at == [LONG]
+    for asked in long:
+        asked.cancel()
+
+
+def query(name: str, tokens: int, tenant: bytes = b"") -> RouteQuery:
+    return RouteQuery(RequestKey(name), MODEL, tokens, 0, tenant=tenant)
+
+
+def sizes(*num_blocks: int) -> Iterator[Worker]:
+    for number, blocks in enumerate(num_blocks):
+        yield ready_worker(f"w{number:02}", BOTH, num_blocks=blocks)
+
+
+def test_each_who_is_passed_leaves_less_and_there_are_not_many() -> None:
+    members = ModelWorkers(sizes(*range(1, 61)))  # up to 959 tokens
+    window = UNRESTRICTED
+    for tokens in range(900, 900 - 50 * MAX_BYPASSED, -50):
+        left = backfill_window(members, query("a", tokens), DECODE, window)
+        assert left is not None
+        assert left.longest_prompt < min(window.longest_prompt, tokens)
+        able = [worker for worker in members.workers if worker.longest_prompt >= tokens]
+        assert not any(left.admits(worker, role) for worker in able for role in WorkerRole)
+        window = left
+    assert backfill_window(members, query("a", 100), DECODE, window) is None
+
+
+def test_who_is_short_enough_is_found_however_many_longer_ones_wait_before_it() -> None:
+    queue = AdmissionQueue(10_000, 60.0)
+    for number in range(1000):
+        queue.add(query(f"{number}", LONG), 0.0, Overloaded("full"))
+    behind = [queue.add(query(f"behind {number}", number), 0.0, Overloaded("full")) for number in (SHORT, 2, 3)]
+    for length, found in ((SHORT, behind[0]), (3, behind[1]), (2, behind[1])):
+        assert [queued for queued, _ in queue.candidates(0.0, length)] == [found]
+    queue.remove(behind[1], 0.0)
+    assert [queued for queued, _ in queue.candidates(0.0, 3)] == [behind[2]]
+    assert queue.candidates(0.0, 2) == []
+
+
+async def test_who_comes_later_does_not_go_before_who_waits_behind_many_longer_ones() -> None:
+    mixed = Mixed()
+    mixed.queue = AdmissionQueue(1000, 20.0)
+    longs = [await mixed.fill(), *[await mixed.ask(f"long {number}", LONG) for number in range(70)]]
+    for name in ("a", "b"):
+        await mixed.ask(name, SHORT)
+    waiting = await mixed.ask("c", SHORT)
+    assert not waiting.done()
+    await mixed.end("a")
+    later = await mixed.ask("d", SHORT)
+    assert waiting.done()
+    assert not later.done()
+    for asked in (*longs, later):
+        asked.cancel()
+
+
+def test_who_is_let_by_need_not_expect_to_wait_for_who_lets_it_by() -> None:
+    queue, busy = AdmissionQueue(100, 2.0), Overloaded("full")
+    queue.add(query("long", 10_000), 0.0, busy, BackfillWindow({}, 100))
+    assert queue.expected_seconds(query("short", 50), 1.5) == 0.0
+    queue.add(query("short", 50), 1.5, busy)
+    queue.add(query("behind", 50), 1.5, busy)
+    with pytest.raises(Overloaded):
+        queue.add(query("long too", 150), 1.5, busy)
+
+
+@pytest.mark.parametrize(("waiting_tokens", "lets_by"), [(SHORT, False), (LONG, True)])
+def test_who_has_gone_before_others_lets_nobody_by_whom_those_are_before(waiting_tokens: int, lets_by: bool) -> None:
+    """Until the next look: seats that became free since the last one are theirs."""
+    queue, busy, window = AdmissionQueue(100, 2.0), Overloaded("full"), BackfillWindow({}, SHORT)
+    queue.add(query("first", waiting_tokens), 0.0, busy)
+    queue.add(replace(query("urgent", LONG), priority=Priority.INTERACTIVE), 0.0, busy, window)
+    assert queue.backfill_for(query("late", SHORT)) == (window if lets_by else None)
+
+
+def test_who_lets_others_by_takes_nothing_off_what_those_have_to_wait_for() -> None:
+    queue, busy = AdmissionQueue(100, 2.0), Overloaded("full")
+    queue.charge(query("before", 1_000_000, b"greedy"), 0.0)  # so that its turn comes after all of the other's
+    queue.add(query("long", 10_000, b"greedy"), 0.0, busy, BackfillWindow({}, 100))
+    for number in range(20):
+        queue.add(query(f"{number}", 100), 0.0, busy)
+    assert queue.expected_seconds(query("last", 100), 1.0) == pytest.approx(21 * 100 / 10_000)
+
+
+def test_nor_has_anybody_to_wait_for_those_who_wait_behind_who_lets_it_by() -> None:
+    queue, busy = AdmissionQueue(100, 2.0), Overloaded("full")
+    for number in range(10):
+        queue.add(query(f"{number}", 10_000), 0.0, busy, BackfillWindow({}, 100) if number == 0 else None)
+    queue.add(query("first", 100), 0.0, busy)
+    assert queue.expected_seconds(query("last", 100), 1.0) == pytest.approx(2 * 100 / 10_000)

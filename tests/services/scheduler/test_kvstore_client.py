@@ -1,0 +1,196 @@
+"""The scheduler asks a kvstore where blocks lie: a real servicer and index over gRPC, and one that is in trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.services.scheduler.fakes import FINGERPRINT, MODEL, Clock, worker_info
+from weft.errors import DeadlineExceeded, PeerLost, WeftError
+from weft.kv.block_keys import block_keys, fingerprint_digest
+from weft.request import RequestKey, WorkerRole
+from weft.rpc.server import RpcServer
+from weft_mesh.v1 import kvstore_service_pb2_grpc as pb_grpc
+from weft_services.kvstore.memory_index import StoredBlock
+from weft_services.kvstore.node import NodeStore, StoreAddress
+from weft_services.kvstore.pool_index import BlockReport, PoolIndex
+from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
+from weft_services.scheduler.affinity import AffinityStore
+from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.fleet_state import WorkerReport
+from weft_services.scheduler.kvstore_client import (
+    MAX_LATE,
+    MAX_LOOKUPS,
+    PAUSE_SECONDS,
+    KvStoreClient,
+    Locate,
+    PrefixLocator,
+)
+from weft_services.scheduler.router import Router
+from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder, RouteQuery
+
+DIGEST = fingerprint_digest(FINGERPRINT)
+KEYS = tuple(block_keys(range(320), 16))
+ALL = LocatedPrefix((PrefixHolder("both-0", "both-0-boot", 4), PrefixHolder("both-1", "another-boot", 20)), 12, 10)
+
+
+def query(number: int = 0, keys: Sequence[bytes] = KEYS) -> RouteQuery:
+    return RouteQuery(RequestKey(f"r{number}"), MODEL, len(keys) * 16 + 1, 8, block_keys=keys)
+
+
+def fleet(now: float = 0.0) -> Router:
+    router = Router(10.0)
+    for name in ("both-0", "both-1"):
+        worker = router.join(worker_info(name, WorkerRole.BOTH), now)
+        router.report(worker, WorkerReport(ready=True, free_blocks=100, cached_blocks=50), now)
+    return router
+
+
+@asynccontextmanager
+async def asking(locate: Locate, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[PrefixLocator]:
+    locator = PrefixLocator(locate, clock)
+    running = asyncio.create_task(locator.run())
+    await asyncio.sleep(0)
+    try:
+        yield locator
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+class Oracle:
+    """A kvstore that answers when it is told to, or fails."""
+
+    def __init__(self) -> None:
+        self.error: WeftError | None = None
+        self.num_asked = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def __call__(self, fingerprint: bytes, keys: Sequence[bytes]) -> LocatedPrefix:
+        self.num_asked += 1
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+        assert fingerprint == DIGEST
+        return ALL
+
+
+async def test_what_kvstore_says_is_known_to_the_next_decision() -> None:
+    router = fleet()
+    async with asking(Oracle()) as locator:
+        await locator.locate(router, query())
+    prefixes = router.routing_input(query()).prefixes
+    # the other start of both-1 is not this one
+    assert {worker.worker_id: tokens for worker, tokens in prefixes.held.items()} == {"both-0": 64}
+    assert (prefixes.stored_tokens, prefixes.disk_tokens) == (192, 32)
+
+
+@pytest.mark.parametrize(("num_stored", "num_in_memory"), [(8, 8), (8, 3), (8, 0), (16, 16), (16, 12), (0, 0)])
+def test_the_latest_word_on_the_store_counts_by_tier_and_for_one_model(num_stored: int, num_in_memory: int) -> None:
+    router = fleet()
+    for before in (ALL, LocatedPrefix((), 20, 20), LocatedPrefix((), 20, 0)):
+        router.add_located(DIGEST, KEYS, before)
+        router.add_located(DIGEST, KEYS, LocatedPrefix((), num_stored, num_in_memory))
+        router.add_located(b"another model", KEYS, LocatedPrefix((), 20, 10))
+        prefixes = router.routing_input(query()).prefixes
+        assert prefixes.stored_tokens == 16 * num_stored
+        assert prefixes.disk_tokens == 16 * (num_stored - num_in_memory)
+
+
+async def test_a_request_goes_where_kvstore_says_its_prefix_lies() -> None:
+    router = Router(10.0)
+    async with asking(Oracle()) as locator:
+        dispatcher = Dispatcher(router, AffinityStore("", 60), locator=locator)
+        for name in ("both-1", "both-0"):
+            worker = dispatcher.join(worker_info(name, WorkerRole.BOTH))
+            dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100, cached_blocks=50))
+        # as if it had been given much of late: among equals it would be the other's turn
+        first = router.fleet.workers()[0]
+        first.dispatched_tokens = 1e6
+        first.refresh()
+        assert (await dispatcher.route(query(0, KEYS[:4]))).decode.worker_id == "both-0"
+
+
+async def test_late_answers_hold_nobody_up_for_long_and_serve_those_after() -> None:
+    router, oracle, clock = fleet(), Oracle(), Clock()
+    async with asking(oracle, clock) as locator:
+        oracle.may_answer.clear()
+        async with asyncio.timeout(10):
+            for number in range(2 * MAX_LATE):
+                await locator.locate(router, query(number))
+        assert oracle.num_asked == MAX_LATE
+        assert not router.routing_input(query()).prefixes.held
+        oracle.may_answer.set()
+        await asyncio.sleep(0.01)
+        assert router.routing_input(query()).prefixes.stored_tokens == 192
+
+
+async def test_no_more_questions_than_allowed_are_under_way() -> None:
+    router, oracle = fleet(), Oracle()
+    async with asking(oracle, Clock()) as locator, asyncio.timeout(10):
+        oracle.may_answer.clear()
+        await asyncio.gather(*(locator.locate(router, query(number)) for number in range(3 * MAX_LOOKUPS)))
+        assert oracle.num_asked == MAX_LOOKUPS
+
+
+@pytest.mark.parametrize(("error", "tokens"), [(PeerLost("gone"), 0), (DeadlineExceeded("slow"), 192)])
+async def test_after_a_failure_it_is_left_alone_for_a_while(error: WeftError, tokens: int) -> None:
+    router, oracle, clock = fleet(), Oracle(), Clock()
+    async with asking(oracle, clock) as locator:
+        await locator.locate(router, query())
+        oracle.error = error
+        for number in range(1, 4):
+            await locator.locate(router, query(number))
+        assert oracle.num_asked == 2
+        # what a kvstore held that is gone is gone
+        assert router.routing_input(query()).prefixes.stored_tokens == tokens
+        oracle.error = None
+        clock.now += PAUSE_SECONDS
+        for number in range(4, 6):
+            await locator.locate(router, query(number))
+        assert oracle.num_asked == 4
+        assert router.routing_input(query()).prefixes.stored_tokens == 192
+
+
+async def test_a_real_kvstore_is_asked_dies_and_comes_back() -> None:
+    store, places = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 1, 1), _unheard), PoolIndex()
+    store.index.add(DIGEST, [StoredBlock(key, 1, 4096, b"", time.time()) for key in KEYS[:10]])
+    places.report(BlockReport("both-1", "both-1-boot", DIGEST, 1, True, KEYS[:6], ()))
+    first = await _serve(store, places, 0)
+    address, router, clock = first[1], fleet(), Clock()
+    kvstore = KvStoreClient(address)
+    async with asking(kvstore.locate, clock) as locator:
+        await _until_known(locator, router, clock)
+        assert {worker.worker_id for worker in router.routing_input(query()).prefixes.held} == {"both-1"}
+        await first[0].stop(0)
+        async with asyncio.timeout(10):
+            while router.routing_input(query()).prefixes.stored_tokens:
+                clock.now += PAUSE_SECONDS
+                await locator.locate(router, query())
+        again = await _serve(store, places, int(address.rpartition(":")[2]))
+        await _until_known(locator, router, clock)
+        await again[0].stop(0)
+    await kvstore.close()
+
+
+async def _until_known(locator: PrefixLocator, router: Router, clock: Clock) -> None:
+    async with asyncio.timeout(20):
+        while router.routing_input(query()).prefixes.stored_tokens != 160:
+            clock.now += PAUSE_SECONDS
+            await locator.locate(router, query())
+            await asyncio.sleep(0.01)
+
+
+async def _serve(store: NodeStore, places: PoolIndex, port: int) -> tuple[RpcServer, str]:
+    rpc = RpcServer([SERVICE_NAME])
+    pb_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
+    return rpc, await rpc.start("127.0.0.1", port)
+
+
+async def _unheard(is_ready: bool) -> None:
+    """Nobody asks for its health."""

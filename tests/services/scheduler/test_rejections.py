@@ -1,0 +1,212 @@
+"""Workers that cannot take a request: who is chosen instead, and what is said when nobody is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.services.scheduler.choosing import (
+    BOTH,
+    DECODE,
+    NOW,
+    PREFILL,
+    decide,
+    four,
+    full,
+    not_ready,
+    pair,
+    place,
+    query,
+    suspect,
+)
+from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
+from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
+from weft.request import RequestKey
+from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerReport
+from weft_services.scheduler.policy import choose
+from weft_services.scheduler.reservations import Reservations
+from weft_services.scheduler.routing_types import RouteQuery, RoutingInput, SessionAffinity
+from weft_services.scheduler.slo import NoWorkerReady
+
+
+@pytest.mark.parametrize("spoil", [not_ready, full, suspect])
+def test_a_session_leaves_a_worker_that_cannot_take_it(spoil: object) -> None:
+    workers = four()
+    assert callable(spoil)
+    spoil(workers[3])
+    assert place(workers, affinity=SessionAffinity("p1", "d1")) == ("p1", "d0")
+
+
+def test_a_session_leaves_a_worker_that_is_excluded_or_gone() -> None:
+    assert place(four(), query(excluded=("d1",)), SessionAffinity("p1", "d1")) == ("p1", "d0")
+    assert place(four()[:3], affinity=SessionAffinity("p1", "d1")) == ("p1", "d0")
+
+
+def test_a_suspected_worker_is_used_when_there_is_no_other() -> None:
+    workers = pair()
+    suspect(workers[1])
+    assert place(workers) == ("p0", "d0")
+
+
+def test_a_suspected_worker_of_both_roles_is_passed_over_for_a_pair() -> None:
+    workers = [*pair(), ready_worker("b0", BOTH)]
+    assert place(workers) == (None, "b0"), "which spares a hand-off"
+    suspect(workers[2])
+    assert place(workers) == ("p0", "d0")
+    suspect(workers[0])
+    assert place(workers) == (None, "b0")
+
+
+def test_the_placement_says_whether_the_session_decided() -> None:
+    assert decide(four(), affinity=SessionAffinity("p1", "")).follows_session
+    assert not decide(four(), affinity=SessionAffinity("p9", "d9")).follows_session
+
+
+def test_blocks_go_only_between_workers_that_run_the_same_thing() -> None:
+    other = FINGERPRINT.__class__("new", "float32", 16, 4096, "v1")
+    old_prefill, new_decode = ready_worker("p0", PREFILL), ready_worker("d1", DECODE, fingerprint=other)
+    old_decode = ready_worker("d0", DECODE)
+    old_decode.reserved.decode_tokens = 1000
+    assert place([old_prefill, new_decode, old_decode]) == ("p0", "d0")
+    with pytest.raises(PeerLost, match="no prefill worker runs"):
+        place([old_prefill, new_decode])
+
+
+def test_a_pair_that_can_is_found_although_the_cheapest_has_no_partner_that_can() -> None:
+    """In the midst of an update: what is new decodes already, and what would prefill for it is starting."""
+    other = FINGERPRINT.__class__("new", "float32", 16, 4096, "v1")
+    old = [ready_worker("p0", PREFILL), ready_worker("d0", DECODE)]
+    new = [ready_worker("p1", PREFILL, fingerprint=other), ready_worker("d1", DECODE, fingerprint=other)]
+    old[1].reserved.decode_tokens = 1000
+    assert place([*old, *new]) == ("p1", "d1")
+    not_ready(new[0])
+    assert place([*old, *new]) == ("p0", "d0")
+    not_ready(old[0])
+    assert isinstance(refusal([*old, *new], query()), PeerLost)
+
+
+def test_the_last_worker_that_is_asked_to_drain_counts_as_gone_at_once() -> None:
+    workers = pair()
+    workers[1].drain_requested = True
+    assert isinstance(refusal(workers, query()), NoWorkerReady)
+
+
+def test_a_full_worker_that_is_asked_to_leave_is_not_waited_for() -> None:
+    workers = pair()
+    workers[1].report = WorkerReport(ready=False, full=True)
+    assert isinstance(refusal(workers, query()), Overloaded)
+    workers[1].drain_requested = True
+    assert isinstance(refusal(workers, query()), NoWorkerReady)
+
+
+def refusal(workers: list[Worker], asked: RouteQuery) -> WeftError:
+    with pytest.raises(WeftError) as caught:
+        decide(workers, asked)
+    return caught.value
+
+
+def test_without_a_decode_worker_the_request_is_refused_as_unavailable() -> None:
+    error = refusal([ready_worker("p0", PREFILL)], query())
+    assert isinstance(error, PeerLost)
+    assert "no decode worker" in str(error)
+
+
+def test_without_a_prefill_worker_the_request_is_refused_as_unavailable() -> None:
+    error = refusal([ready_worker("d0", DECODE)], query())
+    assert isinstance(error, PeerLost)
+    assert "no prefill worker" in str(error)
+
+
+def test_when_every_decode_worker_is_excluded_or_not_ready_nobody_is_chosen() -> None:
+    assert isinstance(refusal(pair(), query(excluded=("d0",))), PeerLost)
+    workers = pair()
+    not_ready(workers[1])
+    assert "ready" in str(refusal(workers, query()))
+
+
+def test_another_boot_of_an_excluded_worker_is_another_worker() -> None:
+    workers = pair()
+    boot = workers[1].info.address.boot_id
+    assert isinstance(refusal(workers, replace(query(), excluded_boot_ids=frozenset({boot}))), PeerLost)
+    assert place(workers, replace(query(), excluded_boot_ids=frozenset({f"{boot}-before"}))) == ("p0", "d0")
+
+
+def test_a_worker_whose_pool_is_full_is_busy_and_not_lost() -> None:
+    workers = pair()
+    workers[1].report = WorkerReport(ready=False, active_blocks=100)
+    assert isinstance(refusal(workers, query()), Overloaded)
+    workers[1].report = WorkerReport(ready=False, active_blocks=100, full=False)
+    assert isinstance(refusal(workers, query()), PeerLost), "what holds its blocks does not move"
+
+
+def test_an_unknown_model_differs_from_one_whose_workers_are_gone() -> None:
+    with pytest.raises(NotFound):
+        choose({"other": ModelWorkers([ready_worker("d0")])}, RoutingInput(query()), NOW)
+    with pytest.raises(PeerLost):
+        choose({"other": ModelWorkers([ready_worker("d0")]), MODEL: ModelWorkers()}, RoutingInput(query()), NOW)
+    with pytest.raises(PeerLost):
+        choose({}, RoutingInput(query()), NOW)
+
+
+def test_a_prompt_longer_than_any_worker_takes_is_the_callers_fault() -> None:
+    error = refusal(pair(), query(1000))
+    assert isinstance(error, InvalidRequest)
+    assert (error.param, error.reason) == ("prompt", "context_length_exceeded")
+    assert place(pair(), query(999)) == ("p0", "d0")
+
+
+def test_a_prompt_that_fits_only_where_nobody_is_ready_may_come_again() -> None:
+    """A client takes an answer that its prompt is too long for the last word."""
+    small = ready_worker("d1", DECODE, max_context_tokens=200)
+    workers = [*pair(), small]
+    workers[1].report = WorkerReport(ready=False, active_blocks=100)
+    error = refusal(workers, query(500))
+    assert isinstance(error, Overloaded)
+    assert "has room for the prompt" in str(error)
+    assert place(workers, query(150))[1] == "d1"
+    workers[1].report = WorkerReport(ready=False, active_blocks=100, full=False)
+    assert type(refusal(workers, query(500))) is PeerLost, "who waited would be woken by the smaller one's reports"
+    workers[1].report = WorkerReport(ready=True)
+    workers[1].drain_requested = True
+    assert type(refusal(workers, query(500))) is PeerLost
+    workers[1].drain_requested = False
+    error = refusal(workers, query(500, excluded=("d0",)))
+    assert isinstance(error, PeerLost)
+    assert not isinstance(error, NoWorkerReady)
+    error = refusal(workers, query(1000))
+    assert isinstance(error, InvalidRequest)
+    assert "at most 999 fit" in str(error)
+
+
+def test_a_long_prompt_goes_to_the_worker_that_can_hold_it() -> None:
+    small = ready_worker("d1", DECODE, max_context_tokens=200)
+    workers = [*pair(), small]
+    workers[1].reserved.decode_tokens = 900
+    assert place(workers, query(150))[1] == "d1"
+    assert place(workers, query(500))[1] == "d0"
+
+
+@pytest.mark.parametrize(("prefill_blocks", "decode_blocks"), [(100, 10**6), (10**6, 100)])
+def test_a_full_fleet_refuses_and_says_when_to_come_back(prefill_blocks: int, decode_blocks: int) -> None:
+    prefill = ready_worker("p0", PREFILL, num_blocks=prefill_blocks)
+    decode = ready_worker("d0", DECODE, num_blocks=decode_blocks)
+    reservations = Reservations()
+    for number in range(10):
+        placement = decide([prefill, decode])
+        reservations.reserve(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
+    with pytest.raises(Overloaded) as caught:
+        book_many(reservations, [prefill, decode])
+    assert 1.0 <= caught.value.retry_after_seconds <= 30.0
+
+
+def book_many(reservations: Reservations, workers: list[Worker]) -> None:
+    for number in range(1000):
+        placement = decide(workers)
+        reservations.reserve(RouteQuery(RequestKey(f"more-{number}"), MODEL, 100, 50), placement, NOW)
+
+
+def test_an_idle_worker_takes_any_request_that_its_pool_holds() -> None:
+    workers = pair()
+    workers[1].report = WorkerReport(ready=True, active_tokens=10**6)
+    assert place(workers, query(999, 10**6)) == ("p0", "d0")
