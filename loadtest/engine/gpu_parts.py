@@ -25,7 +25,7 @@ from weft.engine.batch import Work
 from weft.engine.config import EngineConfig
 from weft.engine.packed import Packer
 from weft_kernels.paged_attention import decode
-from weft_kernels.paged_attention.shape import Shape
+from weft_kernels.paged_attention.device_batch import AttentionShape
 
 H200 = Gpu("H200 as measured", 139.7, COPIED / TERA, MULTIPLIED / TERA, 67)
 SHAPE = SHAPES["8B"]
@@ -73,7 +73,7 @@ def attention_loop() -> AttentionLoop:
     """Compiled with the constants of a launch for a batch."""
     config = SHAPE.config()
     pool = torch.empty(1, config.num_kv_heads, 1, 2, 64, config.head_dim, dtype=torch.bfloat16)
-    tiles = Shape(1.0).tiles(pool[:, :, 0, 0], pool[:, :, 0, 1], 64)
+    tiles = AttentionShape(1.0).tiles(pool[:, :, 0, 0], pool[:, :, 0, 1], 64)
     warps, group = 4, config.num_heads // config.num_kv_heads
     fixed = {
         "SPLITS": 2,
@@ -81,7 +81,7 @@ def attention_loop() -> AttentionLoop:
         "GROUP": group,
         "WINDOW": 0,
         "CHUNK": 0,
-        "FOLLOWS": False,
+        "USES_PDL": False,
         "BLOCK_M": 16,
     }
     constants: dict[str, Any] = {**fixed, **tiles}

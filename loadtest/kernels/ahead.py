@@ -37,9 +37,9 @@ def _jobs(sizes: Iterable[tuple[int, int]]) -> list[Job]:
         for_hopper = hopper.candidates(rows) if rows <= hopper.MOST_ROWS else []
         for tiles in (*for_hopper, *usual):
             kept = {name: size for name, size in tiles.items() if name not in ("programs", "EVEN")}
-            is_any_width = hopper.are_for_it(tiles)
+            is_any_width = hopper.is_hopper_tiles(tiles)
             found.setdefault(f"{is_any_width or columns} {sorted(kept.items())}", (columns, rows, kept))
-    return sorted(found.values(), key=lambda job: not hopper.are_for_it(job[2]))
+    return sorted(found.values(), key=lambda job: not hopper.is_hopper_tiles(job[2]))
 
 
 def _compile(job: Job) -> str:
@@ -51,7 +51,7 @@ def _compile(job: Job) -> str:
     columns, rows, tiles = job
     weight = pack_f12(torch.randn(OUTPUTS, columns, device="cuda").bfloat16())
     x = torch.randn(rows, columns, device="cuda").bfloat16()
-    if hopper.are_for_it(tiles) and not hopper.fits(x, weight):
+    if hopper.is_hopper_tiles(tiles) and not hopper.can_run(x, weight):
         return ""
     try:
         gemm(x, weight, None, dict(tiles))

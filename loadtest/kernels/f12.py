@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from loadtest.kernels.ahead import compile_ahead
 from loadtest.kernels.roofline import GIGA, TERA, Roofline, Work, measure
+from weft_kernels.cuda_graphs import seconds_in_graph
 from weft_kernels.packed import F12, pack_f12
-from weft_kernels.replayed import replayed_seconds
 
 # outputs, inputs: qkv, output, gate and up, down, head
 SHAPES = {
@@ -69,9 +69,9 @@ def make_weight(outputs: int, inputs: int) -> Tensor:
 
 def check(weight: Tensor, packed: F12) -> None:
     """Raises AssertionError where this GPU does not compute what the kernels mean."""
+    from weft_kernels.packed.f12_unpack import unpack_rows
     from weft_kernels.packed.hopper import MOST_ROWS
     from weft_kernels.packed.linear import linear_packed
-    from weft_kernels.packed.unpack import unpack_rows
 
     assert packed.suits
     assert torch.equal(unpack_rows(packed).view(torch.int16), weight.view(torch.int16))
@@ -110,8 +110,8 @@ def lines(roofline: Roofline, is_tuned: bool) -> Iterator[Line]:
         for rows in ROWS:
             x = torch.randn(rows, inputs, device="cuda").bfloat16()
             work = Work(name, partial(linear_packed, x, packed), packed.nbytes, 2.0 * rows * outputs * inputs)
-            ours = replayed_seconds([partial(linear_packed, x, each) for each in all_packed])
-            theirs = replayed_seconds([partial(functional.linear, x, each) for each in all_plain])
+            ours = seconds_in_graph([partial(linear_packed, x, each) for each in all_packed])
+            theirs = seconds_in_graph([partial(functional.linear, x, each) for each in all_plain])
             print(f"{name}, {rows} rows: {theirs / ours:.2f} times as fast", file=sys.stderr, flush=True)
             yield Line(name, rows, ours * 1e6, theirs * 1e6, roofline.seconds(work) / ours)
 
@@ -124,17 +124,17 @@ def tune_rows(weight: Tensor, all_packed: list[F12]) -> None:
 
     for rows in row_classes(rows for rows in ROWS if 1 < rows <= MOST_ROWS):
         x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
-        tune(x, all_packed, replayed_seconds)
+        tune(x, all_packed, seconds_in_graph)
         agree(linear_packed(x, all_packed[0]), functional.linear(x, weight))
 
 
 def unpacking() -> str:
     """Bytes of bfloat16 made a second; a weight is 1.5 bytes read and 2 written."""
-    from weft_kernels.packed.unpack import unpack_rows
+    from weft_kernels.packed.f12_unpack import unpack_rows
 
     weight = make_weight(*SHAPES["8B gate up"])
     _, all_packed = copies_of(weight, pack_f12(weight))
-    rate = weight.nbytes / replayed_seconds([partial(unpack_rows, each) for each in all_packed])
+    rate = weight.nbytes / seconds_in_graph([partial(unpack_rows, each) for each in all_packed])
     return f"Unpacking to bfloat16: {rate / TERA:.2f} TB/s of bfloat16 (goal 2.2)."
 
 

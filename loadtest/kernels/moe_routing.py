@@ -7,15 +7,15 @@ import sys
 import torch
 
 from loadtest.kernels.roofline import Work, report
-from weft_kernels.moe_routing import Rule, route
+from weft_kernels.moe_routing import RoutingConfig, route
 from weft_kernels.moe_routing.reference import route_reference
 
 # experts, rule, whether there is a bias
 MODELS = {
-    "Qwen3-MoE": (128, Rule(8, True, True), False),
-    "Llama 4 Scout": (16, Rule(1, False), False),
-    "DeepSeek-V3": (256, Rule(8, False, True, 8, 4, 2.5), True),
-    "Kimi K2": (384, Rule(8, False, True, 1, 1, 2.827), True),
+    "Qwen3-MoE": (128, RoutingConfig(8, True, True), False),
+    "Llama 4 Scout": (16, RoutingConfig(1, False), False),
+    "DeepSeek-V3": (256, RoutingConfig(8, False, True, 8, 4, 2.5), True),
+    "Kimi K2": (384, RoutingConfig(8, False, True, 1, 1, 2.827), True),
 }
 
 

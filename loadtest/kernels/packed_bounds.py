@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loadtest.made import made_at
-from weft_kernels.packed import F12, Fp8, Int4, single
+from weft_kernels.packed import F12, Fp8, Int4, gemv
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed.product import form_constants, operands
 
@@ -79,8 +79,8 @@ def matrices() -> dict[str, F12 | Fp8 | Int4]:
 def bound_of(weight: F12 | Fp8 | Int4, rows: int) -> tuple[Bound, float]:
     """And how many instructions unpack and multiply a weight, for one tile of rows."""
     if isinstance(weight, F12) and rows == 1:
-        constants = {"SIZE": INPUTS, "BLOCK_N": single.BLOCK_N, "BLOCK_J": 256, "num_warps": 2}
-        slots = issued(single._gemv, weight, constants, single.BLOCK_N * 256 * 8)
+        constants = {"SIZE": INPUTS, "BLOCK_N": gemv.BLOCK_N, "BLOCK_J": 256, "num_warps": 2}
+        slots = issued(gemv._gemv, weight, constants, gemv.BLOCK_N * 256 * 8)
         return Bound(weight.nbytes / OUTPUTS / INPUTS / COPIED, slots / ISSUED, 0.0), slots
     tiles = form_constants(weight, 64) | packed_linear._tiles(torch.empty(rows, 1, dtype=torch.bfloat16), weight)
     tiles.pop("programs", 0)
@@ -94,8 +94,8 @@ def bound_of(weight: F12 | Fp8 | Int4, rows: int) -> tuple[Bound, float]:
 def issued(kernel: Any, weight: F12 | Fp8 | Int4, constants: dict[str, int], num_weights: int) -> float:
     """Instructions of a lane for each weight that it unpacks, in the largest loop; `num_weights`: of one round."""
     options = {"num_warps": constants.pop("num_warps"), "num_stages": constants.pop("num_stages", 3)}
-    x, is_single = torch.empty(2, dtype=torch.bfloat16), kernel is single._gemv
-    constants |= {"HAS_BIAS": False, "FOLLOWS": False} | ({} if is_single else {"TURNED": True})
+    x, is_single = torch.empty(2, dtype=torch.bfloat16), kernel is gemv._gemv
+    constants |= {"HAS_BIAS": False, "USES_PDL": False} | ({} if is_single else {"TRANSPOSED": True})
     # the row alone comes in pairs, others a second time, turned; after the weights a bias, parts, how many of them are
     # there, and the result
     before, after = ([x.view(torch.int32)], [x]) if is_single else ([x, x], [x, x.float(), x.int()])

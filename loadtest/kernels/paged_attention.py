@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from loadtest.kernels.roofline import Work, report
-from weft_kernels.paged_attention.shape import Shape
-from weft_kernels.paged_attention.tensors import MAX_DECODE_ROWS, PagedTensors
+from weft_kernels.paged_attention.device_batch import MAX_DECODE_ROWS, AttentionShape, PagedTensors
 
 BLOCK_TOKENS = 64
 # query heads, key heads, dim: one GPU's share of an 8B and of a 70B model at TP 8; 0 key heads: a latent of 512 + 64
@@ -40,7 +39,7 @@ def make_work(name: str, heads: tuple[int, int, int], batch: tuple[int, int, int
     q = torch.randn(num_seqs * rows, num_heads, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(num_seqs * rows, num_heads, values.shape[3], device="cuda", dtype=torch.bfloat16)
     tensors = make_tensors(num_seqs, rows, context)
-    shape = Shape(dim**-0.5, window)
+    shape = AttentionShape(dim**-0.5, window)
     kernel = paged_attention_decode if rows <= MAX_DECODE_ROWS else paged_attention_prefill
     # all keys of the window are read once; a row computes with those up to its own
     read = min(context, window + rows) if window else context

@@ -10,7 +10,7 @@ from torch import Tensor
 from loadtest.kernels.roofline import Work, report
 from weft_kernels.latent_kv import latent_kv
 from weft_kernels.latent_kv.reference import latent_kv_reference
-from weft_kernels.rope_kv import ROTATED, HeadRule, rope_kv
+from weft_kernels.rope_kv import ROTATED, HeadTransform, rope_kv
 from weft_kernels.rope_kv.reference import rope_kv_reference
 
 BLOCK_TOKENS = 64
@@ -22,8 +22,8 @@ def works() -> list[Work]:
     q_norm, k_norm = torch.randn(2, 128, device="cuda", dtype=BF16)
     rules = {
         "rotated": ROTATED,
-        "Qwen3": HeadRule((q_norm, k_norm), eps=1e-6),
-        "Llama 4": HeadRule(is_normed_last=True, eps=1e-5),
+        "Qwen3": HeadTransform((q_norm, k_norm), eps=1e-6),
+        "Llama 4": HeadTransform(is_normed_last=True, eps=1e-5),
     }
     sizes = (1, 64, 2048, 8192)
     return [_heads(rows, name, rule) for rows in sizes for name, rule in rules.items()] + list(map(_latent, sizes))
@@ -34,7 +34,7 @@ def _places(rows: int) -> tuple[int, Tensor]:
     return num_blocks, torch.randperm(num_blocks * BLOCK_TOKENS, device="cuda")[:rows]
 
 
-def _heads(rows: int, name: str, rule: HeadRule) -> Work:
+def _heads(rows: int, name: str, rule: HeadTransform) -> Work:
     """The projection is read once; queries, keys and values are written once."""
     num_heads, kv_heads, dim = 32, 8, 128
     qkv = torch.randn(rows, num_heads + 2 * kv_heads, dim, device="cuda", dtype=BF16)

@@ -15,26 +15,25 @@ import weft_kernels.block_copy.kernel as block_copy
 import weft_kernels.latent_kv.kernel as latent_kv
 import weft_kernels.moe.kernel as moe
 import weft_kernels.moe_routing.kernel as moe_routing
+import weft_kernels.packed.f12_unpack as f12_unpack
+import weft_kernels.packed.gemv as gemv
 import weft_kernels.packed.hopper as hopper
 import weft_kernels.packed.hopper.kernel as hopper_kernel
 import weft_kernels.packed.linear as packed
 import weft_kernels.packed.scratch as scratch
-import weft_kernels.packed.single as single
-import weft_kernels.packed.unpack as unpack
 import weft_kernels.paged_attention.decode as decode
 import weft_kernels.paged_attention.prefill as prefill
 import weft_kernels.rms_norm.kernel as rms_norm
 import weft_kernels.rope_kv.kernel as rope_kv
 import weft_kernels.sampling.kernel as sampling
-import weft_kernels.sampling.search as search
+import weft_kernels.sampling.top_k_p_search as top_k_p_search
 import weft_kernels.silu_mul.kernel as silu_mul
 from tests.kernels.compiling import Ignored, Recorder
-from weft_kernels.moe_routing import Rule
+from weft_kernels.moe_routing import RoutingConfig
 from weft_kernels.packed import F12, Fp8, Int4
-from weft_kernels.paged_attention.shape import Shape
-from weft_kernels.paged_attention.tensors import plan_launches
-from weft_kernels.rope_kv import ROTATED, HeadRule
-from weft_kernels.sampling.rows import SamplingRows
+from weft_kernels.paged_attention.device_batch import AttentionShape, plan_launches
+from weft_kernels.rope_kv import ROTATED, HeadTransform
+from weft_kernels.sampling.reference import SamplingRows
 
 BF16 = torch.bfloat16
 SLOTS = torch.tensor([3, 70])
@@ -60,10 +59,10 @@ def empty_int4(rows: int, columns: int) -> Int4:
     return Int4(columns, torch.empty(rows, columns // 8, dtype=torch.int32), factors, 32)
 
 
-def slices_of(num_items: int) -> search.Slices:
-    num_slices = -(-num_items // search.SLICE_ITEMS)
+def slices_of(num_items: int) -> top_k_p_search.Slices:
+    num_slices = -(-num_items // top_k_p_search.SLICE_ITEMS)
     limits = torch.ones(2, dtype=torch.int32)
-    return search.Slices(torch.empty(2, num_items), torch.empty(2, num_slices), torch.ones(2), limits)
+    return top_k_p_search.Slices(torch.empty(2, num_items), torch.empty(2, num_slices), torch.ones(2), limits)
 
 
 def hopper_launches(x: torch.Tensor, classes: list[int]) -> Launches:
@@ -86,8 +85,8 @@ def row_launches() -> Launches:
     qkv, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 128, dtype=BF16)
     heads, wide = (qkv, angles, angles, pool, 0, SLOTS), angles.float()
     wide_heads = qkv, wide, wide, pool, 0, SLOTS
-    normed, normed_last = HeadRule((angles[0], angles[1]), eps=1e-6), HeadRule(is_normed_last=True, eps=1e-5)
-    unrotated = HeadRule(is_rotated=False)
+    normed, normed_last = HeadTransform((angles[0], angles[1]), eps=1e-6), HeadTransform(is_normed_last=True, eps=1e-5)
+    unrotated = HeadTransform(is_rotated=False)
     turns, vectors = torch.empty(2, 64, dtype=BF16), torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)
     rotated = torch.empty(2, 64, 192, dtype=BF16)[..., 128:]
     latents = torch.empty(2, 576, dtype=BF16), rotated, weight[:512], 1e-6, (turns, turns), vectors, 0, SLOTS
@@ -117,18 +116,34 @@ def sampling_launches() -> Launches:
         "sampling, best": (sampling, "_tops", lambda: sampling.sample_kernel(logits, rows)),
         "sampling, sums": (sampling, "_sums", lambda: sampling.sample_kernel(logits, rows)),
         "sampling, sums of all": (sampling, "_sums", lambda: sampling._sums_of(slices, None)),
-        "sampling, one slice": (search, "_digit", lambda: search.cut(slices_of(2000), rows.top_k, None)),
-        "sampling, 38 slices": (search, "_digit", lambda: search.cut(slices_of(151_936), rows.top_k, None)),
-        "sampling, 65 slices": (search, "_digit", lambda: search.cut(slices_of(262_208), rows.top_k, None)),
-        "sampling, top-k": (search, "_digit", lambda: search.cut(slices, rows.top_k, None)),
-        "sampling, top-p": (search, "_digit", lambda: search.cut(slices, rows.top_p, torch.empty(2, 32, dtype=f64))),
+        "sampling, one slice": (
+            top_k_p_search,
+            "_digit",
+            lambda: top_k_p_search.cut(slices_of(2000), rows.top_k, None),
+        ),
+        "sampling, 38 slices": (
+            top_k_p_search,
+            "_digit",
+            lambda: top_k_p_search.cut(slices_of(151_936), rows.top_k, None),
+        ),
+        "sampling, 65 slices": (
+            top_k_p_search,
+            "_digit",
+            lambda: top_k_p_search.cut(slices_of(262_208), rows.top_k, None),
+        ),
+        "sampling, top-k": (top_k_p_search, "_digit", lambda: top_k_p_search.cut(slices, rows.top_k, None)),
+        "sampling, top-p": (
+            top_k_p_search,
+            "_digit",
+            lambda: top_k_p_search.cut(slices, rows.top_p, torch.empty(2, 32, dtype=f64)),
+        ),
     }
 
 
 def expert_launches() -> Launches:
     """Routing, and experts of every form."""
     i64 = torch.int64
-    scored, bias, grouped = torch.empty(2, 256), torch.empty(256), Rule(8, False, True, 8, 4, 2.5)
+    scored, bias, grouped = torch.empty(2, 256), torch.empty(256), RoutingConfig(8, False, True, 8, 4, 2.5)
     rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
     few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
     many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
@@ -139,7 +154,7 @@ def expert_launches() -> Launches:
     fp8_rows = *few_rows[:3], empty_fp8(8 * 1536, 2048), empty_fp8(8 * 2048, 768), False
     f12_rows = *few_rows[:3], empty_f12(8 * 1536, 2048), empty_f12(8 * 2048, 768), False
     return {
-        "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, Rule(8, True))),
+        "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, RoutingConfig(8, True))),
         "routing, groups": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, bias, grouped)),
         "experts": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows)),
         "experts, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*many_rows)),
@@ -161,13 +176,13 @@ def packed_launches() -> Launches:
         "FP8, a prompt": (packed, "_gemm", lambda: packed.linear_packed(x.repeat(2048, 1), fp8)),
         "INT4, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, int4)),
         "FP8, one row": (packed, "_gemm", lambda: packed.linear_packed(x[:1], fp8)),
-        "F12, one row": (single, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
+        "F12, one row": (gemv, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
         "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),
-        "F12, rows turned": (scratch, "_turn", lambda: packed.gemm(x.repeat(32, 1), f12)),
+        "F12, rows transposed": (scratch, "_transpose", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a prompt": (packed, "_gemm", lambda: packed.gemm(x.repeat(256, 1), f12)),
-        "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(empty_f12(1, 4096))),
-        "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, SLOTS)),
+        "F12, unpacked": (f12_unpack, "_unpack", lambda: f12_unpack.unpack_rows(empty_f12(1, 4096))),
+        "F12, looked up": (f12_unpack, "_unpack", lambda: f12_unpack.unpack_rows(f12, SLOTS)),
     }
 
 
@@ -177,8 +192,8 @@ def decode_launches() -> Launches:
     keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
     batch = plan_launches([0, 1, 2], [70, 3], [[1, 2], [0]], torch.device("cpu")).decode
     assert batch is not None
-    shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
-    split = Shape(0.1, num_splits=32)
+    shape, windowed = AttentionShape(0.1, num_splits=8), AttentionShape(0.1, window=4096, num_splits=8)
+    split = AttentionShape(0.1, num_splits=32)
     latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
     latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
     return {
@@ -209,7 +224,7 @@ def prefill_launches() -> Launches:
     long = plan_launches([0, 64], [70], [[1, 2]], torch.device("cpu")).prefill
     assert long is not None
     few = long.slice(0, 1, 2)
-    shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
+    shape, windowed = AttentionShape(0.1, num_splits=8), AttentionShape(0.1, window=4096, num_splits=8)
     latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
     latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
     made = torch.empty(4, 8, 1, 2, 64, 192, dtype=BF16)[:, :, 0]  # MLA's keys of 128 + 64 and values, for a long chunk
@@ -254,8 +269,8 @@ def compile_all(classes: list[int]) -> dict[str, dict[str, int]]:
     """Figures by launch, of the kernel for Hopper alone, for so many left rows, or of all others."""
     usual = launches()
     found, all_launches = {}, hopper_launches(torch.empty(2, 4096, dtype=BF16), classes) if classes else usual
-    for module in {module for module, _, _ in usual.values() if hasattr(module, "following")}:
-        module.following = lambda x: {"FOLLOWS": True}  # as a Hopper does; the tensors are a CPU's
+    for module in {module for module, _, _ in usual.values() if hasattr(module, "pdl_launch_args")}:
+        module.pdl_launch_args = lambda x: {"USES_PDL": True}  # as a Hopper does; the tensors are a CPU's
     kernels = {(each[0], each[1]): getattr(each[0], each[1]) for each in (*usual.values(), *all_launches.values())}
     for module, name in kernels:
         setattr(module, name, Ignored())

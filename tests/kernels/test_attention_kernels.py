@@ -15,9 +15,8 @@ from tests.kernels.device import DEVICE, DTYPES, close
 pytest.importorskip("triton")
 
 from weft_kernels.paged_attention.decode import paged_attention_decode
+from weft_kernels.paged_attention.device_batch import AttentionShape, PagedTensors, plan_launches
 from weft_kernels.paged_attention.prefill import paged_attention_prefill
-from weft_kernels.paged_attention.shape import Shape
-from weft_kernels.paged_attention.tensors import PagedTensors, plan_launches
 
 NUM_LAYERS, NUM_BLOCKS, LAYER = 3, 48, 1
 
@@ -43,7 +42,7 @@ class Case:
     values: Tensor
     batch: PagedTensors
 
-    def expected(self, shape: Shape) -> Tensor:
+    def expected(self, shape: AttentionShape) -> Tensor:
         out = torch.zeros(*self.q.shape[:2], self.values.shape[3], device=DEVICE)
         group = self.q.shape[1] // self.keys.shape[1]
         for index, (start, end) in enumerate(pairwise(self.batch.query_starts.tolist())):
@@ -93,13 +92,13 @@ def make_case(
     return Case(q, pool[:, :, LAYER, 0], pool[:, :, LAYER, 1], batch)
 
 
-def decode(case: Case, shape: Shape) -> Tensor:
+def decode(case: Case, shape: AttentionShape) -> Tensor:
     out = case.q.new_full((*case.q.shape[:2], case.values.shape[3]), 7.0)
     paged_attention_decode(case.q, case.keys, case.values, case.batch, shape, out)
     return out
 
 
-def prefill(case: Case, shape: Shape) -> Tensor:
+def prefill(case: Case, shape: AttentionShape) -> Tensor:
     out = case.q.new_full((*case.q.shape[:2], case.values.shape[3]), 7.0)
     paged_attention_prefill(case.q, case.keys, case.values, case.batch, shape, out)
     return out
@@ -109,14 +108,14 @@ def prefill(case: Case, shape: Shape) -> Tensor:
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("spans", DECODES.values(), ids=DECODES)
 def test_decode_is_the_definition(spans: list[tuple[int, int]], num_splits: int, dtype: torch.dtype) -> None:
-    case, shape = make_case(spans, dtype), Shape(0.25, num_splits=num_splits)
+    case, shape = make_case(spans, dtype), AttentionShape(0.25, num_splits=num_splits)
     close(decode(case, shape), case.expected(shape))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spans", PREFILLS.values(), ids=PREFILLS)
 def test_prefill_is_the_definition(spans: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    case, shape = make_case(spans, dtype), Shape(0.25)
+    case, shape = make_case(spans, dtype), AttentionShape(0.25)
     close(prefill(case, shape), case.expected(shape))
 
 
@@ -125,14 +124,16 @@ def test_prefill_is_the_definition(spans: list[tuple[int, int]], dtype: torch.dt
 )
 def test_odd_heads_dims_and_blocks(heads: tuple[int, int], dim: int, block_tokens: int) -> None:
     case = make_case([(2, 45), (3, 12)], torch.float32, heads, dim, block_tokens)
-    shape = Shape(dim**-0.5, num_splits=2)
+    shape = AttentionShape(dim**-0.5, num_splits=2)
     expected = case.expected(shape)
     close(decode(case, shape), expected)
     close(prefill(case, shape), expected)
 
 
-@pytest.mark.parametrize("shape", [Shape(0.25, window=8), Shape(0.25, chunk=8), Shape(0.25, window=1)])
-def test_windows_and_chunks_at_all_their_edges(shape: Shape) -> None:
+@pytest.mark.parametrize(
+    "shape", [AttentionShape(0.25, window=8), AttentionShape(0.25, chunk=8), AttentionShape(0.25, window=1)]
+)
+def test_windows_and_chunks_at_all_their_edges(shape: AttentionShape) -> None:
     spans = [(4, 7), (4, 8), (4, 9), (4, 10), (8, 16), (1, 1), (1, 130)]
     case = make_case(spans)
     expected = case.expected(shape)
@@ -140,14 +141,16 @@ def test_windows_and_chunks_at_all_their_edges(shape: Shape) -> None:
     close(prefill(case, shape), expected)
 
 
-@pytest.mark.parametrize("shape", [Shape(0.25, window=40), Shape(0.25, chunk=48), Shape(0.25, chunk=48, window=5)])
-def test_prefill_over_many_windows(shape: Shape) -> None:
+@pytest.mark.parametrize(
+    "shape", [AttentionShape(0.25, window=40), AttentionShape(0.25, chunk=48), AttentionShape(0.25, chunk=48, window=5)]
+)
+def test_prefill_over_many_windows(shape: AttentionShape) -> None:
     case = make_case([(150, 200)])
     close(prefill(case, shape), case.expected(shape))
 
 
 def test_blocks_that_have_left_the_window_may_be_anyones() -> None:
-    case, shape = make_case([(2, 100)]), Shape(0.25, window=20, num_splits=2)
+    case, shape = make_case([(2, 100)]), AttentionShape(0.25, window=20, num_splits=2)
     expected = case.expected(shape)
     owned = set(case.batch.block_tables[0].tolist())
     case.batch.block_tables[0, :4] = next(block for block in range(NUM_BLOCKS) if block not in owned)  # all NaN
@@ -157,7 +160,7 @@ def test_blocks_that_have_left_the_window_may_be_anyones() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latent_attention_reads_values_from_the_front_of_its_keys(dtype: torch.dtype) -> None:
-    case, shape = make_case([(2, 40), (1, 67)], dtype, heads=(24, 1), dim=80), Shape(0.1, num_splits=2)
+    case, shape = make_case([(2, 40), (1, 67)], dtype, heads=(24, 1), dim=80), AttentionShape(0.1, num_splits=2)
     case.values = case.keys[..., :64]
     close(decode(case, shape), case.expected(shape))
     close(prefill(case, shape), case.expected(shape))
@@ -165,7 +168,7 @@ def test_latent_attention_reads_values_from_the_front_of_its_keys(dtype: torch.d
 
 def test_places_of_a_graph_that_no_sequence_takes_give_zeros() -> None:
     case = make_case([(1, 20), (1, 5), (1, 9)])
-    shape = Shape(0.25, num_splits=2)
+    shape = AttentionShape(0.25, num_splits=2)
     expected = case.expected(shape)
     case.batch.context_lens[1] = 0
     expected[1] = 0
@@ -174,7 +177,7 @@ def test_places_of_a_graph_that_no_sequence_takes_give_zeros() -> None:
 
 
 def test_rows_of_other_sequences_are_left_alone() -> None:
-    case, shape = make_case([(2, 20), (1, 5), (3, 9)]), Shape(0.25, num_splits=2)
+    case, shape = make_case([(2, 20), (1, 5), (3, 9)]), AttentionShape(0.25, num_splits=2)
     expected = case.expected(shape)
     case.batch = case.batch.slice(1, 2, 1)
     for run in (decode, prefill):
@@ -185,7 +188,7 @@ def test_rows_of_other_sequences_are_left_alone() -> None:
 
 
 def test_parts_are_kept_of_the_sequences_that_are_decoded_and_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, shape = make_case([(2, 40), (30, 70)]), Shape(0.25, num_splits=32)
+    case, shape = make_case([(2, 40), (30, 70)]), AttentionShape(0.25, num_splits=32)
     expected, made, empty = case.expected(shape), list[tuple[int, ...]](), torch.empty
 
     def noted(*sizes: int, **kinds: Any) -> Tensor:

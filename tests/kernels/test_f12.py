@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft_kernels import packed
-from weft_kernels.packed import F12, pack_f12, resident, rows_of
+from weft_kernels.packed import F12, as_f12, embedding_rows, pack_f12
 from weft_kernels.packed.f12 import BLOCK_ROWS
 
 NANO = Path(__file__).parents[2] / "models/weft-nano/model.safetensors"
@@ -108,28 +108,28 @@ def test_the_shipped_model_takes_three_quarters_with_its_embedding_and_norms() -
 def test_what_f12_does_not_suit_stays_as_it_came() -> None:
     wide = (torch.randn(64, 512) * torch.logspace(-20, 20, 512)).bfloat16()
     assert not pack_f12(wide).suits
-    assert resident(wide) is wide
+    assert as_f12(wide) is wide
     crowded = torch.randn(20 * BLOCK_ROWS, 512).bfloat16()
     crowded[:BLOCK_ROWS, :40] = float("inf")
     found = pack_f12(crowded)
     assert found.nbytes < 0.77 * crowded.nbytes
     assert not found.suits, "one program would have to go through all escapes"
     plain = torch.randn(64, 64)
-    assert resident(plain) is plain
+    assert as_f12(plain) is plain
 
 
 def test_a_cpu_has_a_form_of_its_own_and_keeps_its_tables_plain() -> None:
     weight = torch.randn(64, 64).bfloat16()
-    assert resident(weight) is weight
+    assert as_f12(weight) is weight
     ids = torch.tensor([3, 0, 63, 3])
-    assert_same_bits(rows_of(weight, ids), weight[ids])
+    assert_same_bits(embedding_rows(weight, ids), weight[ids])
 
 
 @pytest.mark.gpu
 def test_a_gpu_packs_the_same_words() -> None:
     weight = torch.randn(300, 520).bfloat16()
     weight[7, 100] = float("-inf")
-    there = resident(weight.cuda())
+    there = as_f12(weight.cuda())
     assert isinstance(there, F12)
     for part, expected in zip(there.tensors, pack_f12(weight).tensors, strict=True):
         assert torch.equal(part.cpu(), expected)

@@ -15,10 +15,10 @@ from weft_kernels.linear import linear, pack
 from weft_kernels.linear.reference import linear_reference
 from weft_kernels.moe import PackedExperts, moe
 from weft_kernels.moe.reference import moe_reference
+from weft_kernels.packed import embedding_rows, pack_f12
 from weft_kernels.packed import linear as packed_linear
-from weft_kernels.packed import pack_f12, rows_of
+from weft_kernels.packed.f12_unpack import unpack_rows
 from weft_kernels.packed.linear import gemm, linear_packed
-from weft_kernels.packed.unpack import unpack_rows
 
 # the interpreter multiplies float32, see house style; bfloat16 is multiplied where a GPU is
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -124,8 +124,8 @@ def test_unpacked_rows_are_the_bits_that_were_packed(rows: int, columns: int) ->
     packed = pack_f12(weight)
     assert torch.equal(unpack_rows(packed).view(torch.int16), weight.view(torch.int16))
     ids = torch.tensor([rows - 1, 0, rows // 2, rows - 1], device=DEVICE)
-    assert torch.equal(rows_of(packed, ids).view(torch.int16), weight[ids].view(torch.int16))
-    assert rows_of(packed, ids[:0]).shape == (0, columns)
+    assert torch.equal(embedding_rows(packed, ids).view(torch.int16), weight[ids].view(torch.int16))
+    assert embedding_rows(packed, ids[:0]).shape == (0, columns)
 
 
 def test_long_prompts_are_torchs_own_product_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from weft_kernels.packed import F12, hopper, pack_f12
 from weft_kernels.packed.linear import gemm
-from weft_kernels.packed.scratch import ABSENT, absent_numbers, counters
+from weft_kernels.packed.scratch import ABSENT, absent_sums, counters
 
 # fewer tiles than programs, more, one more than there are programs, and not a whole number of anything
 SHAPES = [
@@ -61,19 +61,19 @@ def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(
     parts: dict[int, Tensor] = {}
 
     def remembered(device: torch.device, num_items: int) -> Tensor:
-        parts[num_items] = absent_numbers(device, num_items)
+        parts[num_items] = absent_sums(device, num_items)
         return parts[num_items]
 
-    monkeypatch.setattr(hopper, "absent_numbers", remembered)
+    monkeypatch.setattr(hopper, "absent_sums", remembered)
     for rows, columns in SHAPES:
         weight, bias = make_weight(rows, columns), torch.randn(rows, device=DEVICE).bfloat16()
         packed, x = pack_f12(weight), torch.randn(num_rows, columns, device=DEVICE).bfloat16()
-        assert hopper.fits(x, packed)
+        assert hopper.can_run(x, packed)
         for tiles in hopper.candidates(num_rows):
             about = f"{rows} x {columns}, {num_rows} rows, {tiles}"
-            # with no patience, where all add up, those that come later do what the others have left
-            patience = 0, hopper.PATIENCE
-            found = [gemm(x, packed, bias, {**tiles, "PATIENCE": patience[turn % 2]}) for turn in range(TRIES)]
+            # with no max_polls, where all add up, those that come later do what the others have left
+            max_polls = 0, hopper.MAX_POLLS
+            found = [gemm(x, packed, bias, {**tiles, "MAX_POLLS": max_polls[turn % 2]}) for turn in range(TRIES)]
             assert agrees(found[0], x, weight, bias), about
             assert all(torch.equal(found[0], each) for each in found), about
             assert not counters(x.device, hopper.NUM_COUNTERS).any(), about
@@ -99,14 +99,14 @@ def test_all_programs_of_a_launch_fit_on_the_gpu_at_once(num_rows: int) -> None:
         warps = 4 * tiles["PARTS"] + 4
         assert tiles.get("MAX_REGS", 168) * 32 * warps * tiles["PER_MULTIPROCESSOR"] <= 65_536
         assert tiles["BLOCK_M"] >= min(128, num_rows)
-        assert not tiles.get("BY_TURNS") or tiles["PARTS"] == 2
+        assert not tiles.get("PING_PONG") or tiles["PARTS"] == 2
         assert tiles["BLOCK_J"] in (16, 32)
 
 
 def test_what_is_not_on_such_a_gpu_does_not_fit() -> None:
     weight = pack_f12(torch.randn(64, 256).bfloat16())
     assert isinstance(weight, F12)
-    assert not hopper.fits(torch.randn(3, 256).bfloat16(), weight)
+    assert not hopper.can_run(torch.randn(3, 256).bfloat16(), weight)
 
 
 class Split:
@@ -121,15 +121,15 @@ class Split:
         all_add_up: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from weft_kernels.packed.hopper import splitting
+        from weft_kernels.packed.hopper import stream_k
 
-        names = "first_step", "sharer_of", "in_order", "step_at", "segment_at"
-        self.first_step, self.sharer_of, self.in_order, self.step_at, self.segment_at = (
-            getattr(each, "fn", each) for each in (getattr(splitting, name) for name in names)
+        names = "first_step", "program_of_step", "in_order", "step_at", "segment_at"
+        self.first_step, self.program_of_step, self.in_order, self.step_at, self.segment_at = (
+            getattr(each, "fn", each) for each in (getattr(stream_k, name) for name in names)
         )
-        monkeypatch.setattr(splitting, "step_at", self.step_at)
+        monkeypatch.setattr(stream_k, "step_at", self.step_at)
         self.here = SimpleNamespace(minimum=min, where=lambda yes, one, other: one if yes else other)
-        monkeypatch.setattr(splitting, "gl", self.here)
+        monkeypatch.setattr(stream_k, "gl", self.here)
         self.steps, most, self.all_add_up = steps, min(programs, num_tiles * steps), all_add_up
         self.programs, self.own_tiles, self.split_tiles, self.sharers = hopper.split(num_tiles, steps, most, is_even)
         self.total = self.split_tiles * steps
@@ -156,7 +156,7 @@ class Split:
     def sharing(self, tile: int) -> range:
         """The programs that have parts of a tile."""
         start = tile * self.steps
-        first, last = (self.sharer_of(each, self.sharers, self.total) for each in (start, start + self.steps - 1))
+        first, last = (self.program_of_step(each, self.sharers, self.total) for each in (start, start + self.steps - 1))
         return range(first, last + 1)
 
     def places(self, tile: int) -> dict[int, int]:

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft_kernels import native as native_module
 from weft_kernels.linear import linear, pack
 from weft_kernels.linear.reference import linear_reference
-from weft_kernels.native import CHOICE, load, most_isa
+from weft_kernels.native import CHOICE, load, processor
 from weft_kernels.native.build import FLAGS
+from weft_kernels.native.processor import most_isa
 
 ISAS = list(FLAGS)[: list(FLAGS).index(most_isa()) + 1] if most_isa() in FLAGS else []
 DTYPES = [torch.float32, torch.bfloat16]
@@ -263,16 +263,16 @@ def test_the_processor_is_seen_as_torch_sees_it() -> None:
     ],
 )
 def test_each_set_needs_those_before_it(features: str, lets: bool, most: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_module, "is_supported_machine", lambda: True)
-    monkeypatch.setattr(native_module, "processor_features", lambda: frozenset(features.split()))
-    monkeypatch.setattr(native_module, "_may_use_tiles", lambda: lets)
-    assert native_module.most_isa.__wrapped__() == most
+    monkeypatch.setattr(processor, "is_supported_machine", lambda: True)
+    monkeypatch.setattr(processor, "processor_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(processor, "may_use_amx", lambda: lets)
+    assert processor.most_isa.__wrapped__() == most
 
 
 @pytest.mark.parametrize(("from_intel", "chosen"), [(True, "avx512"), (False, "avx512_bf16")])
 def test_pairs_of_bfloat16_are_left_to_processors_that_are_quick_at_them(
     from_intel: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_module, "most_isa", lambda: "avx512_bf16")
-    monkeypatch.setattr(native_module, "is_from_intel", lambda: from_intel)
-    assert native_module.best_isa.__wrapped__() == chosen
+    monkeypatch.setattr(processor, "most_isa", lambda: "avx512_bf16")
+    monkeypatch.setattr(processor, "is_from_intel", lambda: from_intel)
+    assert processor.best_isa.__wrapped__() == chosen

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from weft_kernels.logit_changes import LogitChanges, change
+from weft_kernels.logit_changes import MASKED_ROWS, LogitChanges, apply_changes, unpack_bits
 from weft_kernels.logit_changes.reference import change_reference
-from weft_kernels.logit_changes.sparse import MASKED_ROWS, unpack_bits
 
 ROWS, VOCAB = 4, 45
 
@@ -40,7 +39,7 @@ def test_the_sparse_form_means_what_the_loop_says(data: Any, seed: int) -> None:
     )
     logits = torch.randn(ROWS, VOCAB, generator=random)
     before = logits.clone()
-    assert torch.equal(change(logits, changes), change_reference(logits, changes))
+    assert torch.equal(apply_changes(logits, changes), change_reference(logits, changes))
     assert torch.equal(logits, before), "logprobs are still to be read from it"
 
 
@@ -49,7 +48,7 @@ def test_masks_of_many_rows_are_applied_piece_by_piece() -> None:
     logits = torch.randn(rows + 2, VOCAB)
     masks = torch.randint(-(2**31), 2**31, (rows, 2), dtype=torch.int32)
     changes = LogitChanges(mask_rows=torch.randperm(rows + 2)[:rows], masks=masks)
-    assert torch.equal(change(logits, changes), change_reference(logits, changes))
+    assert torch.equal(apply_changes(logits, changes), change_reference(logits, changes))
 
 
 def test_what_a_gpu_unpacks_is_what_numpy_does() -> None:
@@ -73,7 +72,7 @@ def test_on_a_gpu_they_are_those_of_a_cpu() -> None:
     def changed(device: str) -> torch.Tensor:
         there = places.to(device)
         pairs = (there, addends.to(device)), (there, counts.to(device))
-        return change(logits.to(device), LogitChanges(*pairs, *(each.to(device) for each in columns))).cpu()
+        return apply_changes(logits.to(device), LogitChanges(*pairs, *(each.to(device) for each in columns))).cpu()
 
     torch.testing.assert_close(changed("cuda"), changed("cpu"))
 
@@ -89,4 +88,4 @@ def test_repetition_penalty_and_bias_are_those_of_transformers() -> None:
         seen=(torch.tensor([[0] * 3, seen]), torch.zeros(3)),
         penalties=torch.tensor([[1.7, 0.0, 0.0]]),
     )
-    assert torch.allclose(change(logits, changes), expected)
+    assert torch.allclose(apply_changes(logits, changes), expected)

@@ -23,12 +23,12 @@ from weft.model.step import Rows
 from weft_kernels import packed
 from weft_kernels.moe import PackedExperts
 from weft_kernels.packed import F12, Fp8, Int4, Stored, pack_f12, stack
-from weft_kernels.paged_attention import FULL, PagedBatch, Span
+from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch
 
 pytest.importorskip("triton")
 
 from weft_kernels.latent_kv.kernel import latent_kv_kernel
-from weft_kernels.paged_attention.launch import paged_attention_kernels
+from weft_kernels.paged_attention.kernel import paged_attention_kernels
 from weft_kernels.rms_norm.kernel import add_rms_norm_kernel, rms_norm_kernel
 from weft_kernels.rope_kv.kernel import rope_kv_kernel
 from weft_kernels.silu_mul.kernel import silu_mul_kernel
@@ -37,7 +37,7 @@ NUM_TOKENS = 18
 NAMES = ["mistral-window", "qwen3-moe", "llama4", "deepseek"]
 
 
-def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL) -> Tensor:
+def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
     return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5)
 
 
@@ -106,7 +106,7 @@ def test_logits_on_resident_weights_are_those_of_transformers(tmp_path: Path, mo
 
     for module in (loading, packed):
         # the model's dtype is float32, its weights are bfloat16's
-        monkeypatch.setattr(module, "resident", lambda weight: pack_f12(weight.bfloat16()))
+        monkeypatch.setattr(module, "as_f12", lambda weight: pack_f12(weight.bfloat16()))
     monkeypatch.setattr(test_families, "Decoder", resident_decoder)
     monkeypatch.setattr(decoder.Decoder, "forward", forward_silently_too(decoder.Decoder.forward))
     monkeypatch.setattr(test_families, "NUM_TOKENS", 3)
@@ -141,7 +141,7 @@ def test_logits_on_weights_that_stay_quantized_are_those_of_transformers(
         kept.append(type(weight))
         return weight
 
-    monkeypatch.setattr(loading, "held", held)
+    monkeypatch.setattr(loading, "on_device", held)
     monkeypatch.setattr(mlp, "pack_experts", stack_experts)
     monkeypatch.setattr(test_families, "NUM_TOKENS", 3)
     logits = test_families.logits_in_chunks(tiny, 3, device=DEVICE)

@@ -16,7 +16,7 @@ import pytest
 
 from weft_kernels import native
 from weft_kernels.native import __main__ as program
-from weft_kernels.native import build
+from weft_kernels.native import build, processor
 
 # notes how it is called, knows no OpenMP without a file that says so, is killed while there is another, and ends who
 # calls it while there is a third
@@ -69,13 +69,13 @@ def test_preparing_opens_what_is_built_and_builds_nothing(
     monkeypatch.setenv("WEFT_CPU_KERNELS", "avx2")
     opened: list[str] = []
     monkeypatch.setattr("ctypes.CDLL", opened.append)
-    native.prepare()
+    native.preload()
     assert not (tmp_path / "kernels").exists()
     path = build.cached_library("avx2")
-    native.prepare()
+    native.preload()
     assert opened == [str(path)]
     monkeypatch.setenv("WEFT_CPU_KERNELS", "torch")
-    native.prepare()
+    native.preload()
     assert opened == [str(path)]
 
 
@@ -89,7 +89,7 @@ def test_a_library_that_is_damaged_is_built_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WEFT_CPU_KERNELS", "avx2")
     with monkeypatch.context() as patch:
         patch.setattr("ctypes.CDLL", lambda path: pytest.fail(f"{path} is opened"))
-        native.prepare()
+        native.preload()
     assert build.cached_library("avx2") == path
     assert path.read_bytes() == whole
     assert num_builds(compiler) == 1
@@ -168,7 +168,7 @@ def test_kernels_that_the_processor_cannot_run_are_not_taken(
     features: str, lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: Path
 ) -> None:
     """As WEFT_CPU_KERNELS asks for them on one machine of several: the first one called would end the process."""
-    monkeypatch.setattr(native, "processor_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(processor, "processor_features", lambda: frozenset(features.split()))
     assert native.load.__wrapped__("avx512") is None
     assert f"avx512 cannot be had: the processor lacks {lacking}" in caplog.text
     assert num_builds(compiler) == 0
@@ -182,7 +182,7 @@ def test_without_torch_a_library_that_lacks_openmp_is_not_had(
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(native, "processor_features", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(processor, "processor_features", lambda: frozenset({"avx2", "fma"}))
     monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "torch", raising=False)

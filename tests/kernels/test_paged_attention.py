@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft_kernels.native import CHOICE
-from weft_kernels.paged_attention import PagedBatch, Span, paged_attention
+from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention
 from weft_kernels.paged_attention.reference import paged_attention_reference
 
 BLOCK_TOKENS, NUM_LAYERS, NUM_BLOCKS = 4, 2, 40
@@ -53,10 +53,11 @@ def test_grouped_attention_is_the_reference_in_fp32(spans: list[tuple[int, int]]
 
 
 @pytest.mark.parametrize(
-    "span", [Span(1), Span(4), Span(6), Span(100), Span(0, 4), Span(0, 5), Span(0, 100), Span(3, 8)]
+    "span",
+    [KeySpan(1), KeySpan(4), KeySpan(6), KeySpan(100), KeySpan(0, 4), KeySpan(0, 5), KeySpan(0, 100), KeySpan(3, 8)],
 )
 @pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
-def test_windows_and_chunks_are_those_of_the_reference(spans: list[tuple[int, int]], span: Span) -> None:
+def test_windows_and_chunks_are_those_of_the_reference(spans: list[tuple[int, int]], span: KeySpan) -> None:
     q, batch = make_batch(spans, (4, 2), 8, torch.float32)
     torch.testing.assert_close(
         paged_attention(q, 1, batch, span), paged_attention_reference(q, 1, batch, span), rtol=1e-5, atol=1e-6
@@ -68,9 +69,9 @@ def test_windows_and_chunks_are_those_of_the_reference(spans: list[tuple[int, in
 
 def test_blocks_before_the_window_are_not_read() -> None:
     q, batch = make_batch([(1, 30), (1, 23), (2, 17)], (4, 2), 8, torch.float32)
-    expected = paged_attention(q, 0, batch, Span(5))
+    expected = paged_attention(q, 0, batch, KeySpan(5))
     batch.pool[[block for table in batch.block_tables for block in table[:2]]] = float("nan")
-    assert torch.equal(paged_attention(q, 0, batch, Span(5)), expected)
+    assert torch.equal(paged_attention(q, 0, batch, KeySpan(5)), expected)
 
 
 def test_grouped_attention_is_the_reference_in_bf16() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import PackedExperts, moe
 from weft_kernels.moe.reference import moe_reference
-from weft_kernels.packed import Fp8, Int4, Stored, held, read_fp8, read_int4, stack
+from weft_kernels.packed import Fp8, Int4, Stored, on_device, read_fp8, read_int4, stack
 from weft_kernels.packed.linear import gemm, linear_packed
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -150,9 +150,9 @@ def test_whole_blocks_stay_whole() -> None:
 def test_on_a_cpu_packed_weights_are_unpacked_to_what_they_run_in() -> None:
     weight = make_fp8(40, 41, (16, 12))
     if DEVICE == "cuda":
-        assert held(weight, torch.bfloat16) is weight
+        assert on_device(weight, torch.bfloat16) is weight
     else:
-        found = held(weight, torch.bfloat16, is_resident=True)
+        found = on_device(weight, torch.bfloat16, is_resident=True)
         assert isinstance(found, Tensor)
         assert torch.equal(found, weight.unpack().bfloat16())
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from weft_kernels import native, rans
+from weft_kernels.native import processor
 from weft_kernels.native.build import FLAGS
-from weft_kernels.rans import choosing, coding, reference
+from weft_kernels.rans import codec_choice, coding, reference
 
 Words = NDArray[np.uint16]
 ISAS = ["torch", *FLAGS]
@@ -23,7 +24,7 @@ ISAS = ["torch", *FLAGS]
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way of coding that this machine has."""
     chosen = str(request.param)
-    if chosen != "torch" and (ISAS.index(chosen) > ISAS.index(native.most_isa()) or native.load(chosen) is None):
+    if chosen != "torch" and (ISAS.index(chosen) > ISAS.index(processor.most_isa()) or native.load(chosen) is None):
         pytest.skip(f"no {chosen} here")
     monkeypatch.setenv(native.CHOICE, chosen)
     return chosen
@@ -40,24 +41,24 @@ def channels(rows: int, columns: int, spread: float = 0.3) -> Words:
     return bf16(0.02 * rng.standard_normal((rows, columns)) * scales)
 
 
-def encoded(coding: rans.Coding, values: Words, first: int) -> rans.Chunk:
+def encoded(coding: rans.Coding, values: Words, first: int) -> rans.CodedRun:
     """In memory of its own."""
-    return rans.Encoder(coding).encode(values, first, rans.EncodingMemory(len(values)))
+    return rans.RunEncoder(coding).encode(values, first, rans.EncodeBuffers(len(values)))
 
 
-def piece_of(decoder: rans.Decoder, first: int, chunk: rans.Chunk, out: Words) -> rans.Piece:
+def piece_of(decoder: rans.RunDecoder, first: int, chunk: rans.CodedRun, out: Words) -> rans.DecodeTask:
     """As it is stored."""
     body = np.frombuffer(b"".join(part.tobytes() for part in chunk.parts), np.uint8)
-    stored, to = rans.Memory.of(body), rans.Memory.of(out.view(np.uint8))
+    stored, to = rans.AddressedBytes.of(body), rans.AddressedBytes.of(out.view(np.uint8))
     counts = len(out), len(chunk.words), len(chunk.escape_places)
-    return rans.Piece(decoder, first, *counts, stored, 0, len(body), to, 0)
+    return rans.DecodeTask(decoder, first, *counts, stored, 0, len(body), to, 0)
 
 
 def round_trip(values: Words, is_bf16: bool = True, chunk: int = 1 << 18) -> tuple[Words, int]:
     """What comes back, and the bytes in between."""
-    measured = rans.measure(values, is_bf16)
+    measured = rans.choose_coding(values, is_bf16)
     flat, out, stored = values.reshape(-1), np.empty(values.size, np.uint16), 0
-    decoder = rans.Decoder(measured.coding)
+    decoder = rans.RunDecoder(measured.coding)
     pieces = []
     for first in range(0, len(flat), chunk):
         coded = encoded(measured.coding, flat[first : first + chunk], first)
@@ -118,14 +119,14 @@ def test_the_library_writes_what_the_reference_writes(isa: str) -> None:
     if isa == "torch":
         pytest.skip("that is the reference")
     for values, is_bf16 in ((channels(90, 517), True), (channels(64, 64), False), (ADVERSARIAL["half zeros"](), True)):
-        found = rans.measure(values, is_bf16).coding
+        found = rans.choose_coding(values, is_bf16).coding
         flat = values.reshape(-1)
         for first, end in ((0, len(flat)), (100, 1077)):
             states, words, rest = reference.encode(found, flat[first:end], first)
             is_escape = reference.coded_symbols(found, flat[first:end], first)[1] == coding.ESCAPE
             for is_plain in (False, True):
-                memory = rans.EncodingMemory(end - first)
-                chunk = rans.Encoder(found).encode(flat[first:end], first, memory, is_plain)
+                memory = rans.EncodeBuffers(end - first)
+                chunk = rans.RunEncoder(found).encode(flat[first:end], first, memory, is_plain)
                 assert (chunk.states == states).all()
                 assert (chunk.words == words).all()
                 assert (chunk.rest == rest).all()
@@ -139,7 +140,7 @@ def test_the_library_writes_what_the_reference_writes(isa: str) -> None:
 def test_the_library_chooses_what_the_reference_chooses(isa: str, shape: tuple[int, int]) -> None:
     for values in (channels(*shape), channels(*shape, spread=0.0), np.zeros(shape, np.uint16)):
         for is_bf16 in (True, False):
-            found, expected = rans.measure(values, is_bf16), choosing.measure_slowly(values, is_bf16)
+            found, expected = rans.choose_coding(values, is_bf16), codec_choice.choose_coding_in_numpy(values, is_bf16)
             assert found.bits == pytest.approx(expected.bits, rel=1e-3)
             assert (found.coding.base, found.coding.class_bits) == (expected.coding.base, expected.coding.class_bits)
             for mine, other in (
@@ -162,7 +163,7 @@ def test_what_the_sample_has_not_seen_escapes(isa: str) -> None:
     """Shares come from every eighth row at most; what only other rows hold is listed beside the chunk."""
     values = channels(2048, 64)
     values[1::4, ::7] = np.random.default_rng(1).integers(0, 1 << 16, values[1::4, ::7].shape, dtype=np.uint16)
-    measured = rans.measure(values, True)
+    measured = rans.choose_coding(values, True)
     chunk = encoded(measured.coding, values.reshape(-1), 0)
     assert len(chunk.escape_places) > 1000
     assert (np.diff(chunk.escape_places.astype(np.int64)) > 0).all()
@@ -183,7 +184,7 @@ def test_loud_rows_and_columns_cost_nothing() -> None:
 @pytest.mark.parametrize("damage", ["a word less", "a word more", "another state", "a bit of a word"])
 def test_damage_is_noticed(isa: str, damage: str) -> None:
     values = channels(64, 256)
-    found = rans.measure(values, True).coding
+    found = rans.choose_coding(values, True).coding
     chunk = encoded(found, values.reshape(-1), 0)
     words, states = chunk.words.copy(), chunk.states.copy()
     if damage == "a word less":
@@ -194,9 +195,9 @@ def test_damage_is_noticed(isa: str, damage: str) -> None:
         states[5] ^= 1 << 9
     else:
         words[len(words) // 2] ^= 4
-    broken = rans.Chunk(states, words, chunk.rest, chunk.escape_places, chunk.escape_values)
+    broken = rans.CodedRun(states, words, chunk.rest, chunk.escape_places, chunk.escape_values)
     out = np.empty(values.size, np.uint16)
-    [is_whole] = rans.decode([piece_of(rans.Decoder(found), 0, broken, out)])
+    [is_whole] = rans.decode([piece_of(rans.RunDecoder(found), 0, broken, out)])
     assert not is_whole or (out != values.reshape(-1)).any()
     if damage != "a bit of a word":
         assert not is_whole
@@ -206,7 +207,7 @@ def test_damage_is_noticed(isa: str, damage: str) -> None:
 def test_what_cannot_be_of_that_many_elements_is_not_whole(isa: str, what: str) -> None:
     """Nothing is read beyond what is stored, nor written beyond what is asked for; others beside it are decoded."""
     values = channels(40, 100)
-    decoder = rans.Decoder(rans.measure(values, True).coding)
+    decoder = rans.RunDecoder(rans.choose_coding(values, True).coding)
     chunk = encoded(decoder.coding, values.reshape(-1), 0)
     memory = np.full(values.size + 1, 7, np.uint16)
     good = piece_of(decoder, 0, chunk, out := np.empty(values.size, np.uint16))
@@ -256,7 +257,7 @@ def test_the_library_fills_buckets_as_the_reference_does(class_bits: int, seed: 
     counts = (1e6 * np.exp(-steepness * rng.random((1 << class_bits, 256 >> class_bits)))).astype(np.int64)
     scales = np.zeros(1, np.int8)
     some = rans.Coding(True, 0, class_bits, coding.shares_of(counts), scales, scales)
-    buckets, tables = reference.buckets_of(some), rans.Decoder(some).tables.astype(np.int64)
+    buckets, tables = reference.buckets_of(some), rans.RunDecoder(some).tables.astype(np.int64)
     firsts = np.arange(0, 256, some.num_symbols)[:, None]
     assert (tables[0] == buckets.cut.reshape(-1)).all()
     assert (tables[1] == (buckets.other + firsts).reshape(-1)).all()
@@ -271,8 +272,8 @@ def test_the_library_fills_buckets_as_the_reference_does(class_bits: int, seed: 
 def test_turns_without_permutations_give_the_same(is_bf16: bool) -> None:
     """What processors without AVX-512 VBMI do; on those both are the same code."""
     values = channels(300, 333)
-    found = rans.measure(values, is_bf16).coding
-    decoder, flat = rans.Decoder(found), values.reshape(-1)
+    found = rans.choose_coding(values, is_bf16).coding
+    decoder, flat = rans.RunDecoder(found), values.reshape(-1)
     chunks = [(first, encoded(found, flat[first : first + 30_000], first)) for first in range(0, len(flat), 30_000)]
     for is_plain in (False, True):
         out = np.zeros_like(flat)
@@ -285,7 +286,7 @@ def test_turns_without_permutations_give_the_same(is_bf16: bool) -> None:
 def test_several_of_any_kinds_and_lengths_are_decoded_at_once(isa: str, kinds: str) -> None:
     """One that ends, or has few words left, while others go on; and two formats side by side."""
     values = {"B": channels(150, 333), "F": channels(150, 333, 0.5)}
-    decoders = {kind: rans.Decoder(rans.measure(each, kind == "B").coding) for kind, each in values.items()}
+    decoders = {kind: rans.RunDecoder(rans.choose_coding(each, kind == "B").coding) for kind, each in values.items()}
     for count in range(1, len(kinds) + 1):
         wanted, pieces, outs = [], [], []
         for number, kind in enumerate(kinds[:count]):

@@ -14,7 +14,7 @@ from weft_kernels.latent_kv import latent_kv
 from weft_kernels.latent_kv.kernel import latent_kv_kernel
 from weft_kernels.latent_kv.reference import latent_kv_reference
 from weft_kernels.rope import rope
-from weft_kernels.rope_kv import ROTATED, HeadRule, rope_kv
+from weft_kernels.rope_kv import ROTATED, HeadTransform, rope_kv
 from weft_kernels.rope_kv.kernel import rope_kv_kernel
 from weft_kernels.rope_kv.reference import rope_kv_reference
 
@@ -29,20 +29,20 @@ def angles(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return turns.cos().to(dtype), turns.sin().to(dtype)
 
 
-def rules(dim: int, dtype: torch.dtype) -> dict[str, HeadRule]:
+def rules(dim: int, dtype: torch.dtype) -> dict[str, HeadTransform]:
     q_norm, k_norm = torch.randn(2, dim).to(dtype)
     return {
         "rotated": ROTATED,
-        "as they are": HeadRule(is_rotated=False),
-        "Qwen3": HeadRule((q_norm, k_norm), eps=1e-6),
-        "normed, not rotated": HeadRule((q_norm, k_norm), is_rotated=False, eps=1e-6),
-        "Llama 4": HeadRule(is_normed_last=True, eps=1e-5),
+        "as they are": HeadTransform(is_rotated=False),
+        "Qwen3": HeadTransform((q_norm, k_norm), eps=1e-6),
+        "normed, not rotated": HeadTransform((q_norm, k_norm), is_rotated=False, eps=1e-6),
+        "Llama 4": HeadTransform(is_normed_last=True, eps=1e-5),
     }
 
 
-def on_device(rule: HeadRule) -> HeadRule:
+def on_device(rule: HeadTransform) -> HeadTransform:
     norms = None if rule.norms is None else (rule.norms[0].to(DEVICE), rule.norms[1].to(DEVICE))
-    return HeadRule(norms, rule.is_rotated, rule.is_normed_last, rule.eps)
+    return HeadTransform(norms, rule.is_rotated, rule.is_normed_last, rule.eps)
 
 
 @pytest.mark.parametrize("name", rules(2, torch.float32))

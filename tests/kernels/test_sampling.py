@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from weft_kernels.sampling import SamplingRows, groups, logprobs, sample
-from weft_kernels.sampling.noise import uniforms
-from weft_kernels.sampling.reference import filtered_scores, sample_reference
+from weft_kernels import sampling
+from weft_kernels.sampling import SamplingRows, logprobs, sample
+from weft_kernels.sampling.reference import filtered_scores, sample_reference, uniforms
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -152,7 +152,7 @@ def test_logprobs_are_of_the_unscaled_distribution() -> None:
 def test_groups_of_rows_give_the_tokens_of_all_together(
     num_greedy: int, group_items: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "GROUP_ITEMS", group_items)
+    monkeypatch.setattr(sampling, "GROUP_ITEMS", group_items)
     kinds: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.4}]
     params = [{**kinds[i % 5], "temperature": 0.5 + i / 5} for i in range(9 - num_greedy)]
     params[1:1] = [GREEDY] * num_greedy

@@ -15,7 +15,7 @@ from tests.kernels.test_sampling import make_rows
 pytest.importorskip("triton")
 
 from weft_kernels import sampling
-from weft_kernels.sampling import SamplingRows, search
+from weft_kernels.sampling import SamplingRows, top_k_p_search
 from weft_kernels.sampling.kernel import sample_kernel
 from weft_kernels.sampling.reference import sample_reference
 
@@ -41,7 +41,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a block of one item as for a large one."""
-    monkeypatch.setattr(search, "BLOCK_ITEMS", 2048)
+    monkeypatch.setattr(top_k_p_search, "BLOCK_ITEMS", 2048)
 
 
 def run(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -70,7 +70,7 @@ def test_many_draws_from_one_row_are_those_of_the_reference(params: dict[str, An
 
 
 def test_as_a_gpu_takes_them_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "BLOCK_ITEMS", 256)
+    monkeypatch.setattr(top_k_p_search, "BLOCK_ITEMS", 256)
     logits = torch.randn(2, 4500, generator=torch.Generator().manual_seed(4)) * 4
     rows = make_rows([PARAMS["all"], PARAMS["top-p"]], [8, 9], [1, 2])
     assert torch.equal(run(logits, rows), sample_reference(logits, rows))

@@ -67,13 +67,13 @@ def test_tables_that_are_saved_at_the_same_time_keep_each_others_tiles(tmp_path:
 
 def test_one_process_measures_at_a_time_and_the_next_one_knows_what_it_found(tmp_path: Path) -> None:
     one, two = TuningTable(tmp_path, IDENTITY), TuningTable(tmp_path, IDENTITY)
-    with one.alone(0.0) as is_alone:
+    with one.exclusive(0.0) as is_alone:
         assert is_alone
-        with two.alone(0.0) as is_second:
+        with two.exclusive(0.0) as is_second:
             assert not is_second
         one.tune(SHAPE, [QUICK], seconds)
         one.save()
-    with two.alone(0.0) as is_alone:
+    with two.exclusive(0.0) as is_alone:
         assert is_alone
         assert two.of(*SHAPE) == QUICK
 
@@ -137,7 +137,7 @@ def test_beyond_the_usual_tiles_what_tuning_found_decides(num_rows: int, monkeyp
     """As on a Hopper; what is multiplied there, only a Hopper can tell."""
     weight = torch.randn(70, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
     x, packed = torch.randn(num_rows, 256), pack_f12(weight)
-    monkeypatch.setattr(hopper, "fits", lambda x, weight: len(x) <= hopper.MOST_ROWS)
+    monkeypatch.setattr(hopper, "can_run", lambda x, weight: len(x) <= hopper.MOST_ROWS)
     monkeypatch.setattr(hopper, "gemm", lambda x, weight, bias, tiles: x.new_full((len(x), weight.rows), 7.0))
     monkeypatch.setattr(packed_linear, "unpack_rows", lambda weight: weight.unpack())
     unpacked, shape = functional.linear(x, weight.float()), packed_linear._shape(x, packed)
@@ -159,13 +159,13 @@ def test_prompts_of_middling_length_are_multiplied_as_tuning_found_best(
     """Longer ones are always unpacked first."""
     weight = torch.randn(1024, 2048, device=DEVICE).bfloat16()
     packed, x = pack_f12(weight), torch.randn(200, 2048, device=DEVICE).bfloat16()
-    if not hopper.fits(x, packed):
+    if not hopper.can_run(x, packed):
         pytest.skip("needs a Hopper GPU")
     shape, candidates = packed_linear._shape(x, packed), packed_linear._candidates(x, packed)
     tiles_table(x.device).tune(shape, candidates, lambda tiles: float(("UNPACKED" in tiles) != is_unpacked))
     expected = functional.linear(x, weight)
     with monkeypatch.context() as patched:
-        other = (hopper, "gemm") if is_unpacked else (packed_linear, "_unpacked_first")
+        other = (hopper, "gemm") if is_unpacked else (packed_linear, "_linear_unpacked")
         patched.setattr(*other, lambda *args: pytest.fail("tuning found the other way quicker"))
         found = linear_packed(x, packed)
     close(found / 64, expected / 64)

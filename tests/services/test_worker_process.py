@@ -27,7 +27,7 @@ from weft.request import SamplingParams, WorkerAddress
 from weft.rpc.health_service import SERVING
 from weft.rpc.server import RpcServer
 from weft.worker.config import WeightsForm
-from weft_kernels.linear.twelve import Twelve, pack_twelve
+from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
 from weft_services.decode.service import POST as DECODE
@@ -65,14 +65,14 @@ async def test_a_worker_is_announced_while_it_loads_and_no_more_once_it_has_join
 async def test_resident_weights_give_the_tokens_of_plain_ones(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed: list[Twelve] = []
+    packed: list[Packed12] = []
 
-    def pack(library: ctypes.CDLL, panels: torch.Tensor) -> Twelve | None:
-        if (found := pack_twelve(library, panels)) is not None:
+    def pack(library: ctypes.CDLL, panels: torch.Tensor) -> Packed12 | None:
+        if (found := pack_12(library, panels)) is not None:
             packed.append(found)
         return found
 
-    monkeypatch.setattr("weft_kernels.linear.pack_twelve", pack)
+    monkeypatch.setattr("weft_kernels.linear.pack_12", pack)
     half = as_bfloat16(tiny, tmp_path)
     asked = list(prompt(23))
     for form in WeightsForm:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft_kernels.paged_attention.batch import PagedBatch, Span
-from weft_kernels.paged_attention.rows import paged_attention_rows
+from weft_kernels.paged_attention.batch import KeySpan, PagedBatch
+from weft_kernels.paged_attention.cpu import paged_attention_cpu
 
 
 def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:
@@ -18,7 +18,7 @@ def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, s
     assert q.dtype == batch.pool.dtype
     assert batch.pool.shape[1] == batch.pool.shape[3] == 1
     if q.is_cuda:
-        from weft_kernels.paged_attention.launch import paged_attention_kernels
+        from weft_kernels.paged_attention.kernel import paged_attention_kernels
 
-        return paged_attention_kernels(q, layer, batch, Span(), scale, value_dim)
-    return paged_attention_rows(q, layer, batch, Span(), scale, value_dim)
+        return paged_attention_kernels(q, layer, batch, KeySpan(), scale, value_dim)
+    return paged_attention_cpu(q, layer, batch, KeySpan(), scale, value_dim)

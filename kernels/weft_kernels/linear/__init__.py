@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.linear.reference import linear_torch
-from weft_kernels.linear.twelve import Twelve, pack_twelve
 from weft_kernels.native import native
 from weft_kernels.packed import Matrix
 
 # By the types of activations and weights.
 FORMS = {
-    (torch.float32, torch.float32): "f32",
-    (torch.float32, torch.bfloat16): "bf16",
-    (torch.bfloat16, torch.bfloat16): "halves",
+    (torch.float32, torch.float32): "f32_f32",
+    (torch.float32, torch.bfloat16): "f32_bf16",
+    (torch.bfloat16, torch.bfloat16): "bf16_bf16",
 }
+PACKED12_FORMS = {torch.float32: "f32_packed12", torch.bfloat16: "bf16_packed12"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class PackedWeight:
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
-    data: Matrix | Twelve
+    data: Matrix | Packed12
     library: ctypes.CDLL | None = None
 
     @property
@@ -42,8 +43,8 @@ class PackedWeight:
     @property
     def form(self) -> str:
         """What the functions of the library that multiply it are called by."""
-        assert isinstance(self.data, Tensor | Twelve)
-        return FORMS[self.dtype, self.data.dtype] + ("_twelve" if isinstance(self.data, Twelve) else "")
+        assert isinstance(self.data, Tensor | Packed12)
+        return PACKED12_FORMS[self.dtype] if isinstance(self.data, Packed12) else FORMS[self.dtype, self.data.dtype]
 
 
 def pack(weight: Matrix, dtype: torch.dtype, is_resident: bool = False) -> PackedWeight:
@@ -65,12 +66,12 @@ def pack(weight: Matrix, dtype: torch.dtype, is_resident: bool = False) -> Packe
     plain = weight.to(torch.bfloat16 if is_half else torch.float32).contiguous()
     form, width = FORMS[dtype, plain.dtype], library.weft_panel()
     # bfloat16 comes in pairs of inputs, or more where the processor multiplies matrices, see linear/panels.h
-    lines = {"f32": inputs, "bf16": inputs + inputs % 2, "halves": library.weft_half_lines(inputs)}[form]
+    lines = {"f32_f32": inputs, "f32_bf16": inputs + inputs % 2, "bf16_bf16": library.weft_pair_lines(inputs)}[form]
     panels = plain.new_empty(-(-outputs // width), lines, width)
     function = getattr(library, f"weft_pack_{form}")
     function(plain.data_ptr(), outputs, inputs, panels.data_ptr(), torch.get_num_threads())
-    can_pack = is_resident and is_half and hasattr(library, f"weft_linear_{form}_twelve")
-    data = pack_twelve(library, panels) if can_pack else None
+    can_pack = is_resident and is_half and hasattr(library, f"weft_linear_{PACKED12_FORMS[dtype]}")
+    data = pack_12(library, panels) if can_pack else None
     return PackedWeight(outputs, inputs, dtype, panels if data is None else data, library)
 
 
@@ -87,9 +88,9 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     if weight.library is None:
         from weft_kernels.packed.linear import linear_packed
 
-        assert not isinstance(weight.data, Tensor | Twelve)
+        assert not isinstance(weight.data, Tensor | Packed12)
         return linear_packed(x, weight.data, bias)
-    assert isinstance(weight.data, Tensor | Twelve)
+    assert isinstance(weight.data, Tensor | Packed12)
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], weight.num_outputs)
     num_rows = out.numel() // weight.num_outputs

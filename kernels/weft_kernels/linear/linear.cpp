@@ -79,7 +79,7 @@ void panels_times_rows(const Tiling& shape, const Number* x, const Weight* packe
                        const Item* bias, Item* out) {
     long num_tiles = shape.num_tiles(), num_blocks = (num_tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE;
     long all = shape.num_numbers<Number>();
-    long many = std::is_same<Weight, Twelve>::value ? 1 : panels_at_once(shape.first_row(1));
+    long many = std::is_same<Weight, Packed12>::value ? 1 : panels_at_once(shape.first_row(1));
     bool is_cached = shape.num_rows * all * long(sizeof(Number)) <= CACHED_BYTES;
     for (long b = 0; b < num_blocks; b++) {
         long tile = b * num_tiles / num_blocks, end_tile = (b + 1) * num_tiles / num_blocks;
@@ -125,7 +125,7 @@ WEFT_INLINE void multiply_any(const Shape& plain, const Item* x, const Weight* p
     bool is_packed = shape.num_rows == 1 && shape.num_inputs % inputs_of<Number> == 0 &&
                      sizeof(Number) == inputs_of<Number> * sizeof(Item);
     Number* rows = is_packed ? (Number*)x : (Number*)scratch;
-    long panel_bytes = shape.num_inputs * PANEL * (std::is_same<Weight, Twelve>::value ? 12 : 8 * long(sizeof(Weight))) / 8;
+    long panel_bytes = shape.num_inputs * PANEL * (std::is_same<Weight, Packed12>::value ? 12 : 8 * long(sizeof(Weight))) / 8;
     long take = std::clamp(TAKE_BYTES / panel_bytes, LEAST_TAKE, MOST_TAKE);
     if (!is_packed && shape.num_rows == 1) {
         // quicker than to wait for who does it
@@ -147,45 +147,45 @@ void multiply(const Shape& shape, const Item* x, const Weight* packed, const Ite
 }
 
 template <typename Item>
-void multiply(const Shape& shape, const Item* x, const Twelve* packed, const Item* bias, Item* out, float* scratch) {
+void multiply(const Shape& shape, const Item* x, const Packed12* packed, const Item* bias, Item* out, float* scratch) {
     multiply_any(shape, x, packed, bias, out, scratch);
 }
 
-template void multiply(const Shape&, const float*, const Twelve*, const float*, float*, float*);
+template void multiply(const Shape&, const float*, const Packed12*, const float*, float*, float*);
 template void multiply(const Shape&, const float*, const uint16_t*, const float*, float*, float*);
 template void multiply(const Shape&, const float*, const float*, const float*, float*, float*);
 #ifndef __AMX_BF16__
 template void multiply(const Shape&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, float*);
-template void multiply(const Shape&, const uint16_t*, const Twelve*, const uint16_t*, uint16_t*, float*);
+template void multiply(const Shape&, const uint16_t*, const Packed12*, const uint16_t*, uint16_t*, float*);
 #endif
 
 }  // namespace weft
 
 // x: [rows, inputs], bias: [outputs], or null, out: [rows, outputs], floats.
-WEFT_EXPORT void weft_linear_bf16(const float* x, long rows, long inputs, long outputs, const uint16_t* packed,
+WEFT_EXPORT void weft_linear_f32_bf16(const float* x, long rows, long inputs, long outputs, const uint16_t* packed,
                                   const float* bias, float* out, int threads) {
     linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }
 
-WEFT_EXPORT void weft_linear_f32(const float* x, long rows, long inputs, long outputs, const float* packed,
+WEFT_EXPORT void weft_linear_f32_f32(const float* x, long rows, long inputs, long outputs, const float* packed,
                                  const float* bias, float* out, int threads) {
     linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }
 
-WEFT_EXPORT void weft_linear_bf16_twelve(const float* x, long rows, long inputs, long outputs, const Twelve* packed,
+WEFT_EXPORT void weft_linear_f32_packed12(const float* x, long rows, long inputs, long outputs, const Packed12* packed,
                                          const float* bias, float* out, int threads) {
     linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }
 
 #ifndef __AMX_BF16__
-WEFT_EXPORT void weft_linear_halves_twelve(const uint16_t* x, long rows, long inputs, long outputs, const Twelve* packed,
+WEFT_EXPORT void weft_linear_bf16_packed12(const uint16_t* x, long rows, long inputs, long outputs, const Packed12* packed,
                                            const uint16_t* bias, uint16_t* out, int threads) {
     linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }
 #endif
 
 // The same, bfloat16 throughout.
-WEFT_EXPORT void weft_linear_halves(const uint16_t* x, long rows, long inputs, long outputs, const uint16_t* packed,
+WEFT_EXPORT void weft_linear_bf16_bf16(const uint16_t* x, long rows, long inputs, long outputs, const uint16_t* packed,
                                     const uint16_t* bias, uint16_t* out, int threads) {
     linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }

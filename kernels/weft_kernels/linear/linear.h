@@ -1,7 +1,7 @@
 // A linear layer as a part of other kernels.
 #pragma once
 
-#include "twelve.h"
+#include "packed12.h"
 
 #include <algorithm>
 
@@ -23,7 +23,7 @@ void multiply(const Shape& shape, const Item* x, const Weight* packed, const Ite
 
 // The same with weights in 12 bits each: results are those of the panels that they were, to the last bit.
 template <typename Item>
-void multiply(const Shape& shape, const Item* x, const Twelve* packed, const Item* bias, Item* out, float* scratch);
+void multiply(const Shape& shape, const Item* x, const Packed12* packed, const Item* bias, Item* out, float* scratch);
 
 #ifdef __AMX_BF16__
 // By the processor's matrix unit; weights lie for it.

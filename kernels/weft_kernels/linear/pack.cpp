@@ -73,18 +73,18 @@ void pack_halves(const uint16_t* weight, long num_outputs, long num_inputs, uint
 }  // namespace
 
 // Lines of a panel of bfloat16 weights for bfloat16 activations.
-WEFT_EXPORT long weft_half_lines(long inputs) { return (inputs + STEP - 1) / STEP * STEP; }
+WEFT_EXPORT long weft_pair_lines(long inputs) { return (inputs + STEP - 1) / STEP * STEP; }
 
-WEFT_EXPORT void weft_pack_halves(const uint16_t* weight, long outputs, long inputs, uint16_t* packed, int threads) {
+WEFT_EXPORT void weft_pack_bf16_bf16(const uint16_t* weight, long outputs, long inputs, uint16_t* packed, int threads) {
     pack_halves(weight, outputs, inputs, packed, threads);
 }
 
 WEFT_EXPORT long weft_panel() { return PANEL; }
 
-WEFT_EXPORT void weft_pack_bf16(const uint16_t* weight, long outputs, long inputs, uint16_t* packed, int threads) {
+WEFT_EXPORT void weft_pack_f32_bf16(const uint16_t* weight, long outputs, long inputs, uint16_t* packed, int threads) {
     pack(weight, outputs, inputs, packed, threads);
 }
 
-WEFT_EXPORT void weft_pack_f32(const float* weight, long outputs, long inputs, float* packed, int threads) {
+WEFT_EXPORT void weft_pack_f32_f32(const float* weight, long outputs, long inputs, float* packed, int threads) {
     pack(weight, outputs, inputs, packed, threads);
 }

@@ -3,7 +3,7 @@
 
 #include "linear.h"
 #include "tiles.h"
-#include "twelve_tiles.h"
+#include "packed12_tiles.h"
 
 #include <algorithm>
 
@@ -79,11 +79,11 @@ struct Stretch {
 // From number k of panel p on.
 template <typename Number, typename Weight>
 Stretch stretch_of(const Tiling& shape, const Weight* packed, long p, long k) {
-    constexpr long LINE_BYTES = std::is_same<Weight, Twelve>::value ? PANEL * UNIT_BYTES / UNIT : PANEL * long(sizeof(Weight));
-    constexpr bool IS_PAIRED = std::is_same<Weight, Twelve>::value || sizeof(Weight) == 2;
+    constexpr long LINE_BYTES = std::is_same<Weight, Packed12>::value ? PANEL * UNIT_BYTES / UNIT : PANEL * long(sizeof(Weight));
+    constexpr bool IS_PAIRED = std::is_same<Weight, Packed12>::value || sizeof(Weight) == 2;
     long lines = IS_PAIRED ? num_lines<uint16_t>(shape.num_inputs) : shape.num_inputs;
     const char* start;
-    if constexpr (std::is_same<Weight, Twelve>::value)
+    if constexpr (std::is_same<Weight, Packed12>::value)
         start = (const char*)packed->units;
     else
         start = (const char*)packed;
@@ -144,7 +144,7 @@ void slice_times_tiles_at(const Tiling& shape, const Number* x, const Weight* pa
 
 // Weights of 12 bits are unpacked by each tile, in registers, or once for many.
 template <typename Number>
-void slice_times_tiles_at(const Tiling& shape, const Number* x, const Twelve* packed, long p, int, long k,
+void slice_times_tiles_at(const Tiling& shape, const Number* x, const Packed12* packed, long p, int, long k,
                           long first_tile, long end_tile, const Sums& sums, const Stretch& later) {
     long items = num_lines<uint16_t>(shape.num_inputs) * PANEL;
     Units units(*packed, p, items / UNIT, k * inputs_of<Number> * PANEL / UNIT);
@@ -160,7 +160,7 @@ void slice_times_tiles_at(const Tiling& shape, const Number* x, const Twelve* pa
     for (long t = first_tile; t < end_tile; t++) {
         long first = shape.first_row(t), rows = shape.first_row(t + 1) - first;
         float* to = sums.data + (first - sums.first_row) * sums.stride;
-        twelve_tiles_of<Number>(rows)(x + k * shape.num_rows + first * span.count, units, to, span);
+        packed12_tiles_of<Number>(rows)(x + k * shape.num_rows + first * span.count, units, to, span);
     }
 }
 

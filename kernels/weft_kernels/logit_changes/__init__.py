@@ -1,18 +1,76 @@
-"""What requests change about logits before a token is chosen: biases, penalties, banned tokens, grammars' masks."""
+"""Logits processors: biases, penalties, banned tokens and grammar masks, applied before a token is sampled."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import torch
 from torch import Tensor
 
-from weft_kernels.logit_changes.changes import LogitChanges as LogitChanges
-from weft_kernels.logit_changes.sparse import change_sparse
 
-
-def change(logits: Tensor, changes: LogitChanges) -> Tensor:
+def apply_changes(logits: Tensor, changes: LogitChanges) -> Tensor:
     """[R, V] float32, new: in this order bias, repetition, frequency and presence penalty, bans, masks.
 
     l += bias; l = l / r where l > 0 else l * r for tokens seen; l -= count * f + (count > 0) * p; l = -inf for tokens
     that are banned or whose bit in the row's mask is 0. Rows that nothing names stay as they are.
     """
     assert logits.ndim == 2
-    return change_sparse(logits, changes)
+    return _apply_sparse(logits, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """Entries are (row, token) pairs, each at most once in its list; None: nothing of that kind.
+
+    bias: [2, B] int64 places and [B] float32 addends. seen: [2, S] int64 places of tokens that penalties look at and
+    [S] float32, how often each was generated. penalties: [R, 3] float32, repetition, frequency, presence of each row.
+    banned: [2, M] int64. mask_rows: [K] int64; masks: [K, ceil(V / 32)] int32, bit i of word w is token 32 w + i.
+    """
+
+    bias: tuple[Tensor, Tensor] | None = None
+    seen: tuple[Tensor, Tensor] | None = None
+    penalties: Tensor | None = None
+    banned: Tensor | None = None
+    mask_rows: Tensor | None = None
+    masks: Tensor | None = None
+
+
+NEVER = float("-inf")
+# masked at a time, so that what that takes does not grow with the batch
+MASKED_ROWS = 16
+
+
+def _apply_sparse(logits: Tensor, changes: LogitChanges) -> Tensor:
+    """See `weft_kernels.logit_changes.change`."""
+    out = logits.clone()
+    if changes.bias is not None:
+        (rows, tokens), addends = changes.bias
+        out[rows, tokens] += addends
+    if changes.seen is not None and changes.penalties is not None:
+        (rows, tokens), counts = changes.seen
+        repetition, frequency, presence = changes.penalties[rows].unbind(-1)
+        values = out[rows, tokens]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        out[rows, tokens] = values - counts * frequency - torch.where(counts > 0, presence, 0.0)
+    if changes.banned is not None:
+        rows, tokens = changes.banned
+        out[rows, tokens] = NEVER
+    if changes.masks is not None and changes.mask_rows is not None:
+        pieces = zip(*(torch.split(each, MASKED_ROWS) for each in (changes.mask_rows, changes.masks)), strict=True)
+        for rows, masks in pieces:
+            unpack = unpack_bits if masks.is_cuda else _unpack_by_numpy
+            out[rows] = out[rows].masked_fill_(~unpack(masks)[:, : logits.shape[1]], NEVER)
+    return out
+
+
+def unpack_bits(masks: Tensor) -> Tensor:
+    """[K, 32 * W] bool of [K, W] int32, the lowest bit first; takes nothing beside what it returns."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    return (masks.view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1).view(torch.bool).flatten(1)
+
+
+def _unpack_by_numpy(masks: Tensor) -> Tensor:
+    """The same on a CPU, sooner."""
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=-1, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.logit_changes.changes import LogitChanges
+from weft_kernels.logit_changes import LogitChanges
 
 NEVER = float("-inf")
 

@@ -1,12 +1,16 @@
-"""A mixture of gated MLPs: every row through the experts chosen for it."""
+"""Mixture of experts: each row goes through the gated MLPs that its router chose."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from weft_kernels.moe.experts import PackedExperts as PackedExperts
-from weft_kernels.moe.experts import pack_experts as pack_experts
-from weft_kernels.moe.grouped import moe_grouped
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft_kernels.linear import PackedWeight, linear, pack
+from weft_kernels.packed import Matrix, Stored, on_device, stack
 
 
 def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
@@ -21,3 +25,67 @@ def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_o
 
         return moe_kernel(x, chosen, weights, *experts.stacked, is_on_input)
     return moe_grouped(x, chosen, weights, experts, is_on_input)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """gate_up[e]: [2 size, hidden], gate above up; down[e]: [hidden, size]; on a CPU.
+
+    `stacked`: on a GPU, instead: all of a kind as one matrix, the experts' rows one below the other.
+    """
+
+    gate_up: tuple[PackedWeight, ...]
+    down: tuple[PackedWeight, ...]
+    stacked: tuple[Matrix, Matrix] | None = None
+
+
+def pack_experts(
+    pairs: Iterable[tuple[Stored, Stored]], dtype: torch.dtype, is_resident: bool = False
+) -> PackedExperts:
+    """Prepare each expert's gate_up and down for activations of `dtype`; on a CPU one after the other, see `pack`.
+
+    All of a kind are stored alike. `is_resident`: see `weft_kernels.packed.held`.
+    """
+    gate_ups: list[PackedWeight] = []
+    downs: list[PackedWeight] = []
+    on_gpu: list[tuple[Stored, Stored]] = []
+    for pair in pairs:
+        if pair[0].device.type == "cuda":
+            on_gpu.append(pair)
+            continue
+        gate_up, down = (pack(on_device(each, dtype, is_resident), dtype, is_resident) for each in pair)
+        gate_ups.append(gate_up)
+        downs.append(down)
+    if not on_gpu:
+        return PackedExperts(tuple(gate_ups), tuple(downs))
+    stacks = [
+        on_device(_in_dtype(stack(each, dtype=dtype), dtype), dtype, is_resident) for each in zip(*on_gpu, strict=True)
+    ]
+    return PackedExperts((), (), (stacks[0], stacks[1]))
+
+
+def _in_dtype(weight: Stored, dtype: torch.dtype) -> Stored:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight
+
+
+def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
+    """See `weft_kernels.moe.moe`."""
+    num_rows, top_k = chosen.shape
+    order = chosen.flatten().argsort(stable=True)
+    sorted_weights = weights.flatten()[order, None]
+    into = x[order // top_k]
+    if is_on_input:
+        into = (into * sorted_weights).to(x.dtype)
+    out = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
+    first = 0
+    for expert, count in enumerate(chosen.flatten().bincount(minlength=len(experts.down)).tolist()):
+        if count:
+            rows = slice(first, first + count)
+            gate, up = linear(into[rows], experts.gate_up[expert]).chunk(2, dim=-1)
+            out[rows] = linear(functional.silu(gate) * up, experts.down[expert])
+            first += count
+    if not is_on_input:
+        out *= sorted_weights
+    unsorted = torch.empty_like(out)
+    unsorted[order] = out
+    return unsorted.view(num_rows, top_k, x.shape[1]).sum(1).to(x.dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft_kernels.moe_routing.reference import Rule as Rule
+from weft_kernels.moe_routing.reference import RoutingConfig as RoutingConfig
 from weft_kernels.moe_routing.reference import route_reference
 
 
-def route(logits: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, rule: RoutingConfig) -> tuple[Tensor, Tensor]:
     """The `top_k` experts of each row and their weights, [T, k] int64 and float32.
 
     logits: [T, E] of any float dtype. Without a bias the largest logits are chosen; with one, [E] float32, which takes

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft_kernels.moe_routing.reference import LEAST_SUM, Rule
+from weft_kernels.moe_routing.reference import LEAST_SUM, RoutingConfig
 
 
-def route_kernel(logits: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+def route_kernel(logits: Tensor, bias: Tensor | None, rule: RoutingConfig) -> tuple[Tensor, Tensor]:
     """See `weft_kernels.moe_routing.route`. Of equals, the first expert is chosen."""
     num_rows, num_experts = logits.shape
     assert logits.is_contiguous()

@@ -12,7 +12,7 @@ LEAST_SUM = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RoutingConfig:
     """A family's way: scores are softmax or sigmoid of all logits, the weights those of the `top_k` chosen.
 
     With a bias, experts are chosen of the `top_groups` best of `num_groups`; a group counts as much as its best two.
@@ -26,7 +26,7 @@ class Rule:
     factor: float = 1.0
 
 
-def route_reference(logits: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+def route_reference(logits: Tensor, bias: Tensor | None, rule: RoutingConfig) -> tuple[Tensor, Tensor]:
     """See `weft_kernels.moe_routing.route`."""
     logits = logits.float()
     scores = logits.softmax(-1) if rule.is_softmax else logits.sigmoid()
@@ -39,7 +39,7 @@ def route_reference(logits: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Te
     return chosen, weights * rule.factor
 
 
-def _of_best_groups(biased: Tensor, rule: Rule) -> Tensor:
+def _of_best_groups(biased: Tensor, rule: RoutingConfig) -> Tensor:
     """Others are out: with negative biases, 0 would beat experts of the chosen groups."""
     groups = biased.view(len(biased), rule.num_groups, -1)
     best = groups.topk(2, dim=-1).values.sum(-1).topk(rule.top_groups, dim=-1).indices

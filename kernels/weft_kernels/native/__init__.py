@@ -22,7 +22,7 @@ from weft_kernels.native.build import (
     is_whole,
     path_of,
 )
-from weft_kernels.native.processor import is_from_intel, is_supported_machine, processor_features
+from weft_kernels.native.processor import best_isa, may_use_amx, missing_features
 
 logger = logging.getLogger(__name__)
 # What this machine should use: amx, avx512_bf16, avx512, avx2 or torch; empty: the best that it has.
@@ -33,25 +33,25 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 DOUBLE = ctypes.c_double
 SIGNATURES: dict[str, list[type]] = {
     "weft_release_threads": [],
-    "weft_pack_bf16": [POINTER, LONG, LONG, POINTER, INT],
-    "weft_pack_halves": [POINTER, LONG, LONG, POINTER, INT],
-    "weft_pack_f32": [POINTER, LONG, LONG, POINTER, INT],
-    "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
-    "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
-    "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
-    "weft_linear_bf16_twelve": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
-    "weft_twelve_count": [POINTER, LONG, LONG, LONG, POINTER],
+    "weft_pack_f32_bf16": [POINTER, LONG, LONG, POINTER, INT],
+    "weft_pack_bf16_bf16": [POINTER, LONG, LONG, POINTER, INT],
+    "weft_pack_f32_f32": [POINTER, LONG, LONG, POINTER, INT],
+    "weft_linear_f32_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
+    "weft_linear_f32_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
+    "weft_linear_bf16_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
+    "weft_linear_f32_packed12": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
+    "weft_packed12_count": [POINTER, LONG, LONG, LONG, POINTER],
     "weft_rans_decode": [POINTER, LONG, INT],
     "weft_rans_tables": [POINTER, INT, POINTER],
     "weft_rans_slots": [POINTER, INT, POINTER, POINTER],
-    "weft_dense_layers_f32_f32": [POINTER, POINTER, INT],
-    "weft_dense_layers_f32_bf16": [POINTER, POINTER, INT],
-    "weft_dense_layers_bf16_bf16": [POINTER, POINTER, INT],
-    "weft_dense_layers_f32_twelve": [POINTER, POINTER, INT],
+    "weft_fused_decoder_f32_f32": [POINTER, POINTER, INT],
+    "weft_fused_decoder_f32_bf16": [POINTER, POINTER, INT],
+    "weft_fused_decoder_bf16_bf16": [POINTER, POINTER, INT],
+    "weft_fused_decoder_f32_packed12": [POINTER, POINTER, INT],
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
 # Each for float32 and bfloat16: weft_..._f32, weft_..._bf16.
-OF_ROWS: dict[str, list[type]] = {
+ROW_KERNELS: dict[str, list[type]] = {
     "attend": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
     "attend_chunk": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
     "rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT, INT],
@@ -61,23 +61,16 @@ OF_ROWS: dict[str, list[type]] = {
     "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
 }
 SUFFIXES = ("f32", "bf16")
-# What the processor must have for each, by Linux's names; `amx` is for those whose system lets them.
-NEEDED = {
-    "avx2": {"avx2", "fma"},
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512_bf16": {"avx512_bf16"},
-    "amx": {"amx_bf16", "amx_tile"},
-}
 # What the set for Intel's matrix unit has not.
-NOT_BY_TILES: dict[str, list[type]] = {
-    "weft_linear_halves_twelve": SIGNATURES["weft_linear_halves"],
-    "weft_dense_layers_bf16_twelve": SIGNATURES["weft_dense_layers_bf16_bf16"],
+NOT_IN_AMX: dict[str, list[type]] = {
+    "weft_linear_bf16_packed12": SIGNATURES["weft_linear_bf16_bf16"],
+    "weft_fused_decoder_bf16_packed12": SIGNATURES["weft_fused_decoder_bf16_bf16"],
 }
-RETURNING: dict[str, tuple[list[type], type]] = {
+WITH_RESULT: dict[str, tuple[list[type], type]] = {
     "weft_rans_choose": ([POINTER, LONG, LONG, INT, *[POINTER] * 4], DOUBLE),
     "weft_rans_encode": ([*[POINTER] * 6, INT, INT, *[POINTER] * 4], LONG),
-    "weft_half_lines": ([LONG], LONG),
-    "weft_twelve_pack": ([POINTER, LONG, LONG, *[POINTER] * 5, LONG, INT], LONG),
+    "weft_pair_lines": ([LONG], LONG),
+    "weft_packed12_pack": ([POINTER, LONG, LONG, *[POINTER] * 5, LONG, INT], LONG),
 }
 
 
@@ -86,7 +79,7 @@ def native() -> ctypes.CDLL | None:
     return load(_chosen())
 
 
-def prepare() -> None:
+def preload() -> None:
     """Where it is built already: children that this process forks find its name, and its code in memory."""
     isa = _chosen()
     with suppress(OSError):  # whoever loads it says what is wrong
@@ -109,47 +102,7 @@ def release_threads() -> None:
         library.weft_release_threads()
 
 
-@cache
-def most_isa() -> str:
-    """The most that the processor can do; each set needs those before it."""
-    features, most = processor_features() if is_supported_machine() else frozenset(), "torch"
-    for isa, needed in NEEDED.items():
-        if not needed <= features or (isa == "amx" and not _may_use_tiles()):
-            break
-        most = isa
-    return most
-
-
-def _lacking(isa: str) -> set[str]:
-    """What the processor has not of all that is needed: its code would end the process at the first instruction. Where
-    the system does not tell what it has, nothing."""
-    sets = list(NEEDED.values())
-    needed = set[str]().union(*sets[: list(NEEDED).index(isa) + 1])
-    features = processor_features()
-    return needed - features if features else set()
-
-
-def _may_use_tiles() -> bool:
-    """Ask Linux for the matrix unit's registers, which are large and for those who ask. All threads of the process
-    have them from then on (the kernel's Documentation/arch/x86/xstate.rst)."""
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    asked: int = ctypes.CDLL(None).syscall(LONG(arch_prctl), LONG(request_permission), LONG(tile_data))
-    return asked == 0
-
-
-@cache
-def best_isa() -> str:
-    """The quickest of what it can do.
-
-    Where Intel's processors have no matrix unit, or their system does not give it, pairs of bfloat16 are multiplied at
-    half the speed of floats: 360 tokens of a prompt a second against 600 on an Emerald Rapids. On AMD's (Zen 5) they
-    are the quicker way.
-    """
-    most = most_isa()
-    return "avx512" if most == "avx512_bf16" and is_from_intel() else most
-
-
-def _opened(path: Path) -> ctypes.CDLL:
+def _open_library(path: Path) -> ctypes.CDLL:
     """It finds torch's OpenMP runtime where torch has been imported: one set of threads. Elsewhere the system's, and
     where that has none, torch brings one. Raises OSError."""
     try:
@@ -170,20 +123,20 @@ def load(isa: str) -> ctypes.CDLL | None:
     if isa not in FLAGS:
         raise ValueError(f"{CHOICE}: expected one of {', '.join((*FLAGS, 'torch'))}, found {isa!r}")
     try:
-        if lacking := _lacking(isa):
+        if lacking := missing_features(isa):
             raise OSError(f"the processor lacks {', '.join(sorted(lacking))}")
-        if isa == "amx" and not _may_use_tiles():
+        if isa == "amx" and not may_use_amx():
             raise OSError("the system does not give the matrix unit's registers")
-        library = _opened(cached_library(isa))
+        library = _open_library(cached_library(isa))
     except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
         logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
         return None
-    for_rows = {f"weft_{name}_{suffix}": types for name, types in OF_ROWS.items() for suffix in SUFFIXES}
-    others = {name: types for name, types in NOT_BY_TILES.items() if hasattr(library, name)}
+    for_rows = {f"weft_{name}_{suffix}": types for name, types in ROW_KERNELS.items() for suffix in SUFFIXES}
+    others = {name: types for name, types in NOT_IN_AMX.items() if hasattr(library, name)}
     for name, types in {**SIGNATURES, **others, **for_rows}.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
-    for name, (types, result) in RETURNING.items():
+    for name, (types, result) in WITH_RESULT.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, result
     for name in ("weft_panel", "weft_width"):

@@ -7,9 +7,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from weft_kernels.native import best_isa, most_isa
 from weft_kernels.native.build import FLAGS, BuildFailed, cached_library
-from weft_kernels.native.processor import is_supported_machine
+from weft_kernels.native.processor import best_isa, is_supported_machine, most_isa
 
 
 def main() -> int:

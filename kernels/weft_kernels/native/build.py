@@ -19,17 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from weft_kernels.caches import cache_folder
+from weft_kernels.cache_dir import user_cache_dir
 
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 SOURCES = (
-    "dense_layers/dense_layers.cpp",
+    "fused_decoder/fused_decoder.cpp",
     "kv_write/kv_write.cpp",
+    "linear/amx.cpp",
     "linear/linear.cpp",
-    "linear/matrix_unit.cpp",
     "linear/pack.cpp",
-    "linear/twelve.cpp",
+    "linear/packed12.cpp",
     "native/threads.cpp",
     "paged_attention/chunks.cpp",
     "paged_attention/rows.cpp",
@@ -44,27 +44,27 @@ SOURCES = (
 )
 HEADERS = (
     "linear/linear.h",
+    "linear/packed12.h",
+    "linear/packed12_tiles.h",
     "linear/panels.h",
     "linear/results.h",
     "linear/slices.h",
     "linear/tiles.h",
-    "linear/twelve.h",
-    "linear/twelve_tiles.h",
-    "native/tiles.h",
+    "native/amx.h",
     "native/vector.h",
+    "paged_attention/amx_chunks.h",
     "paged_attention/chunks.h",
-    "paged_attention/matrix_chunks.h",
     "paged_attention/products.h",
     "paged_attention/rows.h",
-    "rans/bytes.h",
     "rans/coder.h",
+    "rans/decode_avx2.h",
+    "rans/decode_vbmi.h",
+    "rans/encode_vbmi.h",
     "rans/format.h",
     "rans/lanes.h",
-    "rans/loudness.h",
-    "rans/permute.h",
-    "rans/permute_coding.h",
-    "rans/shuffle.h",
+    "rans/scales.h",
     "rans/stream.h",
+    "rans/vbmi.h",
     "rms_norm/rms_norm.h",
     "rope/rotate.h",
     "rope_kv/rope_kv.h",
@@ -140,11 +140,11 @@ def is_whole(path: Path) -> bool:
     return len(content) > SEAL_BYTES and _seal(content[:-SEAL_BYTES]) == content[-SEAL_BYTES:]
 
 
-def cache_dir() -> Path:
+def library_dir() -> Path:
     """Where built libraries are kept: with the user, or where an image has them ($WEFT_KERNEL_CACHE)."""
     if chosen := os.environ.get("WEFT_KERNEL_CACHE"):
         return Path(chosen)
-    return cache_folder() / "native"
+    return user_cache_dir() / "native"
 
 
 @cache
@@ -157,7 +157,7 @@ def _digest(isa: str) -> str:
 
 
 def _full(isa: str) -> Path:
-    return cache_dir() / f"weft-{isa}-{_digest(isa)}.so"
+    return library_dir() / f"weft-{isa}-{_digest(isa)}.so"
 
 
 def _makeshift(path: Path) -> Path:

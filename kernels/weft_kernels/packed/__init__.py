@@ -43,17 +43,17 @@ def plain(weight: Stored, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.unpack().to(dtype)
 
 
-def held(weight: Stored, dtype: torch.dtype, is_resident: bool = False) -> Matrix:
+def on_device(weight: Stored, dtype: torch.dtype, is_resident: bool = False) -> Matrix:
     """The form in which a matrix stays on its device, for activations of `dtype`; with `is_resident`, F12 if it can.
 
     On a CPU all are plain until they are packed for linear layers, see `weft_kernels.linear`.
     """
     if isinstance(weight, Tensor):
-        return resident(weight) if is_resident else weight
+        return as_f12(weight) if is_resident else weight
     return weight if weight.device.type == "cuda" else plain(weight, dtype)
 
 
-def resident(weight: Tensor) -> Tensor | F12:
+def as_f12(weight: Tensor) -> Tensor | F12:
     """A matrix [outputs, inputs] on a GPU as F12, if it is bfloat16 and that suits it; otherwise as it came."""
     if weight.dtype != torch.bfloat16 or not weight.is_cuda:
         return weight
@@ -61,10 +61,10 @@ def resident(weight: Tensor) -> Tensor | F12:
     return packed if packed.suits else weight
 
 
-def rows_of(table: Tensor | F12, ids: Tensor) -> Tensor:
+def embedding_rows(table: Tensor | F12, ids: Tensor) -> Tensor:
     """[T, columns]: the rows of a table of embeddings that ids [T] int64 name, every bit as it was."""
     if isinstance(table, Tensor):
         return functional.embedding(ids, table)
-    from weft_kernels.packed.unpack import unpack_rows
+    from weft_kernels.packed.f12_unpack import unpack_rows
 
     return unpack_rows(table, ids)

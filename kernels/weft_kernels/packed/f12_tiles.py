@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from weft_kernels.packed.registers import half_of, left_tile
+from weft_kernels.packed.unpack import half_of, left_tile
 
 _BLOCK_ROWS = tl.constexpr(64)
 _ESCAPE_ROWS = tl.constexpr(4)
@@ -23,8 +23,8 @@ _LIFT_PAIR = tl.constexpr((112 + 127) << 23 | (112 + 127) << 7)
 @triton.jit
 def product_f12(
     p_left: tl.tensor,
-    p_turned: tl.tensor,
-    stride_turned: tl.tensor,
+    p_transposed: tl.tensor,
+    stride_transposed: tl.tensor,
     m_left: tl.tensor,
     b_scale: tl.tensor,
     p_words: tl.tensor,
@@ -39,15 +39,15 @@ def product_f12(
     last_step: tl.tensor,
     SIZE: tl.constexpr,
     SCALED: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
     """The weights are the left operand: they stay in registers from the mask to the multiplier.
 
-    p_turned: where escapes find the left rows, a column after `stride_turned`. Few rows are looked up where they are;
-    of more, each number would be a transaction of its own. With FOLLOWS, the left rows are there after `gdc_wait`.
+    p_transposed: the left rows for escapes, a column every `stride_transposed` items. Few rows are read in place; with
+    more rows, each number would be a transaction of its own. With USES_PDL, left rows are valid after `gdc_wait`.
     """
     tl.static_assert(BLOCK_K == 256 or BLOCK_K == 128, "a step takes a block of columns, or half the words of one")
     WORDS: tl.constexpr = (SIZE + 7) // 8
@@ -67,9 +67,9 @@ def product_f12(
     o_e = first_e + tl.arange(0, ESCAPES)
     b_place, b_value = _escapes_at(p_places, p_values, o_e, end_e)
     b_row = _row_of(p_starts, b_place, o_e, first_row, end_tile, BLOCK_N)
-    if FOLLOWS:
+    if USES_PDL:
         gdc_wait()
-    b_far = left_tile(p_turned, m_left, b_scale, f12_column(b_place) * stride_turned, o_e < end_e, SCALED)
+    b_far = left_tile(p_transposed, m_left, b_scale, f12_column(b_place) * stride_transposed, o_e < end_e, SCALED)
 
     plane = tl.cast(num_rows, tl.int64) * WORDS
     p_row = p_words + o_row.to(tl.int64)[:, None] * WORDS
@@ -96,7 +96,7 @@ def product_f12(
         b_acc = tl.dot(b_hot, b_far, b_acc, input_precision="ieee")
         o_e += ESCAPES
         b_place, b_value = _escapes_at(p_places, p_values, o_e, end_e)
-        b_far = left_tile(p_turned, m_left, b_scale, f12_column(b_place) * stride_turned, o_e < end_e, SCALED)
+        b_far = left_tile(p_transposed, m_left, b_scale, f12_column(b_place) * stride_transposed, o_e < end_e, SCALED)
         b_row = _row_of(p_starts, b_place, o_e, first_row, end_tile, BLOCK_N)
     return tl.trans(b_acc)
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from weft_kernels.following import following
 from weft_kernels.packed import F12, Fp8, Int4, hopper
+from weft_kernels.packed.f12_unpack import unpack_rows
+from weft_kernels.packed.gemv import gemv
 from weft_kernels.packed.product import form_constants, operands, product
-from weft_kernels.packed.scratch import counters, turn
-from weft_kernels.packed.single import gemv
+from weft_kernels.packed.scratch import counters, transpose_rows
 from weft_kernels.packed.sizes import cdiv, next_power_of_2
 from weft_kernels.packed.tuning import FEW_PROGRAMS, Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
-from weft_kernels.packed.unpack import unpack_rows
+from weft_kernels.pdl import pdl_launch_args
 
 # Beyond it the weight is unpacked for torch's product, but where tuning found that a Hopper's own kernel is quicker.
 MAX_FUSED_ROWS = 128
@@ -49,14 +49,14 @@ def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = Non
     tiles = None
     if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS:
         tiles = _tuned(rows, weight)
-        if tiles is None or not hopper.are_for_it(tiles):
-            return _unpacked_first(x, weight, bias)
+        if tiles is None or not hopper.is_hopper_tiles(tiles):
+            return _linear_unpacked(x, weight, bias)
     rows = rows.contiguous()
     out = gemv(rows, weight, bias) if isinstance(weight, F12) and len(rows) == 1 else gemm(rows, weight, bias, tiles)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _unpacked_first(x: Tensor, weight: F12, bias: Tensor | None) -> Tensor:
+def _linear_unpacked(x: Tensor, weight: F12, bias: Tensor | None) -> Tensor:
     return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
 
 
@@ -68,12 +68,12 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
     num_rows, size = x.shape
     num_outputs = weight.shape[0]
     tiles = tiles or _tuned(x, weight) or _tiles(x, weight)
-    if hopper.are_for_it(tiles):
+    if hopper.is_hopper_tiles(tiles):
         assert isinstance(weight, F12)
         return hopper.gemm(x, weight, bias, tiles)
     if tiles == _UNPACKED:
         assert isinstance(weight, F12)
-        return _unpacked_first(x, weight, bias)
+        return _linear_unpacked(x, weight, bias)
     tiles = form_constants(weight, 64) | tiles
     grid = cdiv(num_rows, tiles["BLOCK_M"]), cdiv(num_outputs, tiles["BLOCK_N"])
     num_steps = cdiv(size, tiles["BLOCK_K"])
@@ -86,16 +86,16 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
         num_items = splits * grid[0] * grid[1] * tiles["BLOCK_M"] * tiles["BLOCK_N"]
         parts = torch.empty(num_items, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device, grid[0] * grid[1])
-    is_turned = isinstance(weight, F12) and num_rows > MAX_LOOKED_UP
-    turned = turn(x, grid[0] * tiles["BLOCK_M"]) if is_turned else x
+    is_transposed = isinstance(weight, F12) and num_rows > MAX_LOOKED_UP
+    transposed = transpose_rows(x, grid[0] * tiles["BLOCK_M"]) if is_transposed else x
     _gemm[(*grid, splits)](
-        *(x, turned, *operands(weight, x), x if bias is None else bias, parts, arrived, out),
-        *(num_rows, num_outputs, num_steps, steps, turned.stride(0) if is_turned else 1),
+        *(x, transposed, *operands(weight, x), x if bias is None else bias, parts, arrived, out),
+        *(num_rows, num_outputs, num_steps, steps, transposed.stride(0) if is_transposed else 1),
         SIZE=size,
         HAS_BIAS=bias is not None,
-        TURNED=is_turned,
+        TRANSPOSED=is_transposed,
         **tiles,
-        **following(x),
+        **pdl_launch_args(x),
     )
     return out
 
@@ -122,7 +122,7 @@ def _candidates(x: Tensor, weight: F12 | Fp8 | Int4) -> list[Tiles]:
     usual = candidates(_shape(x, weight)[0], len(x))
     if not isinstance(weight, F12):
         return usual
-    of_hopper = hopper.candidates(len(x)) if hopper.fits(x, weight) else []
+    of_hopper = hopper.candidates(len(x)) if hopper.can_run(x, weight) else []
     if len(x) > MAX_FUSED_ROWS:
         return [*of_hopper, _UNPACKED] if of_hopper else []
     return of_hopper + usual
@@ -141,9 +141,9 @@ def tiles_table(device: torch.device) -> TuningTable:
 def _tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles | None:
     tiles = table_of(_device(x)).of(*_shape(x, weight))
     # of these rows some may lie or be typed otherwise than those that were tried
-    if tiles is None or not hopper.are_for_it(tiles):
+    if tiles is None or not hopper.is_hopper_tiles(tiles):
         return tiles
-    return tiles if isinstance(weight, F12) and hopper.fits(x, weight) else None
+    return tiles if isinstance(weight, F12) and hopper.can_run(x, weight) else None
 
 
 def _shape(x: Tensor, weight: F12 | Fp8 | Int4) -> tuple[str, int, int, int]:
@@ -180,7 +180,7 @@ def tiles_of(num_rows: int, num_outputs: int, item_bytes: int) -> Tiles:
 @triton.jit
 def _gemm(
     p_x: tl.tensor,
-    p_turned: tl.tensor,
+    p_transposed: tl.tensor,
     p_0: tl.tensor,
     p_1: tl.tensor,
     p_2: tl.tensor,
@@ -194,14 +194,14 @@ def _gemm(
     num_n: tl.tensor,
     num_steps: tl.tensor,
     split_steps: tl.tensor,
-    stride_turned: tl.tensor,
+    stride_transposed: tl.tensor,
     FORM: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    TURNED: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -215,12 +215,12 @@ def _gemm(
     first = i_split * split_steps
     last = tl.minimum(first + split_steps, num_steps)
     p_rows = p_x + o_m.to(tl.int64) * SIZE
-    if FOLLOWS:
+    if USES_PDL:
         gdc_launch_dependents()
     b_out = product(
-        *(p_rows, p_turned + o_m if TURNED else p_rows, stride_turned, m_m, 0.0),
+        *(p_rows, p_transposed + o_m if TRANSPOSED else p_rows, stride_transposed, m_m, 0.0),
         *(p_0, p_1, p_2, p_3, p_4, first_n, num_n, num_n, first, last),
-        *(FORM, GROUP_ROWS, GROUP, SIZE, False, FOLLOWS, BLOCK_M, BLOCK_N, BLOCK_K),
+        *(FORM, GROUP_ROWS, GROUP, SIZE, False, USES_PDL, BLOCK_M, BLOCK_N, BLOCK_K),
     )
     is_last = splits == 1
     if splits > 1:

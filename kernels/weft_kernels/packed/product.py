@@ -44,8 +44,8 @@ def form_constants(weight: Matrix, plain_block_k: int) -> dict[str, int]:
 @triton.jit
 def product(
     p_left: tl.tensor,
-    p_turned: tl.tensor,
-    stride_turned: tl.tensor,
+    p_transposed: tl.tensor,
+    stride_transposed: tl.tensor,
     m_left: tl.tensor,
     b_scale: tl.tensor,
     p_0: tl.tensor,
@@ -63,24 +63,24 @@ def product(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     SCALED: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_M, BLOCK_N] fp32: rows at p_left [BLOCK_M] with weight rows from first_row on, over some steps of BLOCK_K.
 
-    p_turned: the left rows too, see `f12_tiles`. num_rows: all rows of the weight.
-    With FOLLOWS, the left rows are there after `gdc_wait`, which is called here. With SCALED, they are multiplied by
+    p_transposed: the left rows too, see `f12_tiles`. num_rows: all rows of the weight.
+    With USES_PDL, the left rows are there after `gdc_wait`, which is called here. With SCALED, they are multiplied by
     b_scale [BLOCK_M] first, in their own dtype.
     """
-    if FOLLOWS and FORM != _F12:
+    if USES_PDL and FORM != _F12:
         gdc_wait()
     if FORM == _F12:
         b_acc = product_f12(
-            *(p_left, p_turned, stride_turned, m_left, b_scale, p_0, p_1, p_2, p_3, p_4),
+            *(p_left, p_transposed, stride_transposed, m_left, b_scale, p_0, p_1, p_2, p_3, p_4),
             *(first_row, end_row, num_rows, first_step, last_step),
-            *(SIZE, SCALED, FOLLOWS, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(SIZE, SCALED, USES_PDL, BLOCK_M, BLOCK_N, BLOCK_K),
         )
     elif FORM == _FP8:
         b_acc = product_fp8(

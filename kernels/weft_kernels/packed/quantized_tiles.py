@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft_kernels.packed.registers import LEFT_SCALE, half_of, left_tile
+from weft_kernels.packed.unpack import LEFT_SCALE, half_of, left_tile
 
 # E4M3's exponent and mantissa in the place of a bfloat16's are 2^-120 of what they mean, its denormals denormals there,
 # which multipliers take as they are. This much of it is left beside what the other rows were enlarged by.

@@ -1,4 +1,4 @@
-"""What products keep beside their operands: counters that are 0 between two products, and left rows that are turned."""
+"""Scratch memory of the packed products: counters that are 0 between two products, and transposed left rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.following import following
 from weft_kernels.packed.sizes import cdiv, next_power_of_2
+from weft_kernels.pdl import pdl_launch_args
 
-TURNED_COLUMNS = 64
+TRANSPOSED_COLUMNS = 64
 ABSENT = -1
 
 
@@ -25,36 +25,38 @@ def counters(device: torch.device, num_items: int) -> Tensor:
 
 
 @cache
-def absent_numbers(device: torch.device, num_items: int) -> Tensor:
+def absent_sums(device: torch.device, num_items: int) -> Tensor:
     """[num_items] of ABSENT, the same ones every time, where products put numbers for each other: who takes one puts
     ABSENT back. One stream multiplies at a time."""
     return torch.full((num_items,), ABSENT, dtype=torch.int32, device=device)
 
 
-def turn(x: Tensor, width: int) -> Tensor:
+def transpose_rows(x: Tensor, width: int) -> Tensor:
     """x: [M, columns]. Returns [columns, width or more], in which the first M are x's rows."""
     block_m = min(64, next_power_of_2(width))
     width = cdiv(width, block_m) * block_m
-    turned = x.new_empty(x.shape[1], width)
-    grid = cdiv(x.shape[1], TURNED_COLUMNS), width // block_m
-    _turn[grid](x, turned, *x.shape, width, BLOCK_M=block_m, BLOCK_K=TURNED_COLUMNS, num_warps=4, **following(x))
-    return turned
+    transposed = x.new_empty(x.shape[1], width)
+    grid = cdiv(x.shape[1], TRANSPOSED_COLUMNS), width // block_m
+    _transpose[grid](
+        x, transposed, *x.shape, width, BLOCK_M=block_m, BLOCK_K=TRANSPOSED_COLUMNS, num_warps=4, **pdl_launch_args(x)
+    )
+    return transposed
 
 
 @triton.jit
-def _turn(
+def _transpose(
     p_x: tl.tensor,
     p_out: tl.tensor,
     num_m: tl.tensor,
     size: tl.tensor,
     width: tl.tensor,
-    FOLLOWS: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if FOLLOWS:
+    if USES_PDL:
         gdc_launch_dependents()
         gdc_wait()
     m_x = (o_m < num_m)[:, None] & (o_k < size)[None, :]

@@ -41,7 +41,7 @@ def tune_all(weights: Iterable[F12 | Fp8 | Int4], rows: Iterable[int], seconds: 
         return seconds(calls)
 
     table, num_tuned = tiles_table(next(iter(shapes.values()))[0].device), 0
-    with table.alone(max_seconds) as is_alone:
+    with table.exclusive(max_seconds) as is_alone:
         try:
             for num_rows in row_classes(rows) if is_alone else ():
                 for alike in shapes.values():

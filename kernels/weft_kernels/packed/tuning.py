@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from weft_kernels.caches import cache_folder
+from weft_kernels.cache_dir import user_cache_dir
 from weft_kernels.packed.sizes import next_power_of_2
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class TuningTable:
             partial.replace(self.path)
 
     @contextmanager
-    def alone(self, wait_seconds: float) -> Iterator[bool]:
+    def exclusive(self, wait_seconds: float) -> Iterator[bool]:
         """Does nobody else on this machine measure, and what they have saved is known here; False where one goes on
         doing so for that long. Two that measure at a time would find each other's load. Raises OSError."""
         busy, deadline = self._directory() / f"{self.path.stem}.busy", time.monotonic() + wait_seconds
@@ -147,7 +147,7 @@ def directory() -> Path:
     """With the user, or where several machines share it ($WEFT_TUNING_CACHE)."""
     if chosen := os.environ.get(DIRECTORY):
         return Path(chosen)
-    return cache_folder() / "tuning"
+    return user_cache_dir() / "tuning"
 
 
 def candidates(form: str, num_rows: int) -> list[Tiles]:

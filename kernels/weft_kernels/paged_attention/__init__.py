@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft_kernels.paged_attention.batch import FULL as FULL
+from weft_kernels.paged_attention.batch import KeySpan as KeySpan
 from weft_kernels.paged_attention.batch import PagedBatch as PagedBatch
-from weft_kernels.paged_attention.batch import Span as Span
-from weft_kernels.paged_attention.resident import resident_batch as resident_batch
-from weft_kernels.paged_attention.rows import paged_attention_rows
-from weft_kernels.paged_attention.tensors import PagedTensors as PagedTensors
-from weft_kernels.paged_attention.tensors import aligned as aligned
+from weft_kernels.paged_attention.cpu import paged_attention_cpu
+from weft_kernels.paged_attention.device_batch import PagedTensors as PagedTensors
+from weft_kernels.paged_attention.device_batch import aligned as aligned
+from weft_kernels.paged_attention.device_batch import resident_batch as resident_batch
 
 
-def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL) -> Tensor:
+def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
     """out[r, h] = softmax(q[r, h] . K^T / sqrt(dim)) V over the keys that row r sees: up to itself, within `span`.
 
     q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype; the rows lie as `batch` says.
@@ -23,7 +23,7 @@ def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL)
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
     if q.is_cuda:
-        from weft_kernels.paged_attention.launch import paged_attention_kernels
+        from weft_kernels.paged_attention.kernel import paged_attention_kernels
 
         return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5)
-    return paged_attention_rows(q, layer, batch, span, q.shape[-1] ** -0.5)
+    return paged_attention_cpu(q, layer, batch, span, q.shape[-1] ** -0.5)

@@ -15,28 +15,28 @@ MASK_ITEMS = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class KeySpan:
     """Which keys up to itself a query sees: the last `window` ones, those of its own aligned `chunk`, or all (0)."""
 
     window: int = 0
     chunk: int = 0
 
-    def first(self, position: int) -> int:
+    def first_visible(self, position: int) -> int:
         """Position of the first key that the query at `position` sees."""
         start = position - position % self.chunk if self.chunk else 0
         return max(start, position + 1 - self.window) if self.window else start
 
-    def firsts(self, positions: Tensor) -> Tensor:
+    def first_visible_of(self, positions: Tensor) -> Tensor:
         """The same, for many."""
         starts = positions - positions % self.chunk if self.chunk else torch.zeros_like(positions)
         return torch.maximum(starts, positions + 1 - self.window) if self.window else starts
 
 
-FULL = Span()
+FULL = KeySpan()
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GatherGroup:
     """`num_seqs` sequences with the same number of consecutive query rows each, padded to the most blocks.
 
     first_row .. end_row: their rows in the packed batch.
@@ -68,22 +68,22 @@ class PagedBatch:
     block_tables: Sequence[Sequence[int]]
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[GatherGroup]:
         """Of layers in which every query sees all its context."""
         return self.groups_within(FULL)
 
-    def groups_within(self, span: Span) -> list[Group]:
+    def groups_within(self, span: KeySpan) -> list[GatherGroup]:
         """Made once, used by every layer of that span."""
         if span not in self._groups:
             self._groups[span] = self._make_groups(span)
         return self._groups[span]
 
     @cached_property
-    def _groups(self) -> dict[Span, list[Group]]:
+    def _groups(self) -> dict[KeySpan, list[GatherGroup]]:
         return {}
 
-    def _make_groups(self, span: Span) -> list[Group]:
-        groups: list[Group] = []
+    def _make_groups(self, span: KeySpan) -> list[GatherGroup]:
+        groups: list[GatherGroup] = []
         first = 0
         while first < len(self.context_lens):
             end = self._last_of_group(first)
@@ -122,11 +122,11 @@ class PagedBatch:
             end += 1
         return end
 
-    def _decode_group(self, first: int, end: int, span: Span) -> Group:
+    def _decode_group(self, first: int, end: int, span: KeySpan) -> GatherGroup:
         positions = torch.tensor(self.context_lens[first:end])[:, None] - 1
         return self._group((self.query_starts[first], self.query_starts[end]), range(first, end), positions, span)
 
-    def _chunk_groups(self, index: int, span: Span) -> list[Group]:
+    def _chunk_groups(self, index: int, span: KeySpan) -> list[GatherGroup]:
         """A chunk in pieces: the mask stays bounded, and early rows do not read keys that they cannot see."""
         start, end = self.query_starts[index], self.query_starts[index + 1]
         context, ratio = self.context_lens[index], self.num_heads // self.pool.shape[1]
@@ -138,10 +138,10 @@ class PagedBatch:
             groups.append(self._group((row, last), range(index, index + 1), positions[None], span))
         return groups
 
-    def _group(self, rows: tuple[int, int], indices: range, positions: Tensor, span: Span) -> Group:
+    def _group(self, rows: tuple[int, int], indices: range, positions: Tensor, span: KeySpan) -> GatherGroup:
         """positions: [num_seqs, queries]."""
         _, kv_heads, layers, parts, block_tokens, _ = self.pool.shape
-        firsts = span.firsts(positions)
+        firsts = span.first_visible_of(positions)
         starts = firsts.min(1).values // block_tokens
         counts = positions.max(1).values // block_tokens + 1 - starts
         num_blocks = int(counts.max())
@@ -155,7 +155,7 @@ class PagedBatch:
         key_rows = ((torch.tensor(tables) * kv_heads + heads) * (layers * parts)).flatten()
         mask = self._mask(positions, firsts, starts * block_tokens, num_blocks * block_tokens)
         device = self.pool.device
-        return Group(*rows, len(indices), key_rows.to(device), mask.to(device))
+        return GatherGroup(*rows, len(indices), key_rows.to(device), mask.to(device))
 
     def _mask(self, positions: Tensor, firsts: Tensor, starts: Tensor, num_keys: int) -> Tensor:
         """The gathered keys of a sequence begin at its `starts`; heads that share keys stand as further queries."""

@@ -2,7 +2,7 @@
 
 #include "chunks.h"
 #ifdef __AMX_BF16__
-#include "matrix_chunks.h"
+#include "amx_chunks.h"
 #endif
 
 using namespace weft;

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.following import following
-from weft_kernels.paged_attention.shape import LOG2_E, Shape, check
-from weft_kernels.paged_attention.tensors import MAX_DECODE_ROWS, PagedTensors
+from weft_kernels.paged_attention.device_batch import LOG2_E, MAX_DECODE_ROWS, AttentionShape, PagedTensors, check
 from weft_kernels.paged_attention.tile import (
     first_visible,
     fold_tile,
@@ -19,12 +17,13 @@ from weft_kernels.paged_attention.tile import (
     nothing_seen,
     put_rows,
 )
+from weft_kernels.pdl import pdl_launch_args
 
 MAX_SPLITS = 32
 
 
 def paged_attention_decode(
-    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: Shape, out: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: AttentionShape, out: Tensor
 ) -> None:
     """out[r, h] for the rows of `batch`, each sequence with at most MAX_DECODE_ROWS of them.
 
@@ -66,7 +65,7 @@ def paged_attention_decode(
         **tiles,
         num_warps=8 if block_m * tiles["BLOCK_V"] > 64 * 128 else 4,
         num_stages=2,
-        **following(q),
+        **pdl_launch_args(q),
     )
     if splits > 1:
         _join[(batch.max_rows * num_seqs, q.shape[1])](
@@ -80,7 +79,7 @@ def paged_attention_decode(
             VALUE_DIM=values.shape[3],
             BLOCK_V=tiles["BLOCK_V"],
             num_warps=2,
-            **following(q),
+            **pdl_launch_args(q),
         )
 
 
@@ -111,7 +110,7 @@ def _decode(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     DIM: tl.constexpr,
@@ -122,7 +121,7 @@ def _decode(
     BLOCK_V: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
 ) -> None:
-    if FOLLOWS:
+    if USES_PDL:
         gdc_launch_dependents()
         gdc_wait()
     i_seq = tl.program_id(0).to(tl.int64)
@@ -180,10 +179,10 @@ def _join(
     MAX_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    if FOLLOWS:
+    if USES_PDL:
         gdc_launch_dependents()
         gdc_wait()
     i_seq = tl.program_id(0) // MAX_ROWS

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft_kernels.paged_attention.shape import LOG2_E, Shape, check
-from weft_kernels.paged_attention.tensors import PagedTensors
+from weft_kernels.paged_attention.device_batch import LOG2_E, AttentionShape, PagedTensors, check
 from weft_kernels.paged_attention.tile import (
     first_visible,
     fold_tile,
@@ -19,7 +18,7 @@ from weft_kernels.paged_attention.tile import (
 
 
 def paged_attention_prefill(
-    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: Shape, out: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: AttentionShape, out: Tensor
 ) -> None:
     """out[r, h] for the rows of `batch`, whatever their number."""
     check(q, keys, values, batch, out)

@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from weft_kernels.paged_attention.batch import FULL, PagedBatch, Span
+from weft_kernels.paged_attention.batch import FULL, KeySpan, PagedBatch
 
 
-def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL) -> Tensor:
+def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
     """See `weft_kernels.paged_attention.paged_attention`."""
     out = torch.empty_like(q)
     ratio = q.shape[1] // batch.pool.shape[1]
@@ -21,7 +21,7 @@ def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch, span: Sp
         keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [kv_heads, tokens, dim] each
         for row in range(start, end):
             visible = context - (end - 1 - row)
-            first = span.first(visible - 1)
+            first = span.first_visible(visible - 1)
             for head in range(q.shape[1]):
                 scores = keys[head // ratio, first:visible] @ q[row, head].float() * q.shape[-1] ** -0.5
                 out[row, head] = scores.softmax(0) @ values[head // ratio, first:visible]

@@ -29,7 +29,7 @@ struct Work {
 };
 
 // The rows of a batch in pieces: one piece for every row and key head that sees few keys; several otherwise, neighbours,
-// in order. blocks, spans: see `weft_kernels.paged_attention.rows`.
+// in order. blocks, spans: see `weft_kernels.paged_attention.cpu`.
 struct Works {
     const int *blocks, *spans;
     long num_heads, ratio;

@@ -7,26 +7,33 @@ and its column are louder than the tensor; what that power leaves as a fraction 
 
 from __future__ import annotations
 
-from weft_kernels.rans.choosing import Measured, measure
-from weft_kernels.rans.chunk import Chunk, rest_bytes
+from weft_kernels.rans.codec import (
+    AddressedBytes,
+    CodedRun,
+    DecodeTask,
+    EncodeBuffers,
+    RunDecoder,
+    RunEncoder,
+    decode,
+    rest_bytes,
+)
+from weft_kernels.rans.codec_choice import CodingChoice, choose_coding
 from weft_kernels.rans.coding import Coding, entropy_bits, entropy_of
-from weft_kernels.rans.decoding import Decoder, Memory, Piece, decode
-from weft_kernels.rans.encoding import Encoder, EncodingMemory
 from weft_kernels.rans.reference import LANES
 
 __all__ = [
     "LANES",
-    "Chunk",
+    "AddressedBytes",
+    "CodedRun",
     "Coding",
-    "Decoder",
-    "Encoder",
-    "EncodingMemory",
-    "Measured",
-    "Memory",
-    "Piece",
+    "CodingChoice",
+    "DecodeTask",
+    "EncodeBuffers",
+    "RunDecoder",
+    "RunEncoder",
+    "choose_coding",
     "decode",
     "entropy_bits",
     "entropy_of",
-    "measure",
     "rest_bytes",
 ]

@@ -1,7 +1,7 @@
 // How a tensor is coded: with scales of rows and columns where they pay, else with one table for all. A sample tells. See
-// choosing.py and coding.py for the meaning.
+// codec_choice.py and coding.py for the meaning.
 
-#include "loudness.h"
+#include "scales.h"
 
 #include <numeric>
 

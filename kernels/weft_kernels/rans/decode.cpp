@@ -1,7 +1,7 @@
 // From words and packed bits back to 16-bit floats, some chunks side by side. See format.h for what a weight is made of.
 
-#include "permute.h"
-#include "shuffle.h"
+#include "decode_vbmi.h"
+#include "decode_avx2.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // From 16-bit floats to words and packed bits. See format.h for what a weight is made of.
 
-#include "permute_coding.h"
+#include "encode_vbmi.h"
 
 namespace {
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.native.rows import of_rows
+from weft_kernels.native.row_kernels import row_kernel
 from weft_kernels.rms_norm.reference import rms_norm_reference
 
 
@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from weft_kernels.rms_norm.kernel import rms_norm_kernel
 
         return rms_norm_kernel(x, weight, eps)
-    function = of_rows("rms_norm", x, x.shape[-1])
+    function = row_kernel("rms_norm", x, x.shape[-1])
     if function is None or x.stride()[1:] not in ((1,), (x.shape[-1], 1)):  # rows, or heads without gaps in rows
         return rms_norm_reference(x, weight, eps)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -37,7 +37,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         from weft_kernels.rms_norm.kernel import add_rms_norm_kernel
 
         return add_rms_norm_kernel(x, residual, weight, eps)
-    function = of_rows("add_rms_norm", x, x.shape[-1])
+    function = row_kernel("add_rms_norm", x, x.shape[-1])
     if function is None:
         total = residual + x
         return total, rms_norm(total, weight, eps)

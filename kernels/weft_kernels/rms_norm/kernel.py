@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.following import following
+from weft_kernels.pdl import pdl_launch_args
 
 # A row must fit into the registers of one program.
 MAX_HIDDEN = 1 << 16
@@ -58,7 +58,7 @@ def _launch(
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
             num_warps=max(1, min(16, block // 512)),
-            **following(rows),
+            **pdl_launch_args(rows),
         )
 
 
@@ -73,10 +73,10 @@ def _rms_norm(
     hidden: tl.tensor,
     eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    if FOLLOWS:
+    if USES_PDL:
         gdc_launch_dependents()
         gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)

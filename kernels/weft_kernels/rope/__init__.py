@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.native.rows import of_rows
+from weft_kernels.native.row_kernels import row_kernel
 from weft_kernels.rope.reference import rope_reference
 
 
@@ -14,7 +14,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: [T, heads, dim]; cos, sin: [T, dim], both halves alike, in x's dtype. Returns [T, heads, dim].
     """
-    function = of_rows("rope", x, x.shape[2] // 2)
+    function = row_kernel("rope", x, x.shape[2] // 2)
     if function is None or x.stride()[1:] != (x.shape[2], 1) or not cos.is_contiguous() or not sin.is_contiguous():
         return rope_reference(x, cos, sin)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from weft_kernels.kv_write import kv_write
-from weft_kernels.native.rows import of_rows
+from weft_kernels.native.row_kernels import row_kernel
 from weft_kernels.rms_norm import rms_norm
 from weft_kernels.rope import rope
-from weft_kernels.rope_kv.reference import rope_kv_reference
-from weft_kernels.rope_kv.rule import ROTATED, HeadRule
+from weft_kernels.rope_kv.reference import ROTATED, HeadTransform, rope_kv_reference
 
-__all__ = ["ROTATED", "HeadRule", "rope_kv"]
+__all__ = ["ROTATED", "HeadTransform", "rope_kv"]
 _Sizes = ctypes.c_long * 7
 
 
@@ -25,7 +24,7 @@ def rope_kv(
     pool: Tensor,
     layer: int,
     slots: Tensor,
-    rule: HeadRule = ROTATED,
+    rule: HeadTransform = ROTATED,
     temperature: Tensor | None = None,
 ) -> Tensor:
     """Do what the rule says to packed rows, write keys and values into the pool, return the queries.
@@ -60,7 +59,7 @@ def rope_kv(
 
 def _rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
     _, kv_heads, layers, parts, block_tokens, dim = pool.shape
-    function = of_rows("rope_kv", qkv, dim // 2)
+    function = row_kernel("rope_kv", qkv, dim // 2)
     if function is None or not cos.is_contiguous() or not sin.is_contiguous():
         return rope_kv_reference(qkv, cos, sin, pool, layer, slots, ROTATED)
     assert qkv.is_contiguous()

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.following import following
-from weft_kernels.rope_kv.rule import HeadRule
+from weft_kernels.pdl import pdl_launch_args
+from weft_kernels.rope_kv.reference import HeadTransform
 
 BLOCK_HEADS = 8
 
@@ -22,7 +22,7 @@ def rope_kv_kernel(
     pool: Tensor,
     layer: int,
     slots: Tensor,
-    rule: HeadRule,
+    rule: HeadTransform,
     temperature: Tensor | None,
 ) -> Tensor:
     """See `weft_kernels.rope_kv.rope_kv`."""
@@ -57,13 +57,13 @@ def rope_kv_kernel(
             BLOCK_H=BLOCK_HEADS,
             BLOCK_I=triton.next_power_of_2(dim // 2),
             num_warps=2,
-            **following(qkv),
+            **pdl_launch_args(qkv),
         )
     return q
 
 
 def _check(
-    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor, rule: HeadRule, temperature: Tensor | None
+    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor, rule: HeadTransform, temperature: Tensor | None
 ) -> None:
     num_tokens, num_all_heads, dim = qkv.shape
     assert qkv.is_contiguous()
@@ -158,11 +158,11 @@ def _rope_kv(
     ROTATED: tl.constexpr,
     NORMED_LAST: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    USES_PDL: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ) -> None:
-    if FOLLOWS:
+    if USES_PDL:
         gdc_launch_dependents()
         gdc_wait()
     ITEM: tl.constexpr = p_q.dtype.element_ty

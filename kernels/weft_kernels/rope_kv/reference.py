@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from weft_kernels.kv_write.reference import kv_write_reference
 from weft_kernels.rms_norm.reference import rms_norm_reference
 from weft_kernels.rope.reference import rope_reference
-from weft_kernels.rope_kv.rule import HeadRule
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What is done to a layer's queries and keys, in this order.
+
+    `norms`: RMS norms by weights [dim], of queries and of keys (Qwen3). `is_rotated`: by the angles of their positions.
+    `is_normed_last`: an RMS norm without weights (Llama 4).
+    """
+
+    norms: tuple[Tensor, Tensor] | None = None
+    is_rotated: bool = True
+    is_normed_last: bool = False
+    eps: float = 0.0
+
+
+ROTATED = HeadTransform()
 
 
 def rope_kv_reference(
@@ -18,7 +36,7 @@ def rope_kv_reference(
     pool: Tensor,
     layer: int,
     slots: Tensor,
-    rule: HeadRule,
+    rule: HeadTransform,
     temperature: Tensor | None = None,
 ) -> Tensor:
     """See `weft_kernels.rope_kv.rope_kv`; the rows stay as they are."""

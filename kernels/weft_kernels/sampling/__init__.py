@@ -1,12 +1,12 @@
-"""Choosing the next token of each row."""
+"""Sampling: chooses the next token of each row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from weft_kernels.sampling.groups import best, sample_groups
-from weft_kernels.sampling.rows import SamplingRows as SamplingRows
+from weft_kernels.sampling.reference import SamplingRows as SamplingRows
+from weft_kernels.sampling.reference import draw
 
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
@@ -18,7 +18,7 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     """
     assert logits.ndim == 2
     if not logits.is_cuda:
-        return best(logits) if rows is None else sample_groups(logits, rows)
+        return argmax(logits) if rows is None else sample_on_cpu(logits, rows)
     if rows is None:
         return logits.argmax(-1)
     from weft_kernels.sampling.kernel import sample_kernel
@@ -26,7 +26,7 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     return sample_kernel(logits, rows)
 
 
-def tops(logits: Tensor) -> Tensor:
+def max_logits(logits: Tensor) -> Tensor:
     """[R] float32: the largest logit of each row; NaN where any is NaN. By numpy on a CPU, as `groups.best` is."""
     if not logits.is_cuda:
         return torch.from_numpy(logits.numpy().max(-1))
@@ -53,3 +53,22 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tens
     log_p = logits.float().log_softmax(-1)
     top = log_p.topk(min(num_top, log_p.shape[-1]), dim=-1)
     return log_p.gather(-1, tokens[:, None])[:, 0], top.values, top.indices
+
+
+GROUP_ITEMS = 1 << 18
+
+
+def sample_on_cpu(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """See `weft_kernels.sampling.sample`."""
+    drawn, size = (rows.temperature > 0).nonzero()[:, 0], max(1, GROUP_ITEMS // logits.shape[1])
+    if len(drawn) == len(logits) <= size:
+        return draw(logits, rows)
+    tokens = argmax(logits)
+    for some in torch.split(drawn, size):
+        tokens[some] = draw(logits[some], rows.select(some))
+    return tokens
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """[R] int64: the argmax, the first of equals. By numpy: of 151,936 logits torch took 0.27 ms, numpy 0.01."""
+    return torch.from_numpy(logits.numpy().argmax(-1))

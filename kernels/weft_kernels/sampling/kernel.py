@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft_kernels.sampling.rows import SamplingRows
-from weft_kernels.sampling.search import ALL, SLICE_ITEMS, Slices, cut, row_top, scores
+from weft_kernels.sampling.reference import SamplingRows
+from weft_kernels.sampling.top_k_p_search import ALL, SLICE_ITEMS, Slices, cut, row_top, scores
 
 
 def sample_kernel(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -155,7 +155,7 @@ def _sums(
 
 @triton.jit
 def _mix(word: tl.tensor) -> tl.tensor:
-    """A round of splitmix64, as in `weft_kernels.sampling.noise`."""
+    """A round of splitmix64, as in `weft_kernels.sampling.reference`."""
     word = word + 0x9E3779B97F4A7C15
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB

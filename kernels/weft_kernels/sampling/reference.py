@@ -1,13 +1,60 @@
-"""What sampling means: the filters in the order of transformers, then inverse-CDF over the vocabulary's order."""
+"""Meaning of sampling: the filters in the order of transformers, then inverse-CDF in the order of the vocabulary."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft_kernels.sampling.noise import uniforms
-from weft_kernels.sampling.rows import SamplingRows
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """One entry a row: temperature [R] float32 (0: greedy), top_k [R] int64 (0: off), top_p [R] float64 (1: off),
+    min_p [R] float32 (0: off), seeds [R] int64, positions [R] int64 (where the new token will stand).
+
+    `has_top_k` and `has_top_p` say it for all rows, so that nothing has to be read back from a device.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    has_top_k: bool
+    has_top_p: bool
+
+    def select(self, places: Tensor) -> SamplingRows:
+        """Those of some rows, [n] int64, on a CPU."""
+        top_k, top_p = self.top_k[places], self.top_p[places]
+        others = self.min_p[places], self.seeds[places], self.positions[places]
+        cuts = bool((top_k > 0).any()), bool((top_p < 1).any())
+        return SamplingRows(self.temperature[places], top_k, top_p, *others, *cuts)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[R] float64 in [0, 1): splitmix64 twice over. seeds, positions: [R] int64; a seed's 64 bits all count."""
+    return _shift(_mix(_mix(seeds) + positions * _GOLDEN), 11).double() * 2.0**-53
+
+
+def _mix(word: Tensor) -> Tensor:
+    word = word + _GOLDEN
+    word = (word ^ _shift(word, 30)) * _MIX_1
+    word = (word ^ _shift(word, 27)) * _MIX_2
+    return word ^ _shift(word, 31)
+
+
+def _shift(word: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return torch.bitwise_and(word >> bits, (1 << (64 - bits)) - 1)
+
 
 NEVER = float("-inf")
 

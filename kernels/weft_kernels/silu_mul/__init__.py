@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.native.rows import of_rows
+from weft_kernels.native.row_kernels import row_kernel
 from weft_kernels.silu_mul.reference import silu_mul_reference
 
 
@@ -19,7 +19,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
         return silu_mul_kernel(gate_up)
     size = gate_up.shape[-1] // 2
-    function = of_rows("silu_mul", gate_up, size)
+    function = row_kernel("silu_mul", gate_up, size)
     if function is None:
         return silu_mul_reference(gate_up)
     assert gate_up.is_contiguous()

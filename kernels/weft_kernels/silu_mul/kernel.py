@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.following import following
+from weft_kernels.pdl import pdl_launch_args
 
 BLOCK_ITEMS = 1024
 
@@ -22,15 +22,15 @@ def silu_mul_kernel(gate_up: Tensor) -> Tensor:
     out = torch.empty(*gate_up.shape[:-1], num_items, dtype=gate_up.dtype, device=gate_up.device)
     grid = (len(rows), triton.cdiv(num_items, BLOCK_ITEMS))
     if len(rows):
-        _silu_mul[grid](rows, out, num_items, BLOCK=BLOCK_ITEMS, **following(rows))
+        _silu_mul[grid](rows, out, num_items, BLOCK=BLOCK_ITEMS, **pdl_launch_args(rows))
     return out
 
 
 @triton.jit
 def _silu_mul(
-    p_gate_up: tl.tensor, p_out: tl.tensor, num_items: tl.tensor, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr
+    p_gate_up: tl.tensor, p_out: tl.tensor, num_items: tl.tensor, USES_PDL: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    if FOLLOWS:
+    if USES_PDL:
         gdc_launch_dependents()
         gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)

@@ -23,7 +23,7 @@ SLACK_BYTES = GIB // 2
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What the engine runs on and in. `is_resident`: matrices stay packed, on a GPU see `weft_kernels.packed`, on a CPU
-    `weft_kernels.linear.twelve`."""
+    `weft_kernels.linear.packed12`."""
 
     device: str
     dtype: str

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft_kernels.caches import cache_folder
+from weft_kernels.cache_dir import user_cache_dir
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -65,7 +65,7 @@ def runtime_folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.access(runtime, os.W_OK | os.X_OK):  # not so where sudo has kept another user's
         return Path(runtime) / "weft"
-    return cache_folder()
+    return user_cache_dir()
 
 
 def _ticks(pid: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft_kernels.upload import upload
+from weft_kernels.pinned_upload import pinned_upload
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -39,7 +39,7 @@ class Link:
 
     def upload(self, array: Array) -> Tensor:
         """Onto the device; the array may change afterwards."""
-        return upload(torch.from_numpy(np.ascontiguousarray(array)), self.device)
+        return pinned_upload(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
     def download(self, tensor: Tensor) -> Tensor:
         """To be read on the host after a later `mark`."""

@@ -17,8 +17,8 @@ from weft.engine.device import Link
 from weft.engine.packed import Packed, Tables
 from weft.model.decoder import Decoder
 from weft.model.step import Rows
+from weft_kernels.cuda_graphs import GraphRecorder
 from weft_kernels.paged_attention import PagedTensors, aligned, resident_batch
-from weft_kernels.recorder import Recorder
 
 # Beyond it a step's launches take less time than its work.
 MAX_SIZE = 256
@@ -54,7 +54,7 @@ class DecodeGraphs:
     def __init__(self, model: Decoder, pool: Tensor, config: EngineConfig, link: Link) -> None:
         self.sizes = graph_sizes(config.max_num_seqs)
         self._model, self._pool, self._link = model, pool, link
-        self._recorder = Recorder(link.device)
+        self._recorder = GraphRecorder(link.device)
         self._replays: dict[int, Callable[[], None]] = {}
         largest, num_groups = self.sizes[-1], len(config.reaches)
         at = np.arange(largest)
@@ -92,7 +92,7 @@ class DecodeGraphs:
         return self._logits[:num_rows]
 
     def _record(self, size: int) -> None:
-        self._replays[size] = self._recorder.record(lambda: self._run(size))
+        self._replays[size] = self._recorder.capture(lambda: self._run(size))
 
     def _run(self, size: int) -> None:
         """Nothing here depends on what is in the buffers, but for where the device reads it."""

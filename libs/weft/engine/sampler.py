@@ -21,7 +21,7 @@ from weft.engine.sequence import Sequence
 from weft.engine.shaping import Shaper
 from weft.errors import InvalidRequest, ModelFailed, WeftError
 from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
-from weft_kernels.sampling import SamplingRows, logprobs, sample, tops
+from weft_kernels.sampling import SamplingRows, logprobs, max_logits, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Sampler:
         if asked:
             rows = self._link.upload(np.array(list(asked)))
             found = logprobs(logits[rows], tokens[rows], max(asked.values()))
-        raw = tops(logits)
-        largest = (raw, raw if shaped is logits else tops(shaped))
+        raw = max_logits(logits)
+        largest = (raw, raw if shaped is logits else max_logits(shaped))
         on_host = tuple(self._link.download(each) for each in (tokens, *largest, *found))
         return LaunchedStep(on_host, order, self._link.mark(), asked, failures)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.engine.device import Link
 from weft.engine.history import Constraint, History
 from weft.engine.sequence import Sequence
-from weft_kernels.logit_changes import LogitChanges, change
+from weft_kernels.logit_changes import LogitChanges, apply_changes
 
 Places = list[tuple[int, int]]
 
@@ -34,7 +34,7 @@ class Shaper:
         (rows, masks), failures = self._masks(sequences)
         seen, penalties = self._seen(sequences)
         bias, banned = self._bias(sequences), self._banned(sequences)
-        return change(logits, LogitChanges(bias, seen, penalties, banned, rows, masks)), failures
+        return apply_changes(logits, LogitChanges(bias, seen, penalties, banned, rows, masks)), failures
 
     def _bias(self, sequences: Items[Sequence]) -> tuple[Tensor, Tensor] | None:
         places: Places = []

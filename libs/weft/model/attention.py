@@ -11,8 +11,8 @@ from weft.model.rotary import pairs_to_halves
 from weft.model.spec import HeadNorm, ModelConfig
 from weft.model.step import Step
 from weft_kernels.linear import linear
-from weft_kernels.paged_attention import Span, paged_attention
-from weft_kernels.rope_kv import HeadRule, rope_kv
+from weft_kernels.paged_attention import KeySpan, paged_attention
+from weft_kernels.rope_kv import HeadTransform, rope_kv
 
 
 class GroupedAttention:
@@ -22,7 +22,7 @@ class GroupedAttention:
         self.config = config
         self.group, self.index = kv_groups(config).places[index]
         self.layer = config.layers[index]
-        self.span = Span(self.layer.window, self.layer.chunk)
+        self.span = KeySpan(self.layer.window, self.layer.chunk)
         order = None
         if config.is_interleaved:
             num_rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -49,10 +49,10 @@ class GroupedAttention:
         q = rope_kv(heads, *step.angles, batch.pool, self.index, step.slots[self.group], self.rule, temperature)
         return linear(paged_attention(q, self.index, batch, self.span).flatten(1), self.output)
 
-    def _rule(self, root: str, loader: Loader) -> HeadRule:
+    def _rule(self, root: str, loader: Loader) -> HeadTransform:
         config, is_rotated = self.config, self.layer.is_rotated
         norms = None
         if config.head_norm is HeadNorm.WEIGHTED:
             norms = loader.tensor(f"{root}q_norm.weight"), loader.tensor(f"{root}k_norm.weight")
         is_normed_last = is_rotated and config.head_norm is HeadNorm.PLAIN
-        return HeadRule(norms, is_rotated, is_normed_last, config.rms_norm_eps)
+        return HeadTransform(norms, is_rotated, is_normed_last, config.rms_norm_eps)

@@ -18,9 +18,9 @@ from weft.model.mlp import Mixture, Mlp
 from weft.model.rotary import cos_sin, inverse_frequencies
 from weft.model.spec import ModelConfig
 from weft.model.step import Rows, Step
-from weft_kernels.dense_layers import DenseLayer, dense_layers
+from weft_kernels.fused_decoder import FusedLayer, fuse_layers
 from weft_kernels.linear import linear
-from weft_kernels.packed import rows_of
+from weft_kernels.packed import embedding_rows
 from weft_kernels.paged_attention import PagedBatch
 from weft_kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -60,15 +60,15 @@ class DecoderLayer:
         stream, normed = add_rms_norm(attended, stream, self.mlp_norm, self.eps)
         return stream, self.mlp.forward(normed) if len(normed) else normed
 
-    def as_dense(self) -> DenseLayer | None:
-        """Its tensors, if it is made of nothing but what `weft_kernels.dense_layers` does in one call."""
+    def as_dense(self) -> FusedLayer | None:
+        """Its tensors, if it is made of nothing but what `weft_kernels.fused_decoder` does in one call."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
             return None
         q_norm, k_norm = attention.rule.norms or (None, None)
         weights = attention.qkv, attention.bias, q_norm, k_norm, attention.output
         place = attention.group, attention.index, attention.span, attention.layer.is_rotated
-        return DenseLayer(self.input_norm, *weights, self.mlp_norm, mlp.gate_up, mlp.down, *place)
+        return FusedLayer(self.input_norm, *weights, self.mlp_norm, mlp.gate_up, mlp.down, *place)
 
 
 class Decoder:
@@ -89,7 +89,7 @@ class Decoder:
         self.norm = loader.tensor(config.prefix + "model.norm.weight")
         self.head = loader.pack(self.embedding) if config.is_tied else loader.linear(config.prefix + "lm_head")
         layers = [layer.as_dense() for layer in self.layers]
-        self.dense = dense_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
+        self.dense = fuse_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device).repeat(2)  # of both halves
         loader.finish()
         self.packed = tuple(loader.packed)
@@ -107,7 +107,7 @@ class Decoder:
         """[R, hidden] of the rows whose logits are wanted, normed; else as `forward`."""
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
         angles = cos_sin(rows.positions, self.frequencies, dtype, self.config.rope.attention_factor)
-        stream, pending = rows_of(self.embedding, rows.token_ids).to(self.dtype), None
+        stream, pending = embedding_rows(self.embedding, rows.token_ids).to(self.dtype), None
         if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:
             return normed.index_select(0, rows.logit_rows)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.model.spec import Latent
 from weft_kernels.paged_attention import PagedBatch
-from weft_kernels.upload import upload
+from weft_kernels.pinned_upload import pinned_upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedB
     starts = list(accumulate(map(len, rows), initial=0))
     lens = [batch.context_lens[index] for index in indices]
     tables = [batch.block_tables[index] for index in indices]
-    return upload(torch.cat(rows), batch.pool.device), PagedBatch(batch.pool, batch.num_heads, starts, lens, tables)
+    return pinned_upload(torch.cat(rows), batch.pool.device), PagedBatch(
+        batch.pool, batch.num_heads, starts, lens, tables
+    )
 
 
 def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int, ...]:
@@ -72,7 +74,7 @@ def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int
 def _expansion(batch: PagedBatch, index: int, memory: Tensor, shape: tuple[int, ...]) -> Expansion:
     start, end = batch.query_starts[index], batch.query_starts[index + 1]
     num_blocks, num_heads = shape[:2]
-    blocks = upload(torch.tensor(batch.block_tables[index][:num_blocks]), memory.device)
+    blocks = pinned_upload(torch.tensor(batch.block_tables[index][:num_blocks]), memory.device)
     workspace, context = memory[: prod(shape)].view(shape), batch.context_lens[index]
     whole = PagedBatch(workspace, num_heads, [0, end - start], [context], [range(num_blocks)])
     return Expansion(slice(start, end), blocks, whole)

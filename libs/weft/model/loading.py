@@ -15,7 +15,7 @@ from weft.model.quantization import INT4_PER_WORD, stored_dtypes
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored
 from weft_kernels.linear import PackedWeight, pack
-from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, held, read_fp8, read_int4, resident, stack
+from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, read_fp8, read_int4, stack
 
 Tensors = Mapping[str, Tensor]
 DTYPE_NAMES = {
@@ -73,12 +73,12 @@ class Loader:
 
     def table(self, name: str) -> Tensor | F12:
         """A matrix to look rows up in, in the form in which it stays."""
-        return resident(self.matrix(name)) if self.is_resident else self.matrix(name)
+        return as_f12(self.matrix(name)) if self.is_resident else self.matrix(name)
 
     def linear(self, *names: str, order: Tensor | None = None) -> PackedWeight:
         """Linear modules as one, their outputs one after the other, or in another `order`."""
         whole = stack([self.stored(name) for name in names], order, self.dtype)
-        return self.pack(held(whole, self.dtype, self.is_resident))
+        return self.pack(on_device(whole, self.dtype, self.is_resident))
 
     def pack(self, weight: Matrix) -> PackedWeight:
         """For a linear layer."""

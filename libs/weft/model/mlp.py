@@ -11,7 +11,7 @@ from weft.model.loading import Loader
 from weft.model.spec import Experts, Scoring
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import moe, pack_experts
-from weft_kernels.moe_routing import Rule, route
+from weft_kernels.moe_routing import RoutingConfig, route
 from weft_kernels.packed import Stored, stack
 from weft_kernels.silu_mul import silu_mul
 
@@ -39,7 +39,7 @@ class Mixture:
         self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
         self.bias = loader.tensor(router + ".e_score_correction_bias", torch.float32) if experts.has_bias else None
         sizes = experts.num_groups, experts.top_groups, experts.factor
-        self.rule = Rule(experts.top_k, experts.scoring is Scoring.SOFTMAX, experts.is_renormalised, *sizes)
+        self.rule = RoutingConfig(experts.top_k, experts.scoring is Scoring.SOFTMAX, experts.is_renormalised, *sizes)
         each = _each_expert(experts, root + "experts.", loader)
         self.packed = pack_experts(each, loader.dtype, loader.is_resident)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None

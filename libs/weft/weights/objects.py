@@ -22,7 +22,7 @@ from weft.errors import BadCheckpoint, Unreadable, WeftError
 from weft.file_io import MAX_SMALL_BYTES, is_there, on_disk, read_small, told
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
-from weft_kernels.caches import cache_folder
+from weft_kernels.cache_dir import user_cache_dir
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -74,7 +74,7 @@ def local_model(url: str, cache: Path | None = None) -> Path:
     """
     origin = ObjectOrigin(url)
     name = url.rstrip("/").rpartition("/")[2]
-    directory = (cache or cache_folder() / "models") / blake2b(url.encode(), digest_size=8).hexdigest() / name
+    directory = (cache or user_cache_dir() / "models") / blake2b(url.encode(), digest_size=8).hexdigest() / name
     with _kept(directory):
         directory.mkdir(parents=True, exist_ok=True)
     _copy_small_files(origin, url, directory)

@@ -37,7 +37,7 @@ from weft.model.decoder import Decoder
 from weft.request import RequestKey, SamplingParams
 from weft.worker import hidden_state_observers
 from weft.worker.hidden_state_observers import PromptScorer
-from weft_kernels.caches import cache_folder
+from weft_kernels.cache_dir import user_cache_dir
 
 logger = logging.getLogger(__name__)
 # tokens: numbers of rows for which packed products are tuned, and may be unpacked where longer ones are not
@@ -52,7 +52,7 @@ SAMPLING = SamplingParams(
 def remembered(identity: Mapping[str, str | int], measure: Callable[[], int]) -> int:
     """Bytes measured earlier for the same `identity`, all of which the file repeats; else measured now and written."""
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=10).hexdigest()
-    path = cache_folder() / "peaks" / f"{digest}.json"
+    path = user_cache_dir() / "peaks" / f"{digest}.json"
     try:
         kept = json.loads(path.read_text())
         if kept["identity"] == identity and isinstance(kept["peak_bytes"], int):

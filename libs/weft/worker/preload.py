@@ -10,6 +10,6 @@ import encodings.idna  # noqa: F401  for a look-up of a host's name
 import uvloop  # noqa: F401
 
 import weft.weights.objects  # noqa: F401
-from weft_kernels.native import prepare
+from weft_kernels.native import preload
 
-prepare()
+preload()

@@ -44,7 +44,7 @@ from weft.worker.config import DeviceChoice, Dtype, WorkerConfig
 from weft.worker.fleet_client import Arrival
 from weft.worker.memory_profile import free_bytes, identity_of, measure_peak, remembered
 from weft.worker.os_tuning import keep_heap, let_sessions_pass, pin
-from weft_kernels.native import best_isa
+from weft_kernels.native.processor import best_isa
 from weft_kernels.sampling import compile_sampling
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
@@ -268,10 +268,10 @@ def _free_bytes(sizes: Sizes, share: float) -> int:
 def tune_tiles(decoder: Decoder, rows: Iterable[int], max_seconds: float) -> None:
     """Beside what has been tried before; a cache that cannot be written is no reason to fail."""
     from weft_kernels.packed.tune_all import tune_all  # needs Triton
-    from weft_kernels.replayed import replayed_seconds
+    from weft_kernels.cuda_graphs import seconds_in_graph
 
     try:
-        num_tuned = tune_all(decoder.packed, rows, replayed_seconds, max_seconds)
+        num_tuned = tune_all(decoder.packed, rows, seconds_in_graph, max_seconds)
     except OSError as error:
         logger.warning("tiles are not kept for the next start: %s", error)
     except RuntimeError as error:  # no memory beside the model, or a capture that fails

@@ -20,7 +20,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks, static_bytes
 from weft.kv.layer_groups import Reach
 from weft.model.kv_layout import kv_groups
-from weft_kernels.recorder import Recorder
+from weft_kernels.cuda_graphs import GraphRecorder
 
 LENGTHS = [1, 7, 15, 16, 17, 40]
 NUM_NEW = [20, 17, 14, 11, 8, 5]
@@ -151,7 +151,7 @@ def test_where_a_capture_fails_steps_go_on_without(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
-    monkeypatch.setattr("weft.engine.graphs.Recorder", lambda _: Recorder(torch.device("cuda")))
+    monkeypatch.setattr("weft.engine.graphs.GraphRecorder", lambda _: GraphRecorder(torch.device("cuda")))
     with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
         keys = [driver.submit(str(i), prompt, 6 + 4 * i) for i, prompt in enumerate(prompts_of([9, 20, 31], 100))]
         found = [driver.wait_end(key).tokens for key in keys]
@@ -197,18 +197,18 @@ def test_replayed_graphs_give_the_tokens_of_transformers(
 def test_after_a_failed_capture_the_device_goes_on_where_it_was() -> None:
     """Reading a value back is what a capture cannot take."""
     stream, counter = torch.cuda.current_stream(), torch.zeros((), device="cuda")
-    recorder = Recorder(counter.device)
+    recorder = GraphRecorder(counter.device)
 
     def count() -> None:
         counter.add_(1)
         counter.item()
 
-    again = recorder.record(count)
+    again = recorder.capture(count)
     assert torch.cuda.current_stream() == stream
     before = counter.item()
     again()
     assert counter.item() == before + 1
-    assert recorder.record(count) is count
+    assert recorder.capture(count) is count
     # what the allocator has cached comes back to those who find no memory otherwise
     for share in (0.6, 0.7):
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

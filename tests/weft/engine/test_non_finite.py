@@ -14,7 +14,7 @@ from tests.weft.engine.harness import Driver, Heard
 from tests.weft.tiny_llama import Tiny
 from weft.errors import ModelFailed
 from weft.request import RequestKey
-from weft_kernels.sampling import tops
+from weft_kernels.sampling import max_logits
 
 BROKEN, GOOD = 90, list(range(3, 43))
 SAMPLED = {"temperature": 1.0, "seed": 7}
@@ -81,4 +81,4 @@ def test_a_mask_that_leaves_no_token_fails(grouped: Tiny) -> None:
 
 def test_tops_are_non_finite_where_any_logit_is() -> None:
     logits = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [math.inf, 0.0], [-math.inf, 0.0], [-math.inf, -math.inf]])
-    assert tops(logits).isfinite().tolist() == [True, False, False, True, False]
+    assert max_logits(logits).isfinite().tolist() == [True, False, False, True, False]

@@ -17,7 +17,7 @@ from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
 from weft.model.decoder import Decoder, DecoderLayer
 from weft.model.kv_layout import kv_groups
 from weft.model.step import Rows
-from weft_kernels.linear.twelve import Twelve
+from weft_kernels.linear.packed12 import Packed12
 from weft_kernels.native import CHOICE
 from weft_kernels.paged_attention import PagedBatch
 
@@ -119,7 +119,7 @@ def test_weights_in_12_bits_give_what_plain_ones_give(tiny: TinyFamily, dtype: t
     layer = models[1].layers[0].as_dense()
     assert layer is not None
     # Intel's matrix unit has no product for them, and narrow panels are not made of whole units
-    is_packed = {isinstance(each.data, Twelve) for each in layer.linears} == {True}
+    is_packed = {isinstance(each.data, Packed12) for each in layer.linears} == {True}
     for block_tokens, sequences in zip((16, 16, 16, 8, 4), BATCHES, strict=True):
         start = pool_of(models[0], sequences, block_tokens)
         found = []

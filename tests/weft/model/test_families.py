@@ -17,7 +17,7 @@ from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.model.step import Rows
-from weft_kernels.paged_attention import PagedBatch, Span, paged_attention
+from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention
 
 BLOCK_TOKENS = 8
 NUM_TOKENS = 80
@@ -115,7 +115,7 @@ def test_in_bf16_a_long_texts_temperature_is_not_rounded(
     """Queries alone are, as by transformers: a rounded factor would shift all scores of a row alike."""
     queries: list[torch.Tensor] = []
 
-    def attend(q: torch.Tensor, layer: int, batch: PagedBatch, span: Span) -> torch.Tensor:
+    def attend(q: torch.Tensor, layer: int, batch: PagedBatch, span: KeySpan) -> torch.Tensor:
         queries.append(q)
         return paged_attention(q, layer, batch, span)
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from weft_kernels.native import best_isa, native
+from weft_kernels.native import native
 from weft_kernels.native.build import path_of
+from weft_kernels.native.processor import best_isa
 
 SAY = "import weft.worker.preload, pathlib; print(pathlib.Path('/proc/self/maps').read_text())"
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from weft_kernels.packed.f12 import BLOCK_COLUMNS, F12, SLOTS
-from weft_kernels.packed.scratch import absent_numbers, counters, turn
+from weft_kernels.packed.scratch import absent_sums, counters, transpose_rows
 from weft_kernels.packed.sizes import cdiv, next_power_of_2
 
 Tiles = dict[str, int]
@@ -34,7 +34,7 @@ MOST_LOOKED_UP = 8
 # two of each part of a tile that is shared, of which there are fewer than programs
 NUM_COUNTERS = 1 << 12
 # where all add up: how often one asks whether the others' parts are there, a microsecond each; then it leaves its own
-PATIENCE = 10_000
+MAX_POLLS = 10_000
 
 # PER_MULTIPROCESSOR: programs at a time. MAX_REGS: of a thread as it is launched, so that so many programs fit.
 _NARROW = {"BLOCK_N": 64, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 3, "PARTS": 1, "ESCAPES": 32}
@@ -53,24 +53,24 @@ _WIDE = {
     "REGS": 168,
     "FAR_REGS": 96,
 }
-_BY_TURNS = {
+_PING_PONG = {
     "BLOCK_N": 128,
     "PARTS": 2,
     "PER_MULTIPROCESSOR": 1,
     "RING": 1,
     "ESCAPES": 16,
-    "BY_TURNS": 1,
+    "PING_PONG": 1,
 }
 
 
-def fits(x: Tensor, weight: F12) -> bool:
+def can_run(x: Tensor, weight: F12) -> bool:
     """Whether these can be multiplied so: bfloat16 on such a GPU, in whole blocks of columns."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.columns % BLOCK_COLUMNS or not weight.words.numel():
         return False
     return x.data_ptr() % 16 == 0 and len(x) <= MOST_ROWS and _is_hopper(x.device)
 
 
-def are_for_it(tiles: Tiles) -> bool:
+def is_hopper_tiles(tiles: Tiles) -> bool:
     """Or for the kernels of all GPUs."""
     return "W_STAGES" in tiles
 
@@ -114,14 +114,14 @@ def _candidates(num_rows: int) -> list[Tiles]:
             {**_ALONE, "BLOCK_M": 64, "W_STAGES": 4, "RING": 2, "MAX_REGS": 192},
         ]
     square = [
-        {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 2},
-        {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 16, "W_STAGES": 4, "X_STAGES": 3, "FOURTHS": 4},
+        {**_PING_PONG, "BLOCK_M": 128, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 2},
+        {**_PING_PONG, "BLOCK_M": 128, "BLOCK_J": 16, "W_STAGES": 4, "X_STAGES": 3, "FOURTHS": 4},
     ]
     if num_rows <= 128:
         narrow = {**_ALONE, "BLOCK_M": 128, "X_STAGES": 2, "RING": 1, "MAX_REGS": 224}
         return [*square, narrow]
     return [
-        {**_BY_TURNS, "BLOCK_M": 256, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 4},
+        {**_PING_PONG, "BLOCK_M": 256, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 4},
         *square,
     ]
 
@@ -130,7 +130,7 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     """x: [M, columns], contiguous, of which `fits` says yes. Returns [M, rows]. One stream multiplies at a time."""
     from weft_kernels.packed.hopper.kernel import f12_gemm
 
-    tiles = {"REGS": 224, "FAR_REGS": 64, "BY_TURNS": 0, "FOURTHS": 4, **tiles}
+    tiles = {"REGS": 224, "FAR_REGS": 64, "PING_PONG": 0, "FOURTHS": 4, **tiles}
     resident, max_regs = tiles.pop("PER_MULTIPROCESSOR"), tiles.pop("MAX_REGS", 0)
     num_rows, size = x.shape
     block_m, block_n, block_j = tiles["BLOCK_M"], tiles["BLOCK_N"], tiles["BLOCK_J"]
@@ -141,23 +141,23 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     out = x.new_empty(num_rows, weight.rows)
     counts = counters(x.device, NUM_COUNTERS)
     # a program has parts of two tiles at most, or of one, and of another one the end
-    if tiles["BY_TURNS"]:
+    if tiles["PING_PONG"]:
         assert 2 * split_tiles * tiles["PARTS"] <= NUM_COUNTERS
         parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
     else:
-        parts = absent_numbers(x.device, next_power_of_2(programs * block_m * block_n))
-    is_turned = block_m > MOST_LOOKED_UP
-    turned = turn(x, tiles_m * block_m) if is_turned else x
+        parts = absent_sums(x.device, next_power_of_2(programs * block_m * block_n))
+    is_transposed = block_m > MOST_LOOKED_UP
+    transposed = transpose_rows(x, tiles_m * block_m) if is_transposed else x
     f12_gemm[(programs,)](
         *_descriptors(x, weight, block_m, block_n, block_j),
-        *(x, turned, *weight.tensors[1:], x if bias is None else bias, parts, counts, out),
+        *(x, transposed, *weight.tensors[1:], x if bias is None else bias, parts, counts, out),
         *(num_rows, weight.rows, size, tiles_m, split_tiles, own_tiles, programs, sharers, steps),
-        tiles.pop("PATIENCE", PATIENCE),
-        turned.stride(0),
+        tiles.pop("MAX_POLLS", MAX_POLLS),
+        transposed.stride(0),
         HAS_BIAS=bias is not None,
-        IS_TURNED=is_turned,
+        IS_TRANSPOSED=is_transposed,
         num_warps=4,
-        launch_pdl=True,  # see `weft_kernels.following`: these GPUs can do that
+        launch_pdl=True,  # see `weft_kernels.pdl`: these GPUs can do that
         **({"maxnreg": max_regs} if max_regs else {}),
         **tiles,
     )

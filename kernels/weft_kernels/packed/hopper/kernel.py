@@ -1,4 +1,4 @@
-"""F12 words times left rows on a Hopper GPU: warps that fetch and warps that multiply, over rings in shared memory."""
+"""F12 words times left rows on a Hopper GPU: warps that fetch and warps that consume, over rings in shared memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from weft_kernels.packed.hopper.alternating import multiply_by_turns
-from weft_kernels.packed.hopper.fetching import fetch_escapes, fetch_rows, fetch_words
-from weft_kernels.packed.hopper.multiplying import multiply
-from weft_kernels.packed.hopper.splitting import work_of
+from weft_kernels.packed.hopper.consumer import consume, consume_ping_pong
+from weft_kernels.packed.hopper.producer import produce_escapes, produce_rows, produce_words
+from weft_kernels.packed.hopper.stream_k import assignment_of
 
 # registers of a thread that only starts copies
 _COPY_REGS = gl.constexpr(24)
@@ -45,12 +44,12 @@ def _escape_slots(
 _NOT_SPECIALIZED = ("num_m", "num_n", "tiles_m", "split_tiles", "own_tiles", "programs", "sharers", "steps", "size")
 
 
-@gluon.jit(do_not_specialize=[*_NOT_SPECIALIZED, "patience"])
+@gluon.jit(do_not_specialize=[*_NOT_SPECIALIZED, "max_polls"])
 def f12_gemm(
     d_words: tma.tensor_descriptor,
     d_x: tma.tensor_descriptor,
     p_x: gl.tensor,
-    p_turned: gl.tensor,
+    p_transposed: gl.tensor,
     p_bases: gl.tensor,
     p_starts: gl.tensor,
     p_places: gl.tensor,
@@ -68,10 +67,10 @@ def f12_gemm(
     programs: gl.tensor,
     sharers: gl.tensor,
     steps: gl.tensor,
-    patience: gl.tensor,
-    stride_turned: gl.tensor,
+    max_polls: gl.tensor,
+    stride_transposed: gl.tensor,
     HAS_BIAS: gl.constexpr,
-    IS_TURNED: gl.constexpr,
+    IS_TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_J: gl.constexpr,
@@ -80,7 +79,7 @@ def f12_gemm(
     RING: gl.constexpr,
     ESCAPES: gl.constexpr,
     PARTS: gl.constexpr,
-    BY_TURNS: gl.constexpr,
+    PING_PONG: gl.constexpr,
     FOURTHS: gl.constexpr,
     REGS: gl.constexpr,
     FAR_REGS: gl.constexpr,
@@ -89,7 +88,7 @@ def f12_gemm(
 
     BLOCK_J: words of a row and plane in a step, 32 or 16; a row of weights is `steps` of them.
     """
-    gl.static_assert(PARTS == 2 if BY_TURNS else FOURTHS == 4, "parts take turns, or all of a step at once")
+    gl.static_assert(PARTS == 2 if PING_PONG else FOURTHS == 4, "parts take turns, or all of a step at once")
     words = gl.allocate_shared_memory(gl.int32, [3 * W_STAGES, BLOCK_N, BLOCK_J], d_words.layout)
     xs = gl.allocate_shared_memory(gl.bfloat16, [FOURTHS * X_STAGES, BLOCK_M, 2 * BLOCK_J], d_x.layout)
     far, far_rows, far_values = _escape_slots(PARTS * RING, ESCAPES, BLOCK_M)
@@ -97,16 +96,16 @@ def f12_gemm(
     x_full, x_empty = _ring(X_STAGES, PARTS)
     f_full, f_empty = _ring(PARTS * RING, 1)
     gdc_launch_dependents()
-    work = work_of(programs, split_tiles, sharers, own_tiles, steps, tiles_m, num_m, num_n, BY_TURNS)
+    work = assignment_of(programs, split_tiles, sharers, own_tiles, steps, tiles_m, num_m, num_n, PING_PONG)
     word_ring = (words, w_full, w_empty)
     row_ring = (xs, x_full, x_empty)
     escape_ring = (far, far_rows, far_values, f_full, f_empty)
     listed = (p_starts, p_places, p_values)
-    lefts = (p_x, p_turned, stride_turned, size)
-    outputs = (p_bias, p_parts, p_arrived, p_out, patience)
+    lefts = (p_x, p_transposed, stride_transposed, size)
+    outputs = (p_bias, p_parts, p_arrived, p_out, max_polls)
     _start_warps(
         *(d_words, d_x, word_ring, row_ring, escape_ring, lefts, listed, p_bases, outputs, work),
-        *(HAS_BIAS, IS_TURNED, BLOCK_N, PARTS, BY_TURNS, FOURTHS, REGS, FAR_REGS),
+        *(HAS_BIAS, IS_TRANSPOSED, BLOCK_N, PARTS, PING_PONG, FOURTHS, REGS, FAR_REGS),
     )
 
 
@@ -123,27 +122,27 @@ def _start_warps(
     outputs: gl.tuple,
     work: gl.tuple,
     HAS_BIAS: gl.constexpr,
-    IS_TURNED: gl.constexpr,
+    IS_TRANSPOSED: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PARTS: gl.constexpr,
-    BY_TURNS: gl.constexpr,
+    PING_PONG: gl.constexpr,
     FOURTHS: gl.constexpr,
     REGS: gl.constexpr,
     FAR_REGS: gl.constexpr,
 ) -> None:
     """Which warps do what, and with how many registers a thread; those of the first line are there already."""
     p_starts, _, _ = listed
-    if BY_TURNS:
+    if PING_PONG:
         turns, _ = _ring(2, 1)
         rings = (word_ring, row_ring, escape_ring, turns)
         gl.warp_specialize(
             [
-                (multiply_by_turns, (rings, p_bases, p_starts, outputs, work, 0, FOURTHS, HAS_BIAS)),
-                (multiply_by_turns, (rings, p_bases, p_starts, outputs, work, 1, FOURTHS, HAS_BIAS)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, IS_TURNED)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, IS_TURNED)),
-                (fetch_words, (d_words, word_ring, work)),
-                (fetch_rows, (d_x, row_ring, work, FOURTHS)),
+                (consume_ping_pong, (rings, p_bases, p_starts, outputs, work, 0, FOURTHS, HAS_BIAS)),
+                (consume_ping_pong, (rings, p_bases, p_starts, outputs, work, 1, FOURTHS, HAS_BIAS)),
+                (produce_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, IS_TRANSPOSED)),
+                (produce_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, IS_TRANSPOSED)),
+                (produce_words, (d_words, word_ring, work)),
+                (produce_rows, (d_x, row_ring, work, FOURTHS)),
             ],
             [4, 1, 1, 1, 1],
             [REGS, FAR_REGS, FAR_REGS, _COPY_REGS, _COPY_REGS],
@@ -151,12 +150,12 @@ def _start_warps(
     elif PARTS == 2:
         gl.warp_specialize(
             [
-                (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 2, HAS_BIAS)),
-                (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 1, 2, HAS_BIAS)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, IS_TURNED)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, IS_TURNED)),
-                (fetch_words, (d_words, word_ring, work)),
-                (fetch_rows, (d_x, row_ring, work, FOURTHS)),
+                (consume, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 2, HAS_BIAS)),
+                (consume, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 1, 2, HAS_BIAS)),
+                (produce_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, IS_TRANSPOSED)),
+                (produce_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, IS_TRANSPOSED)),
+                (produce_words, (d_words, word_ring, work)),
+                (produce_rows, (d_x, row_ring, work, FOURTHS)),
             ],
             [4, 1, 1, 1, 1],
             [REGS, FAR_REGS, FAR_REGS, _COPY_REGS, _COPY_REGS],
@@ -164,10 +163,10 @@ def _start_warps(
     else:
         gl.warp_specialize(
             [
-                (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 1, HAS_BIAS)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 1, 2, BLOCK_N, IS_TURNED)),
-                (fetch_words, (d_words, word_ring, work)),
-                (fetch_rows, (d_x, row_ring, work, FOURTHS)),
+                (consume, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 1, HAS_BIAS)),
+                (produce_escapes, (lefts, listed, escape_ring, work, 0, 1, 2, BLOCK_N, IS_TRANSPOSED)),
+                (produce_words, (d_words, word_ring, work)),
+                (produce_rows, (d_x, row_ring, work, FOURTHS)),
             ],
             [2, 1, 1],
             [FAR_REGS, _COPY_REGS, _COPY_REGS],

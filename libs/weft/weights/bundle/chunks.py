@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from weft.weights.bundle.layout import CHUNK_BYTES, CHUNK_HEAD, PackedTensor
 from weft_kernels import rans
-from weft_kernels.rans import Decoder, Memory, Piece
+from weft_kernels.rans import AddressedBytes, DecodeTask, RunDecoder
 
 Bytes = NDArray[np.uint8]
 
@@ -25,7 +25,7 @@ class Opened:
     ends: NDArray[np.int64]
     begin: int
     """Of the first chunk in the file."""
-    decoder: Decoder | None
+    decoder: RunDecoder | None
     """None: they are stored as they are."""
 
 
@@ -57,10 +57,10 @@ class Stretch:
         """Of the last one."""
         return self.edges[-1]
 
-    def chunks(self, read: Memory, read_begin: int) -> Iterator[StoredChunk]:
+    def chunks(self, read: AddressedBytes, read_begin: int) -> Iterator[StoredChunk]:
         """One after another; `read` is what the file holds from byte `read_begin` on, as far as the last one's end."""
         first, wanted_size, whole_size = self.wanted.first, len(self.wanted.out), self.opened.tensor.original_bytes
-        is_coded, out = self.opened.decoder is not None, Memory.of(self.wanted.out)
+        is_coded, out = self.opened.decoder is not None, AddressedBytes.of(self.wanted.out)
         heads = read.data.data
         for number, (begin, end) in enumerate(itertools.pairwise(self.edges), self.number):
             place = number * CHUNK_BYTES
@@ -71,7 +71,7 @@ class Stretch:
             if is_whole and not (is_coded and (out.address + place - first) % 2):
                 target, to = out, place - first
             else:  # it goes through memory of its own: part of it is wanted, or halves would lie at odd places
-                target, to = Memory.of(np.empty(size, np.uint8)), 0
+                target, to = AddressedBytes.of(np.empty(size, np.uint8)), 0
             yield StoredChunk(self, number, words, escapes, checksum, read, body, body_bytes, target, to, size)
 
 
@@ -84,10 +84,10 @@ class StoredChunk(NamedTuple):
     num_words: int
     num_escapes: int
     checksum: int
-    read: Memory
+    read: AddressedBytes
     body: int
     body_bytes: int
-    out: Memory
+    out: AddressedBytes
     place: int
     size: int
 
@@ -95,11 +95,11 @@ class StoredChunk(NamedTuple):
         """What is, or will be, in its place."""
         return self.out.data.data[self.place : self.place + self.size]
 
-    def piece(self, decoder: Decoder) -> Piece:
+    def piece(self, decoder: RunDecoder) -> DecodeTask:
         """To be decoded."""
         first = self.number * CHUNK_BYTES // 2
         words, escapes = self.num_words, self.num_escapes
-        return Piece(
+        return DecodeTask(
             decoder, first, self.size // 2, words, escapes, self.read, self.body, self.body_bytes, self.out, self.place
         )
 

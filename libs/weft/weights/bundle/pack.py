@@ -85,7 +85,7 @@ class _Packer:
         self._report = report
         self._num_counted = 0  # of the bytes of a tensor
         # the one given back last is taken first: it is still in the processor's caches
-        self._memories: list[rans.EncodingMemory] = []
+        self._memories: list[rans.EncodeBuffers] = []
 
     def pack(self, entry: TensorEntry, values: Bytes) -> PackedTensor:
         _align(self._file, ALIGNMENT)
@@ -106,7 +106,7 @@ class _Packer:
         offset = self._file.tell()
         shares = zlib.compress(coding.shares.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes(), 9)
         scales = coding.row_scales.tobytes() + coding.column_scales.tobytes() if coding.class_bits else b""
-        words, encoder = values.view("<u2"), rans.Encoder(coding)
+        words, encoder = values.view("<u2"), rans.RunEncoder(coding)
 
         def encode(first: int, size: int) -> _Coded:
             memory = self._memory()
@@ -119,12 +119,12 @@ class _Packer:
         size, place = self._file.tell() - offset, (entry.name, entry.dtype, entry.shape)
         return PackedTensor(*place, "rans", offset, size, coding.base, coding.class_bits, len(shares))
 
-    def _memory(self) -> rans.EncodingMemory:
+    def _memory(self) -> rans.EncodeBuffers:
         """For one chunk; called by several threads."""
         try:
             return self._memories.pop()
         except IndexError:
-            return rans.EncodingMemory(CHUNK_BYTES // 2)
+            return rans.EncodeBuffers(CHUNK_BYTES // 2)
 
     def _write_chunks(
         self, preface: bytes, values: Bytes, encode: Callable[[int, int], _Coded], max_bytes: float
@@ -171,12 +171,12 @@ class _Packer:
         yield from ahead(self._threads, encode, plan, CHUNKS_AHEAD)
 
 
-def _measure(entry: TensorEntry, values: Bytes) -> rans.Measured | None:
+def _measure(entry: TensorEntry, values: Bytes) -> rans.CodingChoice | None:
     """How to code a tensor; None where it stays as it is: too small, of another dtype, or nothing to gain."""
     if entry.dtype not in ("BF16", "F16") or entry.size_bytes < MIN_CODED_BYTES:
         return None
     matrix = values.view("<u2").reshape(-1, entry.shape[-1])
-    measured = rans.measure(matrix, entry.dtype == "BF16")
+    measured = rans.choose_coding(matrix, entry.dtype == "BF16")
     return measured if measured.bits < 8 * entry.size_bytes * MAX_CODED_SHARE else None
 
 
@@ -185,7 +185,7 @@ class _Coded:
     """A chunk as it is written, in memory that is used again afterwards."""
 
     parts: tuple[bytes | memoryview, ...]
-    memory: rans.EncodingMemory | None
+    memory: rans.EncodeBuffers | None
 
     @property
     def num_bytes(self) -> int:
@@ -197,7 +197,7 @@ def _raw(piece: Bytes) -> _Coded:
     return _Coded((head, piece.data, bytes(-len(piece) % 8)), None)
 
 
-def _coded(chunk: rans.Chunk, piece: Bytes, memory: rans.EncodingMemory) -> _Coded:
+def _coded(chunk: rans.CodedRun, piece: Bytes, memory: rans.EncodeBuffers) -> _Coded:
     head = CHUNK_HEAD.pack(len(chunk.words), len(chunk.escape_places), xxhash.xxh3_64_intdigest(piece.data))
     states, places, words, values, rest = chunk.parts
     padding = bytes(-sum(part.nbytes for part in chunk.parts) % 8)

@@ -97,7 +97,7 @@ class BundleFile:
             return
         stretches = [self._stretch(each, scratch) for each in runs]
         begin, end = min(each.begin for each in stretches), max(each.end for each in stretches)
-        read = rans.Memory.of(np.frombuffer(self._blob.read(begin, end - begin, scratch), np.uint8))
+        read = rans.AddressedBytes.of(np.frombuffer(self._blob.read(begin, end - begin, scratch), np.uint8))
         on_read()
         parts = (each.chunks(read, begin) for each in stretches)
         chunks = itertools.chain.from_iterable(parts)
@@ -144,7 +144,7 @@ class BundleFile:
         size = tensor.size_bytes - begin
         if not are_ends(ends, size, tensor):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
-        decoder = rans.Decoder(self._coding(tensor, stored[ends_bytes:])) if tensor.codec == "rans" else None
+        decoder = rans.RunDecoder(self._coding(tensor, stored[ends_bytes:])) if tensor.codec == "rans" else None
         return Opened(tensor, ends, tensor.offset + begin, decoder)
 
     def _coding(self, tensor: PackedTensor, stored: Bytes) -> rans.Coding:

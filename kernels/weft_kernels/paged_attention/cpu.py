@@ -1,0 +1,134 @@
+"""Paged attention on a CPU: in C++ where the machine has it, otherwise gathered keys and torch's fused attention."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from weft_kernels.native import native
+from weft_kernels.native.row_kernels import SUFFIXES
+from weft_kernels.paged_attention.batch import GatherGroup, KeySpan, PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class QueryChunk:
+    """Many rows of one sequence: the first one, their number, its tokens up to the last one, its blocks [n] int32."""
+
+    first_row: int
+    num_rows: int
+    context: int
+    blocks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CpuBatch:
+    """A batch in two kinds: rows to go one by one, and chunks.
+
+    spans: [rows, 4] int32: place in the batch, where the row's blocks begin in `blocks`, first key, end of its keys.
+    """
+
+    blocks: Tensor
+    spans: Tensor
+    chunks: list[QueryChunk]
+
+
+def paged_attention_cpu(
+    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
+) -> Tensor:
+    """Like `paged_attention_grouped`, in place where the machine has the C++ kernels."""
+    library = native()
+    if library is None:
+        return paged_attention_grouped(q, layer, batch, span, scale, value_dim)
+    rows = cpu_batch(batch, span, is_whole=(q.shape[2] | (value_dim or 0)) % library.weft_width() == 0)
+    out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
+    sizes = q.shape[1], *batch.pool.shape[1:], out.shape[2], layer
+    if len(rows.spans):
+        where = (each.data_ptr() for each in (q, batch.pool, rows.blocks, rows.spans, out))
+        attend = getattr(library, f"weft_attend_{SUFFIXES[q.dtype]}")
+        attend(*where, _longs((len(rows.spans), *sizes)), scale, torch.get_num_threads())
+    for chunk in rows.chunks:
+        where = (each.data_ptr() for each in (q[chunk.first_row], batch.pool, chunk.blocks, out[chunk.first_row]))
+        all_sizes = chunk.num_rows, *sizes, chunk.context, span.window, span.chunk
+        attend = getattr(library, f"weft_attend_chunk_{SUFFIXES[q.dtype]}")
+        attend(*where, _longs(all_sizes), scale, torch.get_num_threads())
+    return out
+
+
+def _longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
+    return (ctypes.c_long * len(values))(*values)
+
+
+def cpu_batch(batch: PagedBatch, span: KeySpan, is_whole: bool) -> CpuBatch:
+    """Kept with the batch, as its cached properties are: made in the first layer of a span, used by the others.
+
+    Enough queries at one key head fill the vectors by themselves. Fewer do not, and single heads have to: `is_whole`
+    says that they do.
+    """
+    kept = vars(batch)
+    key = f"rows {span.window} {span.chunk}"
+    if key not in kept:
+        library = native()
+        assert library is not None
+        kept[key] = make_cpu_batch(batch, span, 2 * library.weft_width() if is_whole else 0)
+    rows: CpuBatch = kept[key]
+    return rows
+
+
+def make_cpu_batch(batch: PagedBatch, span: KeySpan, lanes: int) -> CpuBatch:
+    """Sequences with fewer than `lanes` queries at a key head go row by row, the others are chunks."""
+    ratio = batch.num_heads // batch.pool.shape[1]
+    blocks: list[int] = []
+    spans: list[tuple[int, int, int, int]] = []
+    chunks = []
+    sequences = zip(pairwise(batch.query_starts), batch.context_lens, batch.block_tables, strict=True)
+    for (start, end), length, table in sequences:
+        if (end - start) * ratio >= lanes:
+            chunks.append(QueryChunk(start, end - start, length, torch.tensor(table, dtype=torch.int32)))
+            continue
+        places = zip(range(start, end), range(length - end + start, length), strict=True)
+        spans += [(row, len(blocks), span.first_visible(at), at + 1) for row, at in places]
+        blocks += table
+    return CpuBatch(
+        torch.tensor(blocks, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32).view(len(spans), 4), chunks
+    )
+
+
+def paged_attention_grouped(
+    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
+) -> Tensor:
+    """See `weft_kernels.paged_attention.paged_attention`; with `value_dim`, `weft_kernels.latent_attention`."""
+    out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
+    for group in batch.groups_within(span):
+        rows = slice(group.first_row, group.end_row)
+        out[rows] = _attend(q[rows], layer, batch, group, scale, value_dim)
+    return out
+
+
+def _attend(
+    q: Tensor, layer: int, batch: PagedBatch, group: GatherGroup, scale: float, value_dim: int | None
+) -> Tensor:
+    _, kv_heads, _, _, _, dim = batch.pool.shape
+    num_rows, num_heads, _ = q.shape
+    keys, values = _gather(layer, batch, group, value_dim)
+    # The heads that share a key head stand as further queries, so that each key is read once.
+    split = (group.num_seqs, num_rows // group.num_seqs, kv_heads, num_heads // kv_heads)
+    queries = q.view(*split, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, group.num_seqs, -1, dim)
+    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+    return out.view(kv_heads, *split[:2], split[3], -1).permute(1, 2, 0, 3, 4).reshape(num_rows, num_heads, -1)
+
+
+def _gather(layer: int, batch: PagedBatch, group: GatherGroup, value_dim: int | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [kv_heads, num_seqs, tokens, dim] of one layer; one vector may be both."""
+    _, kv_heads, _, parts, block_tokens, dim = batch.pool.shape
+    runs = batch.pool.view(-1, block_tokens * dim)
+    shape = (kv_heads, group.num_seqs, -1, dim)
+    found = batch.scratch[:, : len(group.key_rows)]
+    for part in range(parts):
+        torch.index_select(runs, 0, group.key_rows + (parts * layer + part), out=found[part])
+    keys = found[0].view(shape)
+    return keys, found[1].view(shape) if value_dim is None else keys[..., :value_dim]

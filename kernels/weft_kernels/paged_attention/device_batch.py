@@ -1,0 +1,150 @@
+"""A packed batch as the GPU kernels read it, and the contract of those kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft_kernels.paged_attention.batch import PagedBatch
+from weft_kernels.pinned_upload import pinned_upload
+
+# Sequences with at most so many new rows go to the decode kernel: one token, or up to seven drafted ones to verify.
+MAX_DECODE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTensors:
+    """S sequences: query_starts [S + 1], context_lens [S], block_tables [S, B], int32, on the device.
+
+    Sequence s has rows query_starts[s] .. query_starts[s + 1], the last of its context_lens[s] tokens. With a context
+    of 0 its rows come out as zeros: that is how a captured graph runs with fewer sequences than it was made for.
+    `max_rows` is an upper bound of the rows of one sequence, known on the host.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    max_rows: int
+
+    def __post_init__(self) -> None:
+        size = len(self.context_lens)
+        assert self.query_starts.shape == (size + 1,)
+        assert len(self.block_tables) == size
+        tensors = (self.query_starts, self.context_lens, self.block_tables)
+        assert all(each.dtype == torch.int32 and each.is_contiguous() for each in tensors)
+
+    def slice(self, first: int, end: int, max_rows: int) -> PagedTensors:
+        """Sequences first .. end of the same batch; their rows keep their places."""
+        tables = self.block_tables[first:end]
+        return PagedTensors(self.query_starts[first : end + 1], self.context_lens[first:end], tables, max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """One batch in at most two launches: its leading short sequences, then all from the first long one on."""
+
+    decode: PagedTensors | None
+    prefill: PagedTensors | None
+
+
+def plan_launches(
+    query_starts: Sequence[int], context_lens: Sequence[int], tables: Sequence[Sequence[int]], device: torch.device
+) -> Launches:
+    """Copy a batch from host lists to the device in one piece, once for all layers."""
+    size = len(context_lens)
+    width, head = aligned(max(map(len, tables))), aligned(size + 1)
+    memory = np.zeros(2 * head + size * width, dtype=np.int32)
+    memory[: size + 1] = query_starts
+    memory[head : head + size] = context_lens
+    table = memory[2 * head :].reshape(size, width)
+    for row, blocks in enumerate(tables):
+        table[row, : len(blocks)] = blocks
+    run = pinned_upload(torch.from_numpy(memory), device)
+    rows = [query_starts[i + 1] - query_starts[i] for i in range(size)]
+    whole = PagedTensors(run[: size + 1], run[head : head + size], run[2 * head :].view(size, width), max(rows))
+    split = next((i for i, count in enumerate(rows) if count > MAX_DECODE_ROWS), size)
+    return Launches(
+        whole.slice(0, split, max(rows[:split])) if split else None,
+        whole.slice(split, size, max(rows[split:])) if split < size else None,
+    )
+
+
+def aligned(count: int) -> int:
+    """Up to a multiple of 16: Triton compiles a kernel anew for sizes and addresses that are none."""
+    return -(-count // 16) * 16
+
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """scale: of the scores. window: a query sees so many last keys; chunk: it sees its aligned chunk; 0: all before it.
+
+    num_splits: a power of two, programs that share one sequence's keys in decoding; 0 chooses by the batch.
+    """
+
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    num_splits: int = 0
+
+    def tiles(self, keys: Tensor, values: Tensor, block_n: int) -> dict[str, int | bool]:
+        """The compile-time sizes that follow from the layout.
+
+        A dimension that is no power of two is cut into a large power of two and a tail: 576 is 512 + 64, 96 is 64 + 32.
+        """
+        dim, value_dim = keys.shape[3], values.shape[3]
+        block_d = max(16, 1 << (dim.bit_length() - 1))
+        tail = max(0, dim - block_d)
+        return {
+            "BLOCK_TOKENS": keys.shape[2],
+            "DIM": dim,
+            "VALUE_DIM": value_dim,
+            "BLOCK_N": block_n,
+            "BLOCK_D": block_d,
+            "BLOCK_TAIL": _power_of_two(tail) if tail else 0,
+            "BLOCK_V": _power_of_two(value_dim),
+            # MLA: the value is the first part of the key, and is not read again.
+            "VALUE_IS_KEY": keys.data_ptr() == values.data_ptr() and value_dim == block_d,
+        }
+
+
+def check(q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, out: Tensor) -> None:
+    """q: [T, heads, dim]; keys: [blocks, kv_heads, block_tokens, dim] and values [..., value_dim], of one pool."""
+    assert q.is_contiguous()
+    assert out.is_contiguous()
+    assert q.shape[2] == keys.shape[3]
+    assert out.shape == (*q.shape[:2], values.shape[3])
+    assert keys.shape[:3] == values.shape[:3]
+    assert keys.stride() == values.stride()
+    assert keys.stride(3) == 1
+    assert q.shape[1] % keys.shape[1] == 0
+    assert q.dtype == keys.dtype == values.dtype == out.dtype
+    assert q.device == keys.device == out.device == batch.context_lens.device
+
+
+def _power_of_two(value: int) -> int:
+    return max(16, 1 << (value - 1).bit_length())
+
+
+def resident_batch(pool: Tensor, num_heads: int, tensors: PagedTensors) -> PagedBatch:
+    """Sequences of one row each. The kernels read `tensors` when they run, at every replay of a captured graph too.
+
+    On a CPU the batch is what lies in `tensors` now; on a GPU the host knows neither its lengths nor its tables.
+    """
+    assert tensors.max_rows == 1
+    starts = range(len(tensors.context_lens) + 1)
+    batch = PagedBatch(pool, num_heads, starts, (), ())
+    if not pool.is_cuda:
+        lens = tensors.context_lens.tolist()
+        num_blocks = [-(-each // pool.shape[4]) for each in lens]
+        rows = zip(tensors.block_tables.tolist(), num_blocks, strict=True)
+        batch = PagedBatch(pool, num_heads, starts, lens, [blocks[:count] for blocks, count in rows])
+    vars(batch)["launches"] = Launches(tensors, None)
+    return batch
