@@ -22,7 +22,7 @@ from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import ModelConfig
 from weft_kernels.linear import PackedWeight
-from weft_kernels.moe import experts
+from weft_kernels import moe
 from weft_kernels.native import native
 
 
@@ -121,8 +121,8 @@ def test_packed_weights_beside_plain_ones_are_counted_unpacked_on_a_gpu(
     tiny = quantized(family_of(name), MIXED, tmp_path / "packed")
     monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
     monkeypatch.setattr(loading.Loader, "matrix", loading.Loader.tensor)
-    for module in (loading, experts):
-        monkeypatch.setattr(module, "held", lambda weight, dtype, is_resident: weight)
+    for module in (loading, moe):
+        monkeypatch.setattr(module, "on_device", lambda weight, dtype, is_resident: weight)
     model = Decoder(tiny.config, tiny.weights, getattr(torch, dtype), torch.device("cpu"))
     planned = measure_room(tiny.config, Machine("cuda", dtype, 16), 64, 8, 1 << 40).weights
     assert held_bytes(model, {}) == planned + model.frequencies.nbytes
@@ -141,8 +141,8 @@ def test_packed_weights_are_held_unpacked_on_a_cpu_and_packed_on_a_gpu(
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
     plain = measure_room(tiny.config, Machine("cpu", "float32", 16), 64, 8, 1 << 40).weights
     assert held_bytes(model, {}) - model.frequencies.nbytes == plain
-    for module in (loading, experts):
-        monkeypatch.setattr(module, "held", lambda weight, dtype, is_resident: weight)
+    for module in (loading, moe):
+        monkeypatch.setattr(module, "on_device", lambda weight, dtype, is_resident: weight)
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
     packed = held_bytes(model, {}) - model.frequencies.nbytes
     planned = measure_room(tiny.config, Machine("cuda", "float32", 16), 64, 8, 1 << 40).weights
