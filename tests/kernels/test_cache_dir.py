@@ -22,14 +22,14 @@ def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    cache_dir._homeless.cache_clear()
+    cache_dir._fallback_dir.cache_clear()
     return tmp_path / f"weft-{os.geteuid()}"
 
 
 def test_a_user_without_a_home_has_a_folder_of_its_own(homeless: Path) -> None:
     assert cache_dir.user_cache_dir() == homeless
     assert homeless.stat().st_mode & 0o777 == 0o700
-    cache_dir._homeless.cache_clear()
+    cache_dir._fallback_dir.cache_clear()
     assert cache_dir.user_cache_dir() == homeless
 
 

@@ -267,8 +267,8 @@ def _free_bytes(sizes: Sizes, share: float) -> int:
 
 def tune_tiles(decoder: Decoder, rows: Iterable[int], max_seconds: float) -> None:
     """Beside what has been tried before; a cache that cannot be written is no reason to fail."""
-    from weft_kernels.packed.tune_all import tune_all  # needs Triton
     from weft_kernels.cuda_graphs import seconds_in_graph
+    from weft_kernels.packed.tune_all import tune_all  # needs Triton
 
     try:
         num_tuned = tune_all(decoder.packed, rows, seconds_in_graph, max_seconds)

@@ -21,8 +21,8 @@ from weft.model import loading
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import ModelConfig
-from weft_kernels.linear import PackedWeight
 from weft_kernels import moe
+from weft_kernels.linear import PackedWeight
 from weft_kernels.native import native
 
 
