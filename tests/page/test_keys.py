@@ -49,9 +49,9 @@ async def test_a_key_counts_at_once_also_after_a_wrong_one(browser: Any, keyed: 
     page = await browser.new_page()
     await page.add_init_script(ENDLESS)
     await page.goto(keyed.url)
-    await is_refused(page, "a key is asked for", "no API key")
+    await is_refused(page, "enter an API key", "no API key")
     await give(page, "sk-weft-wrong")
-    await is_refused(page, "a key is asked for", "Incorrect API key")
+    await is_refused(page, "enter an API key", "Incorrect API key")
     await give(page, USER)
     await is_refused(page, "the map is for operators", "operator")
     await page.wait_for_selector("#model option", state="attached", timeout=WAIT_MS)
@@ -61,7 +61,7 @@ async def test_a_key_counts_at_once_also_after_a_wrong_one(browser: Any, keyed: 
 async def test_with_another_key_the_page_shows_what_that_one_may_see(browser: Any, keyed: Scene) -> None:
     page = await browser.new_page()
     await page.goto(keyed.url)
-    await is_refused(page, "a key is asked for", "no API key")
+    await is_refused(page, "enter an API key", "no API key")
     await give(page, OPERATOR)
     await page.wait_for_selector(".state.ready", timeout=WAIT_MS)
     await page.wait_for_selector("[data-worker=decode-1] .drain", state="attached", timeout=WAIT_MS)
@@ -82,7 +82,7 @@ AWAY = """
 async def test_a_key_that_is_fetched_from_another_tab_counts(browser: Any, keyed: Scene) -> None:
     page = await browser.new_page()
     await page.goto(keyed.url)
-    await is_refused(page, "a key is asked for", "no API key")
+    await is_refused(page, "enter an API key", "no API key")
     for is_away in (True, False):
         await page.evaluate(AWAY, is_away)
     await give(page, OPERATOR)

@@ -1,4 +1,4 @@
-// The playground: one conversation over /v1/chat/completions, streamed, with the gateway's timeline asked for.
+// The playground: one conversation, streamed from /v1/chat/completions with the gateway's timeline.
 
 import { byId, element } from "./format.js";
 import { copier, render } from "./markdown.js";
@@ -81,7 +81,7 @@ function clear() {
   byId("prompt").focus();
 }
 
-// An answer under way may be stopped, by the same button.
+// The same button sends a message and stops the answer.
 function run(controller) {
   running = controller;
   byId("send").textContent = controller ? "Stop" : "Send";
@@ -93,7 +93,7 @@ function complain(text) {
   byId("trouble").hidden = !text;
 }
 
-// Raises SyntaxError, with the field's name, where it is no JSON.
+// Throws a SyntaxError that names the field if its text is not JSON.
 function json(id, name) {
   const text = byId(id).value.trim();
   if (!text) return null;
@@ -122,7 +122,7 @@ async function ask(text, modelName) {
   const shown = say("user", "You");
   shown.text.textContent = text;
   if (await answer(modelName) || !shown.item.isConnected) return;
-  // nothing was answered: the question may be asked again
+  // Nothing was answered: put the question back so that it can be sent again.
   shown.item.remove();
   byId("intro").hidden = messages.length > 0;
   const prompt = byId("prompt");
@@ -143,7 +143,7 @@ function follow(always) {
   if (always || scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 160) scroll.scrollTop = scroll.scrollHeight;
 }
 
-// Was anything answered; what was asked last is taken back where not.
+// Returns whether anything was answered; otherwise removes the last question from the conversation.
 async function answer(modelName) {
   let payload;
   try {
@@ -158,7 +158,7 @@ async function answer(modelName) {
   run(mine);
   const shown = say("assistant running", modelName());
   const told = { content: "", reasoning: "", calls: [], timeline: null, ended: null };
-  let isDue = false; // drawn once a frame, however many pieces come in one
+  let isDue = false; // Draw once per frame, however many chunks arrive in it.
   const draw = () => {
     if (!isDue) requestAnimationFrame(() => { isDue = false; show(shown, told); });
     isDue = true;
@@ -175,12 +175,12 @@ async function answer(modelName) {
       take(told, event, JSON.parse(data));
       draw();
     }
-    if (!isWhole) throw new Error("The answer broke off: the connection ended before it did.");
+    if (!isWhole) throw new Error("The connection closed before the answer was complete.");
   } catch (error) {
     if (error.name !== "AbortError") complain(why(error));
   }
   if (running === mine) run(null);
-  // a conversation that was cleared meanwhile is another one now
+  // The conversation was cleared during the request.
   return shown.item.isConnected && finish(shown, told, modelName);
 }
 
@@ -200,7 +200,7 @@ function take(told, event, frame) {
 
 function show({ item, text }, told) {
   text.classList.add("rich");
-  // blocks that are as they were stay: whoever reads, selects or copies one is not interrupted
+  // Keep unchanged blocks, so that selecting and copying text is not interrupted.
   const [old, blocks] = [[...text.children], render(told.content)];
   let same = 0;
   while (same < old.length && same < blocks.length && old[same].isEqualNode(blocks[same])) same += 1;
@@ -219,14 +219,14 @@ function finish(shown, told, modelName) {
   show(shown, told);
   if (told.content) shown.item.firstChild.append(copier(() => told.content) ?? "");
   const calls = told.calls.filter(Boolean);
-  if (told.content || calls.length || told.timeline) { // an answer without a word is one
+  if (told.content || calls.length || told.timeline) { // An answer without text counts.
     messages.push({ role: "assistant", content: told.content || (calls.length ? null : ""), ...(calls.length ? { tool_calls: calls } : {}) });
   } else {
     messages.pop();
     shown.item.remove();
     return false;
   }
-  if (told.ended === "length") shown.item.append(element("p", { class: "note" }, "Cut off: it was as long as Settings, Longest answer, lets it be."));
+  if (told.ended === "length") shown.item.append(element("p", { class: "note" }, "Cut off at the length set under Settings, Longest answer."));
   const open = new Set(calls);
   for (const call of calls) shown.item.append(request(call, open, modelName));
   if (told.timeline) {
@@ -237,9 +237,9 @@ function finish(shown, told, modelName) {
   return true;
 }
 
-// A tool call, and a field for what the tool says; with the last result in, the model goes on.
+// A tool call with a field for its result. The request continues when all results are in.
 function request(call, open, modelName) {
-  const result = element("input", { placeholder: "What the tool answers", "aria-label": `Result of ${call.function.name}` });
+  const result = element("input", { placeholder: "Result of the tool", "aria-label": `Result of ${call.function.name}` });
   const form = element("form", { class: "reply" }, result, element("button", { type: "submit" }, "Reply"));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -250,7 +250,7 @@ function request(call, open, modelName) {
     byId("prompt").focus();
     open.delete(call);
     if (open.size || await answer(modelName)) return;
-    open.add(call); // it was taken back, and may be given again
+    open.add(call); // The request failed: the result can be sent again.
     given.replaceWith(form);
   });
   return element("div", { class: "call" }, element("code", {}, `${call.function.name}(${call.function.arguments})`), form);

@@ -1,23 +1,23 @@
-// The fleet as it comes over /weft/fleet/events, with rates made of what workers count since their start.
+// The fleet as /weft/fleet/events reports it. Rates are differences of the workers' counters.
 
 import { events, headers, refusal } from "./sse.js";
 
-const KEPT = 60; // pictures, one a second
-const WINDOW_MS = 2800; // reports and pictures both come once a second, not together
+const KEPT = 60; // snapshots, one per second
+const WINDOW_MS = 2800; // Reports and snapshots arrive once per second each, not together.
 const RETRY_MS = [500, 1000, 2000, 4000];
-const SILENCE_MS = 15_000; // pictures come once a second
+const SILENCE_MS = 15_000; // Snapshots arrive once per second.
 
 export class Fleet {
   constructor() {
     this.hello = null;
-    this.now = null; // the latest picture
-    this.rates = new Map(); // worker id -> {prompt, generated} tokens a second, newest last
-    this.reports = new Map(); // boot id -> its latest reports, with their times
+    this.now = null; // the latest snapshot
+    this.rates = new Map(); // worker id -> {prompt, generated} tokens per second, newest last
+    this.reports = new Map(); // boot id -> its latest reports and their times
     this.threads = new Map(); // "prefill decode" -> {prompts, bytes, perSecond}
     this.found = { looked: 0, pool: 0, dram: 0, nvme: 0 };
     this.handOffsPerSecond = 0;
     this.bytesPerSecond = 0;
-    this.seen = new Map(); // threads that this gateway has told of already -> when
+    this.seen = new Map(); // threads that this gateway already reported -> when
     this.at = 0;
   }
 
@@ -55,7 +55,7 @@ export class Fleet {
     for (const boot of this.reports.keys()) if (!boots.has(boot)) this.reports.delete(boot);
     this.now = picture;
     this.at = now;
-    // what came through other gateways; our own was told when it happened
+    // Hand-offs through other gateways. Our own were reported when they happened.
     return moved.filter((pair) => now - (this.seen.get(pair.join(" ")) ?? -Infinity) > 3000);
   }
 
@@ -70,7 +70,7 @@ export class Fleet {
     return sum;
   }
 
-  // Over the last few reports, by the times at which they were made.
+  // Rates over the last few reports, by the time each was made.
   #rate(worker, now) {
     const reports = this.reports.get(worker.boot) ?? [];
     const made = now - worker.report_age_ms;
@@ -100,8 +100,8 @@ export class Fleet {
   }
 }
 
-// For ever: connects, tells `on`, connects again, with another key at once; not while nobody looks. `on` has hello,
-// picture, handOff, lost, and refused, with whether the key is known: another one is needed.
+// Runs for ever: connects, calls the handlers in `on`, reconnects. Connects at once when the key changes, and pauses
+// while the page is hidden. `on` has hello, picture, handOff, lost, and refused (with whether the key is known).
 export async function watch(fleet, on) {
   const key = document.getElementById("key");
   for (let tries = 0; ; tries += 1) {
@@ -113,10 +113,10 @@ export async function watch(fleet, on) {
     const changed = new Promise((resolve) => key.addEventListener("change", resolve, { once: true, signal: call.signal }));
     changed.then(() => { isOther = true; call.abort(); });
     try {
-      // whoever is asked for a key may fetch it from another tab
+      // Do not pause here: the user may fetch the key from another tab.
       const status = await listen(fleet, on, call, () => { tries = 0; }).finally(() => document.removeEventListener("visibilitychange", hide));
       if (status) await changed;
-      else on.lost("the gateway has closed the connection");
+      else on.lost("the gateway closed the connection");
     } catch (error) {
       if (!document.hidden && !isOther) on.lost(error.message);
     } finally {
@@ -127,12 +127,12 @@ export async function watch(fleet, on) {
   }
 }
 
-// To the stream's end; a status where the key is at fault. A stream that falls silent is a connection that has gone.
+// Reads to the end of the stream. Returns the status if the key was refused. A silent stream counts as disconnected.
 async function listen(fleet, on, call, heard) {
   let timer = 0;
   const wait = () => {
     clearTimeout(timer);
-    timer = setTimeout(() => call.abort(new Error(`no word for ${SILENCE_MS / 1000} s`)), SILENCE_MS);
+    timer = setTimeout(() => call.abort(new Error(`no event for ${SILENCE_MS / 1000} s`)), SILENCE_MS);
   };
   try {
     wait();

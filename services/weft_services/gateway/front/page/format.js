@@ -1,4 +1,4 @@
-// Numbers as people read them, and elements without markup. Knows nothing of meshes.
+// Formats numbers for people, and builds elements without markup.
 
 const whole = new Intl.NumberFormat("en");
 
@@ -23,7 +23,7 @@ export const bytes = (n) => {
 
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
-// element("dl", {class: "x", hidden: true}, child, "text", ...): attributes as properties where there is one
+// element("dl", {class: "x", hidden: true}, child, "text", ...): sets the property if the element has one
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {

@@ -1,4 +1,4 @@
-// Wires the page: one fleet, two views, the operator's buttons.
+// Connects the fleet, the two views and the operator's buttons.
 
 import { start } from "./chat.js";
 import { Fleet, watch } from "./fleet.js";
@@ -20,7 +20,7 @@ for (const button of document.querySelectorAll("[data-show]")) {
   });
 }
 
-// Those that the key may use; whoever may not see the mesh may still talk to them.
+// The models that the key may use. They are available even if the mesh is not shown.
 async function learnModels() {
   const response = await fetch("/v1/models", { headers: headers() });
   if (!response.ok) throw new Error(await refusal(response));
@@ -41,7 +41,7 @@ function named() {
 byId("model").addEventListener("change", named);
 new ResizeObserver(() => weave(fleet)).observe(byId("map"));
 
-// A screen reader says it when it is written: only where it is another one, as pictures come once a second.
+// Screen readers announce every write, and snapshots arrive once per second: write only a change.
 function state(kind, text) {
   byId("state").className = `state ${kind}`;
   if (byId("state").title === text) return;
@@ -68,7 +68,7 @@ async function ask(id, verb, body) {
   }
 }
 
-// The last that takes new work of one kind or the other: without it nobody is answered.
+// True for the last worker that accepts new work of a role. Without it every request is rejected.
 function isLast(id) {
   const workers = fleet.now.workers.filter((each) => each.state === "ready" || each.state === "full");
   const one = workers.find((each) => each.id === id);
@@ -78,13 +78,13 @@ function isLast(id) {
 
 const steer = {
   drain: (id, undo) => {
-    if (!undo && isLast(id) && !confirm(`${id} is the last one that takes such work. Requests will be refused until another one does. Drain it?`)) return;
+    if (!undo && isLast(id) && !confirm(`${id} is the last worker that accepts this work. Requests will be rejected until another one does. Drain it?`)) return;
     ask(id, undo ? "undrain" : "drain", {});
   },
   role: (id, role) => ask(id, "role", { role }),
 };
 
-// Drawn once a frame, however many hand-offs come in one.
+// Draws once per frame, however many hand-offs arrive in it.
 const handedOff = new Map();
 
 function shine() {
@@ -111,11 +111,11 @@ watch(fleet, {
   },
   lost: (why) => {
     state("bad", `not connected: ${why}`);
-    if (!lengths.size) learnModels().catch(() => {}); // answers may come where pictures do not
+    if (!lengths.size) learnModels().catch(() => {}); // Models may be available although the fleet is not.
   },
   refused: (why, isKnown) => {
-    state(isKnown ? "" : "bad", isKnown ? "the map is for operators" : "a key is asked for: Settings");
-    complain(`The mesh is shown to operators, whose key goes under Settings: ${why}`);
+    state(isKnown ? "" : "bad", isKnown ? "the map is for operators" : "enter an API key under Settings");
+    complain(`The mesh is shown to operators only; enter an operator's key under Settings: ${why}`);
     byId("settings").open ||= !isKnown;
     learnModels().catch(() => {});
   },

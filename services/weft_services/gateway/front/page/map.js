@@ -1,18 +1,18 @@
-// Draws the fleet: totals, a card a worker, the shared store. The threads between them are in threads.js.
+// Draws the fleet: totals, one card per worker, the shared store. threads.js draws the threads between them.
 
 import { byId, bytes, compact, count, drawing, element, percent } from "./format.js";
 
-const MANY = 6; // workers of a side whose cards show no more than who, how full and how fast
+const MANY = 6; // Above this number of workers on a side, cards show only id, pool and speed.
 const ROLES = ["prefill", "decode", "both"];
 const cards = new Map(); // worker id -> its elements
 
-// `steer` is what the operator's buttons do: { drain(id, undo), role(id, role) }
+// `steer` has the actions of the operator's buttons: { drain(id, undo), role(id, role) }
 export function draw(fleet, steer) {
   totals(fleet);
   spine(fleet);
   const focused = document.activeElement;
   for (const role of ["prefill", "decode"]) side(fleet, role, steer);
-  if (focused?.isConnected && document.activeElement !== focused) focused.focus(); // its card has changed sides
+  if (focused?.isConnected && document.activeElement !== focused) focused.focus(); // Its card moved to the other side.
   store(fleet.now.store, fleet.found);
 }
 
@@ -30,7 +30,7 @@ function totals(fleet) {
 }
 
 function spine({ now }) {
-  const waiting = now.waiting ? `${count(now.waiting)} wait for room` : "nobody waits";
+  const waiting = now.waiting ? `${count(now.waiting)} waiting` : "queue empty";
   byId("spine").replaceChildren(
     node("gateway", `${count(now.in_flight)} in flight`), node("scheduler", waiting));
 }
@@ -58,13 +58,13 @@ function side(fleet, role, steer) {
   arrange(place, shown);
 }
 
-// What is there already is not touched: a card that is taken out and put back has lost the focus, and closed its list of roles.
+// Leaves cards in place where possible: moving a card loses the focus and closes its list of roles.
 function arrange(place, shown) {
   for (const old of [...place.children]) if (!shown.includes(old)) old.remove();
   for (const [at, root] of shown.entries()) if (place.children[at] !== root) place.insertBefore(root, place.children[at] ?? null);
 }
 
-// A worker that loads its model: what it is busy with, and how far that is where it is counted.
+// A worker that loads its model: the phase, and its progress if known.
 function arriving(arrival) {
   const done = arrival.total_bytes ? arrival.done_bytes / arrival.total_bytes : 0;
   const words = `${arrival.phase}${arrival.total_bytes ? ` ${percent(done)}` : ""}, ${count(Math.round(arrival.since_ms / 1000))} s`;
@@ -151,6 +151,6 @@ function store(use, found) {
     tier("memory", use.memory_used_bytes, use.memory_bytes, found.dram);
     if (use.disk_bytes) tier("disk", use.disk_used_bytes, use.disk_bytes, found.nvme);
   }
-  const words = use ? "keeps blocks when a worker forgets them" : "not there: workers keep what they can in their own pools";
+  const words = use ? "keeps blocks when a worker forgets them" : "not running: workers cache in their own pools only";
   byId("store").replaceChildren(element("h2", {}, "Shared store ", element("span", { class: "quiet" }, words)), ...(use ? [rows] : []));
 }

@@ -1,5 +1,5 @@
-// Markdown as models write it, to elements: no markup of an answer is ever taken for the page's own. What is cut off in
-// the middle, as an answer that still grows is, shows as what it will most likely be.
+// Renders Markdown as elements, so that markup in an answer never becomes markup of the page. Incomplete Markdown of an
+// answer that still grows renders as what it will most likely become.
 
 import { element } from "./format.js";
 
@@ -9,7 +9,7 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^>\s?/;
 const RULE = /^\s*(-{3,}|\*{3,}|_{3,})\s*$/;
 const DASHES = /^[\s|:]*-[\s|:-]*$/;
-const MAX_DEPTH = 20; // a model that repeats one > for ever is in no quote of a thousand
+const MAX_DEPTH = 20; // A model that repeats > for ever must not nest a thousand quotes.
 const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\][]+)\]\((https?:[^\s()]+)\)/g;
 
 export function render(text, depth = 0) {
@@ -23,7 +23,7 @@ export function render(text, depth = 0) {
   return blocks;
 }
 
-// The block that begins there, and where the next one does.
+// Returns the block that begins at this line, and the line of the next one.
 function take(lines, at, depth) {
   const line = lines[at];
   if (!line.trim()) return [null, at + 1];
@@ -45,7 +45,7 @@ const begins = (lines, at) =>
 function code(lines, at) {
   let end = at + 1;
   while (end < lines.length && !FENCE.test(lines[end])) end += 1;
-  const margin = indent(lines[at]); // of the fence, as in a list's item
+  const margin = indent(lines[at]); // of the fence, which may be indented in a list
   const text = lines.slice(at + 1, end).map((line) => line.slice(Math.min(margin, indent(line)))).join("\n");
   const language = FENCE.exec(lines[at])[1].trim();
   return [element("div", { class: "code" }, element("header", {}, language || "text", copier(() => text)), element("pre", {}, element("code", {}, text))), end + 1];
@@ -57,7 +57,7 @@ function quote(lines, at, depth) {
   return [element("blockquote", {}, ...render(lines.slice(at, end).map((line) => line.replace(QUOTE, "")).join("\n"), depth + 1)), end];
 }
 
-// Items of one depth; what is indented further belongs to the item before it.
+// Items of one depth. Deeper lines belong to the item before them.
 function list(lines, at, depth) {
   const [, margin, mark] = ITEM.exec(lines[at]);
   const isOrdered = /\d/.test(mark);
@@ -67,7 +67,7 @@ function list(lines, at, depth) {
     const item = ITEM.exec(lines[end]);
     if (!item || item[1].length > margin.length + 1 || /\d/.test(item[2]) !== isOrdered) break;
     const inner = [];
-    const start = item[1].length + item[2].length + 1; // where its text begins
+    const start = item[1].length + item[2].length + 1; // where the text begins
     for (end += 1; end < lines.length && isWithin(lines, end, margin.length); end += 1) inner.push(lines[end].slice(Math.min(start, indent(lines[end]))));
     made.append(element("li", {}, ...inline(item[3]), ...render(inner.join("\n"), depth + 1)));
   }
@@ -108,7 +108,7 @@ function inline(text) {
   return parts.filter(Boolean);
 }
 
-// A button that copies what `text` gives then; nothing where the browser allows none.
+// A button that copies the result of `text()`; null if the browser has no clipboard.
 export function copier(text) {
   if (!navigator.clipboard) return null;
   const button = element("button", { type: "button", class: "link copy" }, "copy");

@@ -1,4 +1,4 @@
-// Server-sent events out of a fetch, which can carry a body and an API key where EventSource cannot.
+// Server-sent events over fetch, which can send a body and an API key; EventSource cannot.
 
 const key = () => document.getElementById("key").value.trim();
 
@@ -6,7 +6,7 @@ export function headers(extra = {}) {
   return key() ? { authorization: `Bearer ${key()}`, ...extra } : extra;
 }
 
-// The API's own words for what went wrong.
+// The error message of the API.
 export async function refusal(response) {
   try {
     return (await response.json()).error.message;
@@ -15,11 +15,11 @@ export async function refusal(response) {
   }
 }
 
-// Of a connection that there is not, or no longer, browsers say "Failed to fetch" and the like.
+// Browsers report a failed connection as "Failed to fetch" and the like.
 export const why = (error) =>
   error instanceof TypeError ? `The gateway cannot be reached: is the mesh running? (${error.message})` : error.message;
 
-// Yields {event, data} until the stream ends; comments are passed over.
+// Yields {event, data} until the stream ends; skips comments.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

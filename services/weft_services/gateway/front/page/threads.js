@@ -1,4 +1,4 @@
-// The threads between prefill and decode workers, and what runs along them when a prompt is handed off.
+// Draws the threads between prefill and decode workers, and the pulse of each hand-off.
 
 import { byId, count, drawing } from "./format.js";
 
@@ -7,11 +7,11 @@ const MAX_THREADS = 160;
 const MAX_LABELS = 6;
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
 
-// Curves follow the cards, so they are drawn anew when those move.
+// Redraws the curves when the cards move.
 export function weave(fleet) {
   const svg = byId("threads");
   const frame = svg.getBoundingClientRect();
-  if (!frame.width) return; // the map is not on show
+  if (!frame.width) return; // The map is hidden.
   const box = (root) => {
     const at = root.getBoundingClientRect();
     return { left: at.left - frame.left, right: at.right - frame.left, y: at.top - frame.top + Math.min(at.height / 2, 24), top: at.top - frame.top, bottom: at.bottom - frame.top };
@@ -33,7 +33,7 @@ export function weave(fleet) {
   for (const [key, path] of old) { path.remove(); svg.querySelector(`text[data-thread="${CSS.escape(key)}"]`)?.remove(); }
 }
 
-// Who is asked where a request goes, drawn once: from the front to both sides.
+// The fixed curves from the scheduler to both sides.
 function plan(frame) {
   const spine = byId("spine").getBoundingClientRect();
   const start = { x: spine.left - frame.left + spine.width / 2, y: spine.bottom - frame.top };
@@ -50,7 +50,7 @@ function curve(from, to) {
   return `M${from.right} ${from.y}C${from.right + bend} ${from.y} ${to.left - bend} ${to.y} ${to.left} ${to.y}`;
 }
 
-// The point of the curve at that share of it, as its formula has it.
+// The point at the fraction `t` of a cubic curve.
 function along(from, to, share) {
   const bend = (to.left - from.right) / 2;
   const rest = 1 - share;
@@ -58,7 +58,7 @@ function along(from, to, share) {
   return { x: mix(from.right, from.right + bend, to.left - bend, to.left), y: mix(from.y, from.y, to.y, to.y) };
 }
 
-// How many prompts went this way, each at a place of its own where threads cross; among many threads that would be noise.
+// Labels each thread with its number of prompts, at a different place per thread. Many threads have no labels.
 function label(svg, key, prompts, place) {
   let text = svg.querySelector(`text[data-thread="${CSS.escape(key)}"]`);
   if (!place || !prompts) { text?.remove(); return; }
@@ -68,7 +68,7 @@ function label(svg, key, prompts, place) {
   text.textContent = count(prompts);
 }
 
-// A gradient in the page's colours; user space, since a straight line has no box of its own.
+// A gradient in the page's colours, in user space because a straight line has no bounding box.
 function gradient() {
   const stops = [["0.38", "--prefill-fill"], ["0.62", "--decode-fill"]].map(([offset, colour]) => {
     const stop = drawing("stop", { offset });
@@ -86,7 +86,7 @@ export function light(prefill, decode) {
   path.style.strokeWidth = "3";
   clearTimeout(path.dataset.timer);
   path.dataset.timer = setTimeout(() => { path.classList.remove("hot"); path.style.strokeWidth = ""; }, GLOW_MS);
-  if (isStill.matches || document.hidden) return; // nothing is drawn for a page that nobody sees
+  if (isStill.matches || document.hidden) return; // Do not animate a hidden page.
   const shuttle = svg.appendChild(drawing("circle", { r: "4.5" }));
   const length = path.getTotalLength();
   const started = performance.now();

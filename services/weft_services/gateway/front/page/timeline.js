@@ -1,5 +1,5 @@
-// The account under an answer: figures, and lanes that show which machine worked when. Everything comes from the
-// gateway's own `weft.timeline`; nothing is measured here.
+// Figures and lanes under an answer: which worker did what, and when. All values come from the gateway's
+// `weft.timeline`; the page measures nothing.
 
 import { bytes, count, element, milliseconds, percent } from "./format.js";
 
@@ -7,7 +7,7 @@ export function account(told) {
   return element("div", { class: "account" }, figures(told), lanes(told), note(told));
 }
 
-// A bar that is too narrow for its name has it in its title only; to be called once the account is on the page.
+// Removes the names of bars that are too narrow; their titles keep them. Call it when the element is on the page.
 export function fit(root) {
   for (const bar of root.querySelectorAll(".bar")) if (bar.scrollWidth > bar.clientWidth + 1) bar.textContent = "";
 }
@@ -33,7 +33,7 @@ function path({ prefill, decode }) {
   return element("dd", { class: "path" }, element("span", { class: "p" }, prefill), " → ", element("span", { class: "d" }, decode));
 }
 
-// Two scales side by side: up to the first token, and from there to the end; the second is often a hundred times longer.
+// Two scales side by side: up to the first token, and from there to the end, often a hundred times longer.
 function lanes(told) {
   const { elapsed_ms: at, workers } = told;
   const rows = element("div", { class: "lanes", role: "img", "aria-label": spoken(told) });
@@ -44,7 +44,7 @@ function lanes(told) {
     element("span", { class: "name" }, name), track(early, 0, first), track(late, first, at.end));
   lane("gateway", front);
   if (!isLocal) lane(workers.prefill, prefill);
-  if (!isLocal) lane("KV pull", move, move); // the first token does not wait for the last block, the second does
+  if (!isLocal) lane("KV pull", move, move); // The second token waits for the last block; the first does not.
   lane(workers.decode, isLocal ? [...decode, ...prefill] : decode, [["decode", "writes the answer", written, at.last_token]]);
   rows.append(
     element("span"),
@@ -53,7 +53,7 @@ function lanes(told) {
   return rows;
 }
 
-// [class, name, from, to] in milliseconds since the request came.
+// [class, name, from, to] in milliseconds since the request arrived.
 function spans(told) {
   const { elapsed_ms: at, decode_stages_ms: spent, prefill: work } = told;
   const reserved = at.routed + spent.routed;
@@ -96,12 +96,12 @@ function note(told) {
   const parts = [];
   if (tokens.cached) {
     const store = tokens.from_store ? `, ${count(tokens.from_store)} of them from the shared store` : "";
-    parts.push(`${percent(tokens.cached / tokens.prompt)} of the prompt did not have to be computed${store}.`);
+    parts.push(`${percent(tokens.cached / tokens.prompt)} of the prompt came from caches${store}.`);
   }
-  if (transfer.bytes) parts.push(`Of the hand-off, ${milliseconds(transfer.exposed_ms)} were not hidden behind computing.`);
-  if (workers.prefill === workers.decode) parts.push("The worker that wrote the answer computed the prompt, too: nothing was moved.");
-  if (route.waited_ms > 1) parts.push(`It waited ${milliseconds(route.waited_ms)} for room.`);
-  if (told.num_attempts > 1) parts.push(`It was moved to another worker on the way, ${told.num_attempts} attempts in all.`);
+  if (transfer.bytes) parts.push(`${milliseconds(transfer.exposed_ms)} of the hand-off did not overlap with computing.`);
+  if (workers.prefill === workers.decode) parts.push("One worker computed the prompt and wrote the answer: no KV moved.");
+  if (route.waited_ms > 1) parts.push(`The request waited ${milliseconds(route.waited_ms)} in the admission queue.`);
+  if (told.num_attempts > 1) parts.push(`The request migrated to another worker: ${told.num_attempts} attempts.`);
   return parts.length ? element("p", { class: "note" }, parts.join(" ")) : null;
 }
 
