@@ -149,7 +149,9 @@ class LocalMesh:
     async def moves(self, client: httpx.AsyncClient) -> int:
         """Sequences that the gateway has moved so far."""
         text = (await client.get("/metrics")).text
-        return round(sum(float(value) for value in re.findall(r"^weft_sequence_moves_total\{.*\} (\S+)$", text, re.M)))
+        return round(
+            sum(float(value) for value in re.findall(r"^weft_sequence_migrations_total\{.*\} (\S+)$", text, re.M))
+        )
 
     def _is_ready(self) -> bool:
         try:

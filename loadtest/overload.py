@@ -241,7 +241,7 @@ def _conditions(options: Options) -> str:
         f"One prefill and one decode worker, 30 million weights, gateway, scheduler and clients on one machine. "
         f"Prompts of about {options.prompt_tokens} tokens, answers of about {options.output_tokens}. "
         f"Good: first token within {options.slo.first_token:g} s, others {1000 * options.slo.per_token:g} ms on "
-        f"average. WEFT_TARGETS={options.targets or 'default'} WEFT_QUEUE_SECONDS={options.queue_seconds:g}. "
+        f"average. WEFT_SLO={options.targets or 'default'} WEFT_MAX_QUEUE_WAIT_SECONDS={options.queue_seconds:g}. "
         "Times in ms."
     )
 
@@ -257,8 +257,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> tuple[Options, Path
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("--slo", type=float, nargs=2, default=(3.0, 0.1), metavar=("TTFT", "PER_TOKEN"))
-    parser.add_argument("--targets", default="", help="WEFT_TARGETS of the mesh; empty: its default")
-    parser.add_argument("--queue-seconds", type=float, default=2.0, help="WEFT_QUEUE_SECONDS of the mesh")
+    parser.add_argument("--targets", default="", help="WEFT_SLO of the mesh; empty: its default")
+    parser.add_argument("--queue-seconds", type=float, default=2.0, help="WEFT_MAX_QUEUE_WAIT_SECONDS of the mesh")
     parser.add_argument("--deadline", type=float, default=20.0, help="of a request, seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a directory for overload.json and overload.html")
@@ -275,8 +275,8 @@ def main() -> None:
     """Measure, print, write."""
     options, out = parse_options()
     environment = {
-        "WEFT_TARGETS": options.targets,
-        "WEFT_QUEUE_SECONDS": str(options.queue_seconds),
+        "WEFT_SLO": options.targets,
+        "WEFT_MAX_QUEUE_WAIT_SECONDS": str(options.queue_seconds),
         "WEFT_REQUEST_TIMEOUT_SECONDS": str(options.deadline),
     }
     with tempfile.TemporaryDirectory() as folder:

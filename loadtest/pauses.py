@@ -43,7 +43,7 @@ PAUSE_SECONDS = (0.5, 0.9, 3.0, 12.0, 27.0)
 KILL_SHARE = 0.25
 # what is paused: this share of all processes
 SHARES = (0.2, 0.6, 1.0)
-# as WEFT_MOVE_SECONDS: a worker that is away for longer could not answer
+# as WEFT_MIGRATION_TIMEOUT_SECONDS: a worker that is away for longer could not answer
 MOVE_SECONDS = 30.0
 HUNG_SECONDS = 180.0
 MAX_RATIO = 1.3

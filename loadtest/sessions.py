@@ -65,7 +65,7 @@ class Watch:
     async def look(self, client: httpx.AsyncClient) -> tuple[int, int]:
         """By session and by load."""
         text = (await client.get(self._url)).raise_for_status().text
-        found = dict(re.findall(r'^weft_routes_total\{outcome="(\w+)"\} (\S+)$', text, re.M))
+        found = dict(re.findall(r'^weft_placements_total\{outcome="(\w+)"\} (\S+)$', text, re.M))
         return round(float(found.get("session", 0))), round(float(found.get("load", 0)))
 
 

@@ -104,24 +104,28 @@ E2E = LoopHistogram(
     buckets=LATENCY_BUCKETS,
     registry=REGISTRY,
 )
-MOVES = Counter(
-    "weft_sequence_moves", "Sequences taken to another worker: lost, full, failed", ["cause"], registry=REGISTRY
+SEQUENCE_MIGRATIONS = Counter(
+    "weft_sequence_migrations", "Sequences taken to another worker: lost, full, failed", ["cause"], registry=REGISTRY
 )
 
-# scheduler; gateways count a full fleet's refusals that they know of in ROUTES
+# scheduler; gateways count a full fleet's refusals that they know of in PLACEMENTS
 WORKERS = Gauge("weft_workers", "Live workers", ["role"], registry=REGISTRY)
 READY_WORKERS = Gauge(
     "weft_ready_workers", "Workers that take requests, by what they can do", ["model", "role"], registry=REGISTRY
 )
 BOOKED_TOKENS = Gauge("weft_booked_tokens", "Tokens booked on workers", ["role"], registry=REGISTRY)
 BOOKED_REQUESTS = Gauge("weft_booked_requests", "Requests booked on workers", registry=REGISTRY)
-DECLINED_ROLES = Counter("weft_declined_roles", "Roles that workers were asked for and did not play", registry=REGISTRY)
-WAITING = Gauge("weft_routes_waiting", "Requests that wait for room", registry=REGISTRY)
-OVER_TARGET = Counter(
-    "weft_over_target", "Requests that came when the expected wait or ITL was over target", registry=REGISTRY
+ROLE_CHANGE_TIMEOUTS = Counter(
+    "weft_role_change_timeouts", "Roles that workers were asked for and did not play", registry=REGISTRY
 )
-LOCATES = Counter("weft_locates", "Questions to kvstore, by what came of them", ["outcome"], registry=REGISTRY)
-ROUTES = Counter("weft_routes", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
+WAITING_REQUESTS = Gauge("weft_requests_waiting", "Requests that wait for room", registry=REGISTRY)
+OVER_SLO = Counter(
+    "weft_requests_over_slo", "Requests that came when the expected wait or ITL was over target", registry=REGISTRY
+)
+KVSTORE_LOCATES = Counter(
+    "weft_kvstore_locates", "Questions to kvstore, by what came of them", ["outcome"], registry=REGISTRY
+)
+PLACEMENTS = Counter("weft_placements", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
 
 # every service, for the stages of weft.request_stage that it sees
 STAGE_SECONDS = Histogram(
@@ -134,8 +138,8 @@ STAGE_SECONDS = Histogram(
 
 # every process; the second of gateway, scheduler and workers
 ANONYMOUS_BYTES = Gauge("weft_anonymous_memory_bytes", "Anonymous memory of this process", registry=REGISTRY)
-STANDSTILL_SECONDS = Counter(
-    "weft_standstill_seconds", "Time in which this process was stopped or got no processor time", registry=REGISTRY
+STALLED_SECONDS = Counter(
+    "weft_process_stalled_seconds", "Time in which this process was stopped or got no processor time", registry=REGISTRY
 )
 
 # workers
@@ -175,8 +179,10 @@ EXPOSED_SECONDS = Histogram(
     buckets=LATENCY_BUCKETS,
     registry=REGISTRY,
 )
-FALLBACK_TOKENS = Gauge(
-    "weft_fallback_prompt_tokens", "Prompt tokens that decode computes now, as a hand-off failed", registry=REGISTRY
+LOCAL_PREFILL_PENDING_TOKENS = Gauge(
+    "weft_local_prefill_pending_tokens",
+    "Prompt tokens that decode computes now, as a hand-off failed",
+    registry=REGISTRY,
 )
 STORE_BLOCKS = Counter(
     "weft_kv_store_blocks", "Blocks by outcome: put, got, failed, skipped", ["outcome"], registry=REGISTRY

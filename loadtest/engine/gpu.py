@@ -2,7 +2,7 @@
 
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out tiny --tiny     the same on any machine, in seconds
-    PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out packed --weights resident   limits stay those of plain
+    PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out packed --weight-format packed12   limits of plain
 
 Measures the device's own limits, attention alone, then decode, prefill and mixed load of the 8B, 70B, Scout and Kimi
 shapes, and transformers beside it where it is installed. After every point everything is in results/: results.json,
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="", help="default: a GPU; of tiny models the CPU where there is none")
     parser.add_argument("--shapes", default="8B,Kimi,Scout,70B")
-    parser.add_argument("--weights", default="plain", choices=("plain", "resident"))
+    parser.add_argument("--weight-format", default="plain", choices=("plain", "packed12"))
     parser.add_argument("--limit-seconds", type=float, default=560.0)
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
     parser.add_argument("--quick", action="store_true", help="one context, two prompts")
@@ -102,9 +102,9 @@ def main() -> None:
         parser.error("no GPU here: --tiny is for any machine, --device cpu for one with all that memory")
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results.open(options.out / "results.json", options.limit_seconds)
-    settings = replace(settings_for(options.device, options.tiny), is_resident=options.weights == "resident")
+    settings = replace(settings_for(options.device, options.tiny), is_resident=options.weight_format == "packed12")
     gpu = measure(options.device)
-    results.under(facts(settings, gpu) | {"weights": options.weights, "tiny": options.tiny})
+    results.under(facts(settings, gpu) | {"weights": options.weight_format, "tiny": options.tiny})
     if not results.attention:
         results.attention = [asdict(row) for row in sweep_attention(options.device, gpu, options.tiny)]
         results.save()

@@ -185,7 +185,9 @@ def read_options() -> argparse.Namespace:
         ("mixed", (1, 8) if is_cpu else (8, 32)),
     ):
         parser.add_argument(f"--{name}", type=numbers, default=values)
-    parser.add_argument("--weights", default="plain", choices=("plain", "resident"), help="resident: F12 on a GPU")
+    parser.add_argument(
+        "--weight-format", default="plain", choices=("plain", "packed12"), help="packed12: F12 on a GPU"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--point-seconds", type=float, default=60.0)
     parser.add_argument("--limit-seconds", type=float, default=3600.0)
@@ -205,12 +207,13 @@ def main() -> None:
     max_seqs = max([*options.batches, *options.mixed], default=1) + 1
     limits = (block_tokens, options.chunk_tokens, max_seqs, options.kv_gib)
     mixed_tokens = choose(Wanted(), has_cuda=options.device != "cpu").mixed_tokens  # as a worker would
-    is_resident = options.weights == "resident"
+    is_resident = options.weight_format == "packed12"
     settings = Settings(options.device, options.dtype, *limits, mixed_tokens=mixed_tokens, is_resident=is_resident)
     results = Results.open(options.out / "results.json" if options.out else None, options.limit_seconds)
     gpu = measure(options.device, options.dtype)
     results.under(
-        facts(settings, gpu) | {"threads": torch.get_num_threads(), "tiny": options.tiny, "weights": options.weights}
+        facts(settings, gpu)
+        | {"threads": torch.get_num_threads(), "tiny": options.tiny, "weights": options.weight_format}
     )
     parts = (options.batches, options.contexts, options.prompts, options.mixed)
     sweep = Sweep(shape, settings, gpu, Grid(*parts, options.steps, options.point_seconds))

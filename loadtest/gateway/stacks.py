@@ -90,7 +90,7 @@ def weft(num_gateways: int = 1, gateway_cores: Sequence[int] = (), other_cores: 
                 "WEFT_SCHEDULER_ADDR": scheduler,
                 "WEFT_HTTP_PORT": str(port),
                 "WEFT_GRPC_PORT": str(grpc_port),
-                "WEFT_SHARE_PORTS": "1",
+                "WEFT_REUSE_PORT": "1",
                 "WEFT_PRIVATE_PORT": str(private),
                 "WEFT_MAX_REQUESTS": "20000",
             }

@@ -33,7 +33,7 @@ class KvStoreNode:
         self._environment = {
             **os.environ,
             "WEFT_PORT": self.address.rpartition(":")[2],
-            "WEFT_SEGMENT_BYTES": str(segment_bytes),
+            "WEFT_STORE_MEMORY_BYTES": str(segment_bytes),
             "WEFT_LOG_LEVEL": "WARNING",
         }
         if disk_bytes:

@@ -123,7 +123,7 @@ def restart(mesh_pid: int, record: MeshRecord, what: str) -> Restart:
 def wake(mesh_pid: int, record: MeshRecord) -> Restart:
     """Park the worker, and wake it when it has given back its memory."""
     scheduler, process = record.services["scheduler"], worker_pid(mesh_pid, record.services[WORKER])
-    steer.park(scheduler, WORKER, even_last=True)
+    steer.sleep(scheduler, WORKER, even_last=True)
     asyncio.run(until_asleep(scheduler))
     before, began = disk_bytes(process), time.perf_counter()
     steer.wake(scheduler, WORKER)

@@ -42,8 +42,12 @@ _numbers = itertools.count()
 def chaos_mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """Small chunks, so that there is much hand-off over the transport that is the parameter; a short lease; time to
     start again even on a busy machine. What the store has, in memory or on its disk, is always fetched."""
-    environment = {"WEFT_CHUNK_TOKENS": "16", "WEFT_LEASE_SECONDS": str(LEASE_SECONDS), "WEFT_MOVE_SECONDS": "120"}
-    environment["WEFT_STORE_FETCH"] = "always"
+    environment = {
+        "WEFT_CHUNK_TOKENS": "16",
+        "WEFT_LEASE_SECONDS": str(LEASE_SECONDS),
+        "WEFT_MIGRATION_TIMEOUT_SECONDS": "120",
+    }
+    environment["WEFT_STORE_FETCH_POLICY"] = "always"
     disk = str(tmp_path_factory.mktemp("disk"))
     running = Mesh("--transport", request.param, "--decode", "2", "--disk", disk, environment=environment)
     try:

@@ -45,7 +45,7 @@ def whole_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh,
     keys = folder / "keys.json"
     keys.write_text(dump_keys([Key("tester", digest_of(secret))]))
     timeline = folder / "start.svg"
-    options = ["--both", "1", "--gateways", "2", "--weights", "resident", "--timeline", str(timeline)]
+    options = ["--both", "1", "--gateways", "2", "--weight-format", "packed12", "--timeline", str(timeline)]
     mesh = Mesh("--keys", str(keys), "--prefill", "1", "--decode", "1", *options)
     try:
         mesh.wait_ready()

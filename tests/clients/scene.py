@@ -149,7 +149,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
             grpc_port=0,
             redis_url=valkey.connection_url,
             keys=str(keys),
-            move_seconds=0.3,
+            migration_timeout_seconds=0.3,
             grace_seconds=1,
         )
         gateway = await stack.enter_async_context(running(config))

@@ -26,10 +26,10 @@ WORKERS = {
 DRAM, NVME = {"dram room", "dram expired", "dram quota", "dram gone"}, {"nvme room", "nvme expired", "nvme quota"}
 REFUSED = {"late", "overloaded", "unavailable", "unknown_model", "invalid", "cancelled", "failed"}
 COUNTED = {
-    "gateway": {"weft_sequence_moves_total": {"lost", "full", "failed"}, "weft_routes_total": {"overloaded"}},
+    "gateway": {"weft_sequence_migrations_total": {"lost", "full", "failed"}, "weft_placements_total": {"overloaded"}},
     "scheduler": {
-        "weft_routes_total": {"session", "load", *REFUSED},
-        "weft_locates_total": {"answered", "late", "failed"},
+        "weft_placements_total": {"session", "load", *REFUSED},
+        "weft_kvstore_locates_total": {"answered", "late", "failed"},
     },
     "prefill": WORKERS | {"weft_kv_leases_total": {"returned", "cancelled", "expired", "broken", "stalled"}},
     "decode": WORKERS,

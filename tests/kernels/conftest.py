@@ -22,7 +22,7 @@ def _one_thread() -> Iterator[None]:
 def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of tiles, with nothing in them; what others of this machine have tuned is not asked."""
     tuning = pytest.importorskip("weft_kernels.packed.tuning")
-    monkeypatch.setenv("WEFT_TUNING_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "directory", lambda: tmp_path)
     tuning.table_of.cache_clear()
     yield
     tuning.table_of.cache_clear()

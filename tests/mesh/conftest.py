@@ -201,7 +201,7 @@ class Mesh:
 def mesh() -> Iterator[Mesh]:
     """One prefill and one decode worker, chunks of 16 tokens, Mooncake; what the store has is always fetched. Requests
     wait for a worker for as long as they may: a busy machine takes its time to start one anew."""
-    settings = {"WEFT_CHUNK_TOKENS": "16", "WEFT_STORE_FETCH": "always", "WEFT_QUEUE_SECONDS": "4"}
+    settings = {"WEFT_CHUNK_TOKENS": "16", "WEFT_STORE_FETCH_POLICY": "always", "WEFT_MAX_QUEUE_WAIT_SECONDS": "4"}
     running = Mesh("--transport", "mooncake", environment=settings)
     try:
         running.wait_ready()

@@ -1,4 +1,4 @@
-"""`weft park` and `weft wake` on a running mesh: the process stays, its memory goes, and nobody's request is lost."""
+"""`weft sleep` and `weft wake` on a running mesh: the process stays, its memory goes, and nobody's request is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mapped(process: psutil.Process, name: str) -> int:
 
 def test_a_parked_worker_gives_back_its_memory_and_serves_again_when_it_is_woken(mesh: Mesh) -> None:
     boots, parked = mesh.boots(), mesh.child("decode-0")
-    assert "last decode worker" in weft(mesh, "park", "decode-0")
+    assert "last decode worker" in weft(mesh, "sleep", "decode-0")
     before = parked.memory_info().rss
     assert mapped(parked, "/dev/shm/weft-weights-") > 9_000_000 < mapped(parked, "weft-kv-pool")
     change(mesh, "prefill-0", "both")
@@ -42,12 +42,12 @@ def test_a_parked_worker_gives_back_its_memory_and_serves_again_when_it_is_woken
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [pool.submit(long_answer, mesh, prompt, 160) for prompt in asked]
         wait_until("the mesh has work", lambda: any(each.booked_requests for each in mesh.workers().values()))
-        assert "gives back its memory" in weft(mesh, "park", "decode-0")
+        assert "gives back its memory" in weft(mesh, "sleep", "decode-0")
         assert [answer.result(120) for answer in answers] == [greedy(prompt, 160) for prompt in asked]
     wait_until("its memory is gone", lambda: not mapped(parked, "weft-weights-") + mapped(parked, "weft-kv-pool"))
     wait_until("it has joined again", lambda: "decode-0" in mesh.workers())
     assert parked.memory_info().rss < before
-    assert [line for line in weft(mesh, "top", "--once").splitlines() if "decode-0" in line and "parked" in line]
+    assert [line for line in weft(mesh, "top", "--once").splitlines() if "decode-0" in line and "asleep" in line]
     told = json.loads(weft(mesh, "status", "--json"))["workers"]
     assert {each["worker_id"]: (each["parked"], each["ready"]) for each in told} == {
         "decode-0": (True, False),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 def planned() -> Iterator[Mesh]:
     """A mesh on which the shortest queue is too long and no token too slow."""
-    environment = {"WEFT_PLANNER": "1/60000", "WEFT_CHUNK_TOKENS": "16"}
+    environment = {"WEFT_ROLE_BALANCER": "1/60000", "WEFT_CHUNK_TOKENS": "16"}
     running = Mesh("--prefill", "1", "--decode", "2", "--transport", "grpc", environment=environment)
     try:
         running.wait_ready()

@@ -62,10 +62,10 @@ def test_the_commands_for_a_running_mesh(mesh: Mesh, tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     ran = set()
     for name, *rest in distinct("weft", *ON_A_MESH):
-        if not rest and name in ("drain", "undrain", "role", "park", "wake"):
+        if not rest and name in ("drain", "undrain", "set-role", "sleep", "wake"):
             continue  # a mention
         result = runner.invoke(app, [name, *rest, *ON_A_MESH[name]], input="Who are you?\n")
-        if name in ("role", "park"):
+        if name in ("set-role", "sleep"):
             assert "last" in result.output, (
                 "the only worker of its role keeps it; test_roles and test_parking have more"
             )

@@ -1,4 +1,4 @@
-"""`weft role` on a running mesh: roles swap under a stream, and every token stays what transformers says."""
+"""`weft set-role` on a running mesh: roles swap under a stream, and every token stays what transformers says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEGIN = {"prefill-0": "prefill", "decode-0": "decode"}
 
 def ask(mesh: Mesh, worker: str, role: str) -> subprocess.CompletedProcess[str]:
     address = mesh.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]
-    command = [*WEFT, "role", worker, role, "--scheduler", address]
+    command = [*WEFT, "set-role", worker, role, "--scheduler", address]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 

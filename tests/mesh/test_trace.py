@@ -24,7 +24,7 @@ def collector() -> Iterator[Collector]:
 def traced(collector: Collector) -> Iterator[Mesh]:
     """A mesh that says what it does; what the store might have is always asked for."""
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-    environment |= {"WEFT_STORE_FETCH": "always", "no_proxy": "127.0.0.1"}
+    environment |= {"WEFT_STORE_FETCH_POLICY": "always", "no_proxy": "127.0.0.1"}
     running = Mesh("--transport", "mooncake", environment=environment)
     try:
         running.wait_ready()

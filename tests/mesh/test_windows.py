@@ -45,7 +45,7 @@ def test_tokens_are_exact_cold_warm_and_from_the_store_and_pages_out_of_sight_st
     assert len(groups.reaches) == 3
     running = Mesh(
         *("--transport", "mooncake"),
-        environment={"WEFT_CHUNK_TOKENS": str(paging.chunk_tokens), "WEFT_STORE_FETCH": "always"},
+        environment={"WEFT_CHUNK_TOKENS": str(paging.chunk_tokens), "WEFT_STORE_FETCH_POLICY": "always"},
         models=[model],
     )
     asked = prompts(8, 20, 400, salt=4)

@@ -26,7 +26,7 @@ from weft.model.config import read_config
 from weft.request import SamplingParams, WorkerAddress
 from weft.rpc.health_service import SERVING
 from weft.rpc.server import RpcServer
-from weft.worker.config import WeightsForm
+from weft.worker.config import WeightFormat
 from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
@@ -75,9 +75,9 @@ async def test_resident_weights_give_the_tokens_of_plain_ones(
     monkeypatch.setattr("weft_kernels.linear.pack_12", pack)
     half = as_bfloat16(tiny, tmp_path)
     asked = list(prompt(23))
-    for form in WeightsForm:
+    for form in WeightFormat:
         packed.clear()
-        async with start_process(half, weights=form) as process, background() as tasks:
+        async with start_process(half, weight_format=form) as process, background() as tasks:
             await process.until_serving()
             gateway = Gateway(process.address, tasks)
             answer = await gateway.generate(tuple(asked))
@@ -85,7 +85,7 @@ async def test_resident_weights_give_the_tokens_of_plain_ones(
             await gateway.leave()
         # qkv, output, gate and up, down of each layer; the head
         count = 4 * half.config.num_layers + 1 if native() else 0
-        assert len(packed) == (0 if form is WeightsForm.PLAIN else count)
+        assert len(packed) == (0 if form is WeightFormat.PLAIN else count)
 
 
 def as_bfloat16(tiny: Tiny, directory: Path) -> Tiny:

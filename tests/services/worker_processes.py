@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.weft.tiny_llama import Tiny
+from weft.capacity.sizes import BLOCK_TOKENS
 from weft.request import WorkerAddress
 from weft.rpc.client import open_channel
 from weft.rpc.health_service import SERVING
@@ -123,7 +124,9 @@ async def start_process(
     weights_service_pb2_grpc.add_WeightServiceServicer_to_server(peers, rpc.server)
     async with AsyncExitStack() as stack:
         # its goodbye is waited for until it is heard
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr("weft.worker.process.GOODBYE_SECONDS", 10.0)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr("weft.worker.process.GOODBYE_SECONDS", 10.0)
+        patch.setitem(BLOCK_TOKENS, "cpu", 4)
         stack.callback(image.release)
         address = await rpc.start("127.0.0.1", 0)
         stack.push_async_callback(rpc.stop, 0)
@@ -133,7 +136,6 @@ async def start_process(
             weights_addr=address,
             model_name="tiny",
             num_blocks=32,
-            block_tokens=4,
             transport=TransportChoice.GRPC,
             **{"grace_seconds": 10.0, **more},
         )

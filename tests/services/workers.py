@@ -144,7 +144,7 @@ def _transports(kind: str, channels: ChannelPool, memory: HostBlocks) -> list[Tr
     first: list[Transport] = []
     if kind == "mooncake":
         first.append(MooncakeTransport("127.0.0.1"))
-    if kind == "shared":
+    if kind == "local":
         first.append(NearTransport(memory))
     return [*first, GrpcTransport(channels, memory)]
 

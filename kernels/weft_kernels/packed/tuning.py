@@ -31,7 +31,6 @@ Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 REFUSALS = (OutOfResources, CompilationError, PTXASError, torch.OutOfMemoryError)
 """What a device says of tiles that take more than it has."""
 LEAST_ROWS, MOST_ROWS = 8, 1024
-DIRECTORY = "WEFT_TUNING_CACHE"
 LOOK_SECONDS = 0.1
 # that share a GPU of 132 multiprocessors, where a matrix alone has fewer tiles: two for each of them, three, or four
 FEW_PROGRAMS, MANY_PROGRAMS = 264, 528
@@ -144,9 +143,7 @@ def table_of(device_name: str) -> TuningTable:
 
 
 def directory() -> Path:
-    """With the user, or where several machines share it ($WEFT_TUNING_CACHE)."""
-    if chosen := os.environ.get(DIRECTORY):
-        return Path(chosen)
+    """The folder of tuning tables in the user's cache, which machines can share through $XDG_CACHE_HOME."""
     return user_cache_dir() / "tuning"
 
 

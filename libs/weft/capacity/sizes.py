@@ -36,11 +36,10 @@ class Wanted:
     """The settings of a worker that decide what it takes, called as its WEFT_* variables; 0 and auto: it chooses."""
 
     dtype: str = "auto"
-    weights: str = "auto"
-    block_tokens: int = 0
+    weight_format: str = "auto"
     num_blocks: int = 0
     chunk_tokens: int = 0
-    mixed_tokens: int = 0
+    mixed_step_prefill_tokens: int = 0
     max_seqs: int = 0
 
     def __post_init__(self) -> None:
@@ -88,14 +87,13 @@ def choose(wanted: Wanted, has_cuda: bool) -> Sizes:
     """Fill in what the settings leave open."""
     device = "cuda" if has_cuda else "cpu"
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if wanted.dtype == "auto" else wanted.dtype
-    block_tokens = wanted.block_tokens or BLOCK_TOKENS[device]
     # where a GPU's kernels for them have never run, who wants them has to say so
-    is_resident = device == "cpu" if wanted.weights == "auto" else wanted.weights == "resident"
+    is_resident = device == "cpu" if wanted.weight_format == "auto" else wanted.weight_format == "packed12"
     return Sizes(
-        machine=Machine(device, dtype, block_tokens, is_resident),
+        machine=Machine(device, dtype, BLOCK_TOKENS[device], is_resident),
         chunk_tokens=wanted.chunk_tokens or CHUNK_TOKENS[device],
-        mixed_tokens=wanted.mixed_tokens or MIXED_TOKENS[device],
-        shared_tokens=wanted.mixed_tokens or SHARED_TOKENS[device],
+        mixed_tokens=wanted.mixed_step_prefill_tokens or MIXED_TOKENS[device],
+        shared_tokens=wanted.mixed_step_prefill_tokens or SHARED_TOKENS[device],
         max_seqs=wanted.max_seqs or MAX_SEQS[device],
         num_blocks=wanted.num_blocks,
     )

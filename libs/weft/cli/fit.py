@@ -34,13 +34,17 @@ def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int
     """Bytes of anonymous memory that each worker is to take, by name: weights as its kernels read them and activations;
     a pool is shared memory, or a GPU's. Raises BadCheckpoint for what does not fit or is not whole, ConfigError for a
     setting that cannot be."""
-    said = {"WEFT_DTYPE": options.dtype, "WEFT_WEIGHTS": options.weights, "WEFT_MAX_SEQS": str(options.max_seqs)}
+    said = {
+        "WEFT_DTYPE": options.dtype,
+        "WEFT_WEIGHT_FORMAT": options.weight_format,
+        "WEFT_MAX_SEQS": str(options.max_seqs),
+    }
     wanted = read_settings(Wanted, {**environ, **said})
     sizes = choose(wanted, bool(options.gpus) and not is_for_cpus_only())
     found = {name: _read(directory) for name, directory in options.models.items()}
     models = {name: config for name, (config, _) in found.items()}
     total = sum(size_bytes for _, size_bytes in found.values())
-    images = min(total, read_settings(Limits, environ).weights_bytes or total)
+    images = min(total, read_settings(Limits, environ).weights_shm_bytes or total)
     there = held_bytes()
     if SHARED_MEMORY.is_dir() and images > (free := shared_memory()[0] + there):
         what = f"the weights take {_gib(images)} of shared memory, and {SHARED_MEMORY} has {_gib(free)}"
@@ -63,7 +67,7 @@ def _worker_bytes(model: ModelConfig, sizes: Sizes) -> int:
 class Limits:
     """What the images of all models may take together; 0: as much as there is."""
 
-    weights_bytes: int = 0
+    weights_shm_bytes: int = 0
 
 
 def shared_memory() -> tuple[int, int]:

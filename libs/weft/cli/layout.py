@@ -28,12 +28,12 @@ class MeshOptions:
     num_both: int = 0
     num_gateways: int = 1
     dtype: str = "auto"
-    weights: str = "plain"
+    weight_format: str = "plain"
     transport: str = "auto"
     threads: int = 0
     max_seqs: int = 0
     keys: str = ""
-    is_open: bool = False
+    allow_unauthenticated: bool = False
     cors_origins: str = ""
     has_tls: bool = False
     disk: Path | None = None

@@ -14,7 +14,7 @@ import typer
 from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
-from weft.cli.up_command import DType, Weights, up
+from weft.cli.up_command import DType, WeightFormat, up
 from weft.config import ConfigError, check_addresses
 from weft.file_descriptors import open_streams, written_out
 
@@ -141,7 +141,7 @@ def undrain(worker: Worker, scheduler: Scheduler = "") -> None:
 
 
 @app.command()
-def park(
+def sleep(
     worker: Worker,
     scheduler: Scheduler = "",
     even_last: Annotated[
@@ -149,29 +149,29 @@ def park(
     ] = False,
 ) -> None:
     """Let a worker finish what it has and give back its memory, weights and pool; its process stays."""
-    from weft.cli.steer import park as ask_to_park
+    from weft.cli.steer import sleep as ask_to_sleep
 
-    ask_to_park(_scheduler("park", scheduler), worker, even_last)
+    ask_to_sleep(_scheduler("sleep", scheduler), worker, even_last)
 
 
 @app.command()
 def wake(worker: Worker, scheduler: Scheduler = "") -> None:
-    """Have a parked worker load its model again."""
+    """Make a sleeping worker load its model again."""
     from weft.cli.steer import wake as ask_to_wake
 
     ask_to_wake(_scheduler("wake", scheduler), worker)
 
 
-@app.command()
-def role(
+@app.command("set-role")
+def set_role(
     worker: Worker,
     role: Annotated[Role, typer.Argument(help="What new work it is to be given.")],
     scheduler: Scheduler = "",
 ) -> None:
     """Let a worker play another role; what it has begun it finishes."""
-    from weft.cli.steer import set_role
+    from weft.cli.steer import set_role as ask_to_set_role
 
-    set_role(_scheduler("role", scheduler), worker, role.value)
+    ask_to_set_role(_scheduler("set-role", scheduler), worker, role.value)
 
 
 @app.command()
@@ -183,7 +183,9 @@ def plan(
     pp: Annotated[int, typer.Option(min=0, help="Pipeline stages; 0: all that divide.")] = 0,
     ep: Annotated[int, typer.Option(min=0, help="GPUs that share the experts; 0: all that divide.")] = 0,
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16.")] = DType.AUTO,
-    weights: Annotated[Weights, typer.Option(help="As they stay in memory: as they come, or F12.")] = Weights.PLAIN,
+    weight_format: Annotated[
+        WeightFormat, typer.Option(help="Weights in memory: as stored, or packed to 12 bits.")
+    ] = WeightFormat.PLAIN,
     context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences that generate at once.")] = 32,
     chunk_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Prompt tokens in one step.")] = 2048,
@@ -191,7 +193,7 @@ def plan(
     """What a model needs on GPUs: weights, KV, the context that fits, and the limits, from its config alone."""
     from weft.cli.plan import PlanOptions, run_plan
 
-    options = PlanOptions(model, gpu.lower(), gpus, tp, pp, ep, dtype, weights, context, batch, chunk_tokens)
+    options = PlanOptions(model, gpu.lower(), gpus, tp, pp, ep, dtype, weight_format, context, batch, chunk_tokens)
     raise typer.Exit(run_plan(options))
 
 

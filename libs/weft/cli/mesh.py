@@ -30,10 +30,8 @@ STANDBY_COMMAND = (
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
 # beside reading weights, which says how far it is; and with it, where the log is too quiet for that
 WORKER_START_SECONDS, BLIND_START_SECONDS = 900.0, 4 * 3600.0
-# of the scheduler's index, for workers' pools and the store's
-PREFIX_KEY_BYTES = 600
 # anonymous memory that services other than workers take at most, their indexes full and all their requests long
-SERVICE_BYTES = {"valkey": GIB // 2, "scheduler": 2 * GIB, "kvstore": 3 * GIB, "weights": 3 * GIB, "gateway": 4 * GIB}
+SERVICE_BYTES = {"valkey": GIB // 2, "scheduler": 3 * GIB, "kvstore": 3 * GIB, "weights": 3 * GIB, "gateway": 4 * GIB}
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
@@ -52,9 +50,9 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
 
 def with_memory(specs: Iterable[ChildSpec], workers: Mapping[str, int]) -> list[ChildSpec]:
     """The same, each with the memory that is planned for it; `workers` by name. What the user's own settings enlarge
-    (WEFT_PREFIX_KEYS, WEFT_SEGMENT_BYTES) comes on top."""
+    (WEFT_STORE_MEMORY_BYTES) comes on top."""
     extra = read_config(_Enlarged)
-    added = {"scheduler": extra.prefix_keys * PREFIX_KEY_BYTES, "kvstore": extra.segment_bytes}
+    added = {"kvstore": extra.store_memory_bytes}
     planned = {kind: size + added.get(kind, 0) for kind, size in SERVICE_BYTES.items()}
     return [replace(spec, memory_bytes=workers.get(spec.name) or planned[spec.name.split("-")[0]]) for spec in specs]
 
@@ -83,7 +81,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_KVSTORE_ADDR": at.kvstore if options.has_store else "",
         "WEFT_WEIGHTS_ADDR": at.weights,
         "WEFT_DTYPE": options.dtype,
-        "WEFT_WEIGHTS": options.weights,
+        "WEFT_WEIGHT_FORMAT": options.weight_format,
         "WEFT_TRANSPORT": options.transport,
         "WEFT_THREADS": str(options.worker_threads),
         "WEFT_MAX_SEQS": str(options.max_seqs),
@@ -139,7 +137,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
     own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", **share}
     own |= {"WEFT_ROLE": _ROLES[kind], **_model_setting({model: options.models[model]})}
     environ = {**os.environ, **worker_waits(os.environ), **_common(options, at), **own}
-    # both roles' services in one process, so that `weft role` can change which one it is given work for
+    # both roles' services in one process, so that `weft set-role` can change which one it is given work for
     module = "weft_services.worker"
     spec = ChildSpec(
         name=name,
@@ -159,8 +157,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
 class _Enlarged:
     """By the user, or as the services have it."""
 
-    prefix_keys: int = 1_000_000
-    segment_bytes: int = 256 << 20
+    store_memory_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +173,7 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         "WEFT_HTTP_PORT": str(options.port),
         "WEFT_GRPC_PORT": str(options.grpc_port),
         "WEFT_KEYS": options.keys,
-        "WEFT_OPEN": str(int(options.is_open)),
+        "WEFT_ALLOW_UNAUTHENTICATED": str(int(options.allow_unauthenticated)),
         "WEFT_CORS_ORIGINS": options.cors_origins,
     }
     probed = f"{reachable(options.host)}:{options.port}"
@@ -186,13 +183,13 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         own["WEFT_PRIVATE_PORT"] = str(said or at.gateways[name])
         probed = f"{reachable(os.environ.get('WEFT_PRIVATE_HOST', LOOPBACK))}:{own['WEFT_PRIVATE_PORT']}"
     if len(at.gateways) > 1:
-        own["WEFT_SHARE_PORTS"] = "1"
+        own["WEFT_REUSE_PORT"] = "1"
     spec = ChildSpec(
         name=name,
         command=(sys.executable, "-m", "weft_services.gateway"),
         environ={**os.environ, **_common(options, at), **own},
         probe=functools.partial(http_answers, f"http://{probed}/ready"),
-        # it may be that all workers are parked
+        # it may be that all workers sleep
         probe_again=functools.partial(http_answers, f"http://{probed}/health"),
         after=("scheduler",),
         tier=2,

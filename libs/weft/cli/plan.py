@@ -38,7 +38,7 @@ class PlanOptions:
     pp: int
     ep: int
     dtype: str
-    weights: str
+    weight_format: str
     context: int
     batch: int
     chunk_tokens: int
@@ -91,7 +91,7 @@ def _demand(options: PlanOptions, config: ModelConfig) -> Demand:
         dtype=dtype,
         chunk_tokens=options.chunk_tokens,
         batch=options.batch,
-        is_resident=options.weights == "resident" and dtype == "bfloat16",  # no other is packed
+        is_resident=options.weight_format == "packed12" and dtype == "bfloat16",  # no other is packed
     )
 
 

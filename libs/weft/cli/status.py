@@ -173,7 +173,7 @@ def state_of(report: pb.WorkerReport) -> Text:
     if report.full:
         return Text("full", style="yellow")
     if report.parked:
-        return Text("parked", style="blue")
+        return Text("asleep", style="blue")
     return Text("draining", style="yellow") if report.draining else Text("not ready", style="red")
 
 

@@ -1,5 +1,4 @@
-"""`weft drain`, `undrain`, `park`, `wake` and `role`: asks the scheduler to tell a worker what to take on, and what to
-hold. Knows nothing of meshes."""
+"""Commands that change a running worker through the scheduler: `weft drain`, `undrain`, `sleep`, `wake`, `set-role`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def drain(scheduler: str, worker_id: str, undo: bool) -> None:
     what = "takes requests again" if undo else "finishes what it has and is given nothing new"
     if is_parked:
         awake = f"`weft wake {worker_id}` has it load its model" if undo else "once awake it is given nothing new"
-        what = f"is parked: {awake}"
+        what = f"is asleep: {awake}"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows it")
     if lacking:
         why = f"nobody else is ready for {' and '.join(lacking)}: requests may be refused until somebody is"
@@ -37,7 +36,7 @@ def drain(scheduler: str, worker_id: str, undo: bool) -> None:
 
 
 async def _drained(fleet: Any, request: pb.DrainRequest) -> tuple[list[str], bool]:
-    """The roles that nobody is left for, and whether the worker is parked."""
+    """The roles that nobody is left for, and whether the worker is asleep."""
     await fleet.Drain(request, timeout=DEADLINE_SECONDS)
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each for each in workers if each.hello.worker.worker_id == request.worker_id]
@@ -58,10 +57,10 @@ def _takes_work(report: pb.WorkerReport) -> bool:
     return report.ready or report.full
 
 
-def park(scheduler: str, worker_id: str, even_last: bool) -> None:
+def sleep(scheduler: str, worker_id: str, even_last: bool) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.ParkRequest(worker_id=worker_id, even_last=even_last)
-    _steer("park", scheduler, lambda fleet: _patiently(fleet.Park, request))
+    _steer("sleep", scheduler, lambda fleet: _patiently(fleet.Park, request))
     typer.echo(f"{worker_id} finishes what it has and gives back its memory; `weft wake {worker_id}` has it load again")
 
 
@@ -69,7 +68,7 @@ def wake(scheduler: str, worker_id: str) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.ParkRequest(worker_id=worker_id, undo=True)
     is_parked = _steer("wake", scheduler, lambda fleet: _woken(fleet, request))
-    what = "loads its model again" if is_parked else "is not parked, and stays so"
+    what = "loads its model again" if is_parked else "is not asleep, and stays so"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows when it is ready")
 
 
@@ -85,7 +84,7 @@ async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
 def set_role(scheduler: str, worker_id: str, role: str) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.SetRoleRequest(worker_id=worker_id, role=role_to_wire(WorkerRole(role)))
-    _steer("role", scheduler, lambda fleet: _patiently(fleet.SetRole, request))
+    _steer("set-role", scheduler, lambda fleet: _patiently(fleet.SetRole, request))
     typer.echo(f"{worker_id} is asked to play {role} from here on; `weft status --watch` shows it")
 
 
@@ -109,10 +108,10 @@ def _steer(command: str, scheduler: str, call: Callable[[Any], Awaitable[ResultT
         why = explain(scheduler, error)
         if error.code() is grpc.StatusCode.NOT_FOUND:
             lists = "unless it is loading its model; `weft status --watch` lists them"
-            is_patient = command in ("park", "wake", "role")
+            is_patient = command in ("sleep", "wake", "set-role")
             why = f"{error.details()}, {lists}" if is_patient else f"{error.details()}; `weft status` lists them"
         elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-            why = (error.details() or why) + ("; --even-last parks it all the same" if command == "park" else "")
+            why = (error.details() or why) + ("; --even-last lets it sleep all the same" if command == "sleep" else "")
         typer.secho(f"weft {command}: {why}", fg="red", err=True)
         raise typer.Exit(1) from None
 

@@ -176,9 +176,11 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
         raise UsageError(f"--timeline {picture}: there is no folder {picture.absolute().parent}")
     if picture is not None and picture.is_dir():
         raise UsageError(f"--timeline {picture}: this is a folder; name a file, {picture / 'start.svg'} say")
-    if not (options.keys or options.is_open or is_loopback(options.host)):
+    if not (options.keys or options.allow_unauthenticated or is_loopback(options.host)):
         what = f"--host {options.host}: whoever reaches it could use the model"
-        raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
+        raise UsageError(
+            f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or pass --allow-unauthenticated"
+        )
     if not options.num_both and not (options.num_prefill and options.num_decode):
         raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
     check_addresses("--weights-from", options.weights_from)

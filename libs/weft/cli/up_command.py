@@ -20,12 +20,12 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-class Weights(StrEnum):
-    """--weights."""
+class WeightFormat(StrEnum):
+    """--weight-format."""
 
     AUTO = "auto"
     PLAIN = "plain"
-    RESIDENT = "resident"
+    PACKED12 = "packed12"
 
 
 class Transport(StrEnum):
@@ -66,13 +66,13 @@ def up(
     dtype: Annotated[
         DType, typer.Option(envvar="WEFT_DTYPE", help="Of weights and KV cache; auto: bfloat16 on a GPU.")
     ] = DType.AUTO,
-    weights: Annotated[
-        Weights,
+    weight_format: Annotated[
+        WeightFormat,
         typer.Option(
-            envvar="WEFT_WEIGHTS",
-            help="In memory: resident packs bfloat16 to 12 bits, without loss; auto: resident on a CPU.",
+            envvar="WEFT_WEIGHT_FORMAT",
+            help="Weights in memory; packed12: bfloat16 in 12 bits, lossless. auto: packed12 on a CPU, else plain.",
         ),
-    ] = Weights.AUTO,
+    ] = WeightFormat.AUTO,
     transport: Annotated[
         Transport, typer.Option(envvar="WEFT_TRANSPORT", help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
     ] = Transport.AUTO,
@@ -84,8 +84,13 @@ def up(
         int, typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Sequences of a step; 0: 64 on a CPU, 256 on a GPU.")
     ] = 0,
     keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
-    is_open: Annotated[
-        bool, typer.Option("--open", envvar="WEFT_OPEN", help="Without keys, whoever may reach it.")
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unauthenticated",
+            envvar="WEFT_ALLOW_UNAUTHENTICATED",
+            help="Listen on --host without API keys; every client that reaches it may use the model.",
+        ),
     ] = False,
     cors_origins: Annotated[
         str, typer.Option(envvar="WEFT_CORS_ORIGINS", help="Web pages that may use the API: origins by commas, or *.")
@@ -117,12 +122,12 @@ def up(
             num_both=both,
             num_gateways=gateways,
             dtype=dtype,
-            weights=weights,
+            weight_format=weight_format,
             transport=transport,
             threads=threads,
             max_seqs=max_seqs,
             keys=keys,
-            is_open=is_open,
+            allow_unauthenticated=allow_unauthenticated,
             cors_origins=cors_origins,
             has_tls=bool(os.environ.get("WEFT_TLS_CERT")),
             disk=disk,

@@ -31,7 +31,7 @@ FILE_NAME = re.compile(r"(\d+/fd/\d+) (/memfd:\S+-[0-9a-f]{32}\b.*)")
 class NearTransport:
     """For a pool that lies in an open file of this process, as `shared_bytes` makes them."""
 
-    name = "shared"
+    name = "local"
 
     def __init__(self, memory: BlockBytes) -> None:
         """Raises OSError where the system does not show open files."""

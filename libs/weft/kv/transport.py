@@ -49,7 +49,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Metric label: "shared", "mooncake", "mooncake_rdma" or "grpc"."""
+        """Metric label: "local", "mooncake", "mooncake_rdma" or "grpc"."""
 
     def register(self, address: int, size_bytes: int) -> None:
         """Make our pool readable by peers and writable by our own pulls. Once, at start."""

@@ -1,7 +1,7 @@
 """Checkpoints in an object store (S3 and what speaks its language, GCS, Azure): ranges of objects instead of files.
 
 `local_model` brings the small files here, so that every process finds config and tokenizer in a directory as usual; the
-weights are read from the store, a range at a time, by whoever loads them. Needs the extra `objects`.
+weights are read from the store, a range at a time, by whoever loads them. Needs the extra `object-store`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ class ObjectOrigin(Origin):
         try:
             from obstore.store import from_url
         except ImportError:
-            raise BadCheckpoint(f"{url}: object stores need another library: pip install 'weft[objects]'") from None
+            raise BadCheckpoint(
+                f"{url}: object stores need another library: pip install 'weft[object-store]'"
+            ) from None
         self._url = url.rstrip("/")
         is_plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
         try:

@@ -32,13 +32,13 @@ class DeviceChoice(StrEnum):
     CUDA = "cuda"
 
 
-class WeightsForm(StrEnum):
+class WeightFormat(StrEnum):
     """How matrices stay in memory: as they come, or, where that suits them, packed to 12 bits without loss; auto is
     packed on a CPU."""
 
     AUTO = "auto"
     PLAIN = "plain"
-    RESIDENT = "resident"
+    PACKED12 = "packed12"
 
 
 class TransportChoice(StrEnum):
@@ -56,15 +56,7 @@ class MooncakeProtocol(StrEnum):
     RDMA = "rdma"
 
 
-class Checksums(StrEnum):
-    """Of every block that is handed off; auto is on over TCP, off where the network checks for itself."""
-
-    AUTO = "auto"
-    ON = "1"
-    OFF = "0"
-
-
-class StoreFetch(StrEnum):
+class StoreFetchPolicy(StrEnum):
     """Which blocks to fetch from the store: those that it is quicker to fetch than to compute, or all it has."""
 
     CHEAPER = "cheaper"
@@ -73,7 +65,7 @@ class StoreFetch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Zero means: choose for me (ports, block size, blocks from memory, tokens and sequences of a step, all cores).
+    """Zero means: choose for me (ports, blocks from memory, tokens and sequences of a step, all cores).
 
     `role`: what a worker that serves both begins with.
     """
@@ -90,19 +82,16 @@ class WorkerConfig:
     metrics_port: int = 0
     device: DeviceChoice = DeviceChoice.AUTO
     dtype: Dtype = Dtype.AUTO
-    weights: WeightsForm = WeightsForm.AUTO
-    block_tokens: int = 0
+    weight_format: WeightFormat = WeightFormat.AUTO
     num_blocks: int = 0
     chunk_tokens: int = 0
-    mixed_tokens: int = 0
+    mixed_step_prefill_tokens: int = 0
     max_seqs: int = 0
-    cuda_graphs: bool = True
     gpu_share: float = 1.0
     tune_seconds: float = 0.0
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
-    kv_checksums: Checksums = Checksums.AUTO
-    store_fetch: StoreFetch = StoreFetch.CHEAPER
+    store_fetch_policy: StoreFetchPolicy = StoreFetchPolicy.CHEAPER
     lease_seconds: float = LEASE_SECONDS
     threads: int = 0
     cpus: str = ""
@@ -134,12 +123,6 @@ class WorkerConfig:
         for name in ("grace_seconds", "tune_seconds"):
             if not getattr(self, name) >= 0:  # nor what is no number
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name):g}: expected 0 or more")
-
-    def has_checksums(self, transport: str) -> bool:
-        """With the transport in use."""
-        if self.kv_checksums is Checksums.AUTO:
-            return transport != "mooncake_rdma"
-        return self.kv_checksums is Checksums.ON
 
     @property
     def wanted(self) -> Wanted:

@@ -249,6 +249,11 @@ def pick_transports(
     return tuple(transports)
 
 
+def needs_checksums(transport: str) -> bool:
+    """Return whether handed-off blocks carry checksums: always, except over RDMA, which detects errors itself."""
+    return transport != "mooncake_rdma"
+
+
 def lent_endpoint(transports: Sequence[Transport]) -> Endpoint:
     """What peers are told of our pool: the first way that leads to other machines, and its file for this one."""
     first = transports[0]

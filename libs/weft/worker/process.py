@@ -33,13 +33,13 @@ from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer, until_signal
 from weft.stall_clock import AwakeClock
 from weft.startup_cache import inherit, keep
-from weft.worker.config import StoreFetch, WorkerConfig
+from weft.worker.config import StoreFetchPolicy, WorkerConfig
 from weft.worker.engine_client import EngineFeed, GrammarDesk
 from weft.worker.fetch_cost import AlwaysFetch, FetchEstimate
 from weft.worker.fleet_client import Arrival, Introduction, Membership, announced
 from weft.worker.health import Health, Vitals
 from weft.worker.kv_events import PlaceReporter
-from weft.worker.kv_pull import lent_endpoint, pick_transports
+from weft.worker.kv_pull import lent_endpoint, needs_checksums, pick_transports
 from weft.worker.parking import Parked, give_back, sleep
 from weft.worker.pool_memory import PagesAhead, open_blocks
 from weft.worker.startup import Booted, boot
@@ -119,7 +119,7 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
 async def _live(config: WorkerConfig, posts: Sequence[Post], is_draining: bool = False) -> Parked | None:
     """From weights and a pool until they are given back, or the process is to end."""
     feed, arrival = EngineFeed(), Arrival(config.worker_id, config.role, config.served_name)
-    clock = AwakeClock(on_standstill=metrics.STANDSTILL_SECONDS.inc)
+    clock = AwakeClock(on_standstill=metrics.STALLED_SECONDS.inc)
     async with announced(config.scheduler_addr, arrival):
         booted = await boot(config, feed.listener, arrival, clock)
         booted.engine.start()
@@ -176,7 +176,7 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     fallback = GrpcTransport(channels, memory)
     transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, memory)
     endpoint = lent_endpoint(transports)
-    choose = AlwaysFetch if config.store_fetch is StoreFetch.ALWAYS else FetchEstimate
+    choose = AlwaysFetch if config.store_fetch_policy is StoreFetchPolicy.ALWAYS else FetchEstimate
     estimate = choose(booted.engine_config.block_tokens, booted.engine_config.chunk_tokens)
     feed.on_computed = estimate.computed
     store = StoreClient(config.kvstore_addr, memory, booted.fingerprint, engine.unpin, estimate)
@@ -199,7 +199,7 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
         channels=channels,
         store=store,
         tasks=tasks,
-        with_checksums=config.has_checksums(endpoint.transport),
+        with_checksums=needs_checksums(endpoint.transport),
         grammars=_grammars(config, booted),
         lease_seconds=config.lease_seconds,
     )

@@ -200,7 +200,7 @@ def _try_out(
     free = own_bytes(free, _total_bytes(), config.gpu_share, held)
     identity = identity_of(weights_hash, limits, dtype, device)
     # the same weights take more of a step where more experts are asked
-    identity |= {"form": config.weights, "layout": layout_name(model)}
+    identity |= {"form": config.weight_format, "layout": layout_name(model)}
     peak = remembered(identity, lambda: measure_peak(decoder, limits, dtype, device))
     log.mark("largest step")
     arrival.turn_to("compiling kernels")
@@ -237,7 +237,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         eos_token_ids=model.eos_token_ids,
         reaches=paging.reaches,
         steps_ahead=int(is_gpu),
-        decode_graphs=config.cuda_graphs and is_gpu,
+        decode_graphs=is_gpu,
         pin_sealed=bool(config.kvstore_addr),
         niceness=0 if is_gpu else config.niceness,
     )

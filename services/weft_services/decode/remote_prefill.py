@@ -71,7 +71,7 @@ class Fallbacks:
             self._observe()
 
     def _observe(self) -> None:
-        metrics.FALLBACK_TOKENS.set(sum(self._tokens.values()))
+        metrics.LOCAL_PREFILL_PENDING_TOKENS.set(sum(self._tokens.values()))
 
 
 class Standstill:

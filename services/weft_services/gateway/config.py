@@ -10,8 +10,6 @@ from weft.config import ConfigError, is_loopback, read_models
 
 MAX_RESPONSES_SECONDS = 30 * 24 * 3600
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
-# of special tokens in a chat's prompt
-WRITERS = ("anyone", "template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +20,16 @@ class Config:
     scheduler_addr: str
     model_name: str = ""
     tool_format: str = "auto"
-    special_tokens: str = "anyone"
+    allow_user_special_tokens: bool = True
     host: str = "127.0.0.1"
     publish_host: str = ""
     keys: str = ""
-    open: bool = False
+    allow_unauthenticated: bool = False
     redis_url: str = ""
     responses_seconds: float = 3600.0
     http_port: int = 8000
     grpc_port: int = 9000
-    share_ports: bool = False
+    reuse_port: bool = False
     private_host: str = "127.0.0.1"
     private_port: int | None = None
     cors_origins: str = ""
@@ -39,26 +37,24 @@ class Config:
     tls_key: Path | None = None
     max_requests: int = 1024
     request_timeout_seconds: float = 600.0
-    move_seconds: float = 30.0
+    migration_timeout_seconds: float = 30.0
     grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         self._check_models()
         if not all(":" in address for address in self.scheduler_addr.split(",")):
             raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port, several by commas")
-        if not (self.keys or self.open or is_loopback(self.host)):
+        if not (self.keys or self.allow_unauthenticated or is_loopback(self.host)):
             raise ConfigError(
                 f"WEFT_HOST={self.host}: whoever reaches it could use the model. Name API keys with WEFT_KEYS "
-                "(`weft keys add NAME --keys FILE` makes one), or say WEFT_OPEN=1"
+                "(`weft keys add NAME --keys FILE` makes one), or set WEFT_ALLOW_UNAUTHENTICATED=1"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other")
-        if self.share_ports and not (self.http_port and self.grpc_port):
-            raise ConfigError("WEFT_SHARE_PORTS=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
+        if self.reuse_port and not (self.http_port and self.grpc_port):
+            raise ConfigError("WEFT_REUSE_PORT=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
         if self.max_requests < 1:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
-        if self.special_tokens not in WRITERS:
-            raise ConfigError(f"WEFT_SPECIAL_TOKENS={self.special_tokens!r}: expected one of {', '.join(WRITERS)}")
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):
                 expected = "expected * or origins by commas, such as https://app.example, without a path"
@@ -70,11 +66,6 @@ class Config:
         """Origins whose pages may use the API from a browser, as browsers write them."""
         given = (each.strip().lower().rstrip("/") for each in self.cors_origins.split(","))
         return tuple(each for each in given if each)
-
-    @property
-    def are_sealed(self) -> bool:
-        """Does the chat template alone write special tokens."""
-        return self.special_tokens == "template"
 
     @property
     def shows_keys(self) -> bool:

@@ -141,7 +141,7 @@ def _sealed(
     except CannotSeal as error:
         raise BadCheckpoint(
             f"{directory}: special tokens in messages cannot be kept apart from the template's: {error}. "
-            "Say WEFT_SPECIAL_TOKENS=anyone, and they are special tokens there, too"
+            "Set WEFT_ALLOW_USER_SPECIAL_TOKENS=1 to accept special tokens in messages"
         ) from error
     return template, written
 

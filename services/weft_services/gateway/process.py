@@ -72,28 +72,30 @@ def _return_memory() -> None:
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Gateway]:
     """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, CannotListen."""
-    models = await asyncio.to_thread(load_catalog, config.models, config.tool_formats, config.are_sealed)
+    models = await asyncio.to_thread(
+        load_catalog, config.models, config.tool_formats, not config.allow_user_special_tokens
+    )
     expect(models.names)
     for model in models:
         logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
         tools = model.tool_format.name if model.tool_format else "none"
         logger.info("model=%s tools=%s thoughts=%s", model.name, tools, model.thinks)
     log.mark("models")
-    door = Door(config.keys, config.redis_url, config.open)
+    door = Door(config.keys, config.redis_url, config.allow_unauthenticated)
     await door.open()
     kept = _kept_answers(config)
     scheduler = Scheduler(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
-        clock = AwakeClock(on_standstill=metrics.STANDSTILL_SECONDS.inc)
+        clock = AwakeClock(on_standstill=metrics.STALLED_SECONDS.inc)
         watch = FleetWatch(scheduler, models.names, clock)
         mesh = Mesh(
-            *(scheduler, links, settler, group, config.move_seconds, watch.news.publish),
-            misses=lambda model: watch.misses(model, config.move_seconds),
+            *(scheduler, links, settler, group, config.migration_timeout_seconds, watch.news.publish),
+            misses=lambda model: watch.misses(model, config.migration_timeout_seconds),
             clock=clock,
         )
         prefill = PrefillPeers()
-        embeddings = Embeddings(watch, prefill, config.move_seconds, clock)
+        embeddings = Embeddings(watch, prefill, config.migration_timeout_seconds, clock)
         pipeline = Pipeline(models, mesh, embeddings, watch, config.max_requests)
         ticking = group.create_task(clock.tick(), name="clock")
         listeners = Listeners(config, pipeline, door, kept)

@@ -25,7 +25,7 @@ class Config:
     advertise_host: str = ""
     metrics_port: int = 0
     master_port: int = 0
-    segment_bytes: int = 256 * 1024 * 1024
+    store_memory_bytes: int = 256 * 1024 * 1024
     disk_path: Path | None = None
     disk_bytes: int = 8 * 1024 * 1024 * 1024
     cache_ttl_seconds: float = 0.0
@@ -34,8 +34,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: workers need one address")
-        if self.segment_bytes < MIN_SEGMENT_BYTES:
-            raise ConfigError(f"WEFT_SEGMENT_BYTES={self.segment_bytes}: expected at least {MIN_SEGMENT_BYTES}")
+        if self.store_memory_bytes < MIN_SEGMENT_BYTES:
+            raise ConfigError(
+                f"WEFT_STORE_MEMORY_BYTES={self.store_memory_bytes}: expected at least {MIN_SEGMENT_BYTES}"
+            )
         if self.disk_bytes < MIN_DISK_BYTES:
             raise ConfigError(f"WEFT_DISK_BYTES={self.disk_bytes}: expected at least {MIN_DISK_BYTES}")
         if self.cache_ttl_seconds < 0:
@@ -46,8 +48,10 @@ class Config:
     @property
     def index_limits(self) -> IndexLimits:
         """Of what lies in memory."""
-        tenant_bytes = int(self.tenant_share * self.segment_bytes) if self.tenant_share < 1 else 0
-        return IndexLimits(ttl_seconds=self.cache_ttl_seconds, tenant_bytes=tenant_bytes, max_bytes=self.segment_bytes)
+        tenant_bytes = int(self.tenant_share * self.store_memory_bytes) if self.tenant_share < 1 else 0
+        return IndexLimits(
+            ttl_seconds=self.cache_ttl_seconds, tenant_bytes=tenant_bytes, max_bytes=self.store_memory_bytes
+        )
 
     @property
     def store_host(self) -> str:

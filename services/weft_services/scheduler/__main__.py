@@ -24,14 +24,14 @@ async def main(config: Config) -> None:
     logging.info(describe(config))
     trace.setup("scheduler")
     log.mark("imports")
-    affinity = AffinityStore(config.redis_url, config.affinity_ttl_seconds)
+    affinity = AffinityStore(config.redis_url)
     lease = LeaderLease(config.redis_url, "planner")
-    planner = RoleBalancer(config.planner_limits, lambda: lease.is_held) if config.planner_limits else None
-    router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys, planner)
+    planner = RoleBalancer(config.role_balancer_limits, lambda: lease.is_held) if config.role_balancer_limits else None
+    router = Router(config.silence_seconds, parse_targets(config.slo), planner=planner)
     kvstore = KvStoreClient(config.kvstore_addr) if config.kvstore_addr else None
     locator = PrefixLocator(kvstore.locate if kvstore else None)
-    make_queue = partial(AdmissionQueue, config.max_queue, config.queue_seconds)
-    clock = AwakeClock(on_standstill=metrics.STANDSTILL_SECONDS.inc)
+    make_queue = partial(AdmissionQueue, config.max_queue, config.max_queue_wait_seconds)
+    clock = AwakeClock(on_standstill=metrics.STALLED_SECONDS.inc)
     dispatcher = Dispatcher(router, affinity, make_queue, clock, locator)
     rpc = RpcServer(NAMES)
     store = StoreUsagePoller(kvstore.describe) if kvstore else None

@@ -44,6 +44,8 @@ end
 return found
 """
 MAX_QUEUED_WRITES = 1024
+# of a session after its last request
+TTL_SECONDS = 3600
 MAX_BATCH = 256
 MAX_DIGITS = 10
 FOUND = "session affinity is back"
@@ -81,7 +83,7 @@ class AffinityStore:
     def __init__(
         self,
         url: str,
-        ttl_seconds: int,
+        ttl_seconds: int = TTL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:

@@ -18,8 +18,8 @@ MAX_QUEUE_SECONDS = 4.0
 class Config:
     """From WEFT_* variables. An empty redis_url means no session affinity, an empty kvstore_addr that only
     what this scheduler dispatched is known of who caches what; `max_queue` requests of a model wait for room, each
-    no longer than `queue_seconds`; `targets` is what waiting and generating may take before new requests have to
-    wait, empty: the default of targets.py; `planner` what they may take before a worker changes its role, empty:
+    no longer than `max_queue_wait_seconds`; `slo` is what waiting and generating may take before new requests have to
+    wait, empty: the default of targets.py; `role_balancer` what they may take before a worker changes its role, empty:
     never."""
 
     host: str = "127.0.0.1"
@@ -27,34 +27,28 @@ class Config:
     metrics_port: int = 0
     redis_url: str = ""
     kvstore_addr: str = ""
-    affinity_ttl_seconds: int = 3600
     report_interval_ms: int = 1000
     max_queue: int = 1024
-    queue_seconds: float = 2.0
-    targets: str = ""
-    planner: str = ""
-    planner_least: int = 1
-    planner_pause_seconds: float = 30.0
-    prefix_keys: int = 1_000_000
+    max_queue_wait_seconds: float = 2.0
+    slo: str = ""
+    role_balancer: str = ""
 
     def __post_init__(self) -> None:
-        if self.affinity_ttl_seconds < 1:
-            raise ConfigError(f"WEFT_AFFINITY_TTL_SECONDS={self.affinity_ttl_seconds}: expected at least 1")
         if not 50 <= self.report_interval_ms <= 10_000:
             raise ConfigError(f"WEFT_REPORT_INTERVAL_MS={self.report_interval_ms}: expected 50 to 10000")
         if self.max_queue < 0:
             raise ConfigError(f"WEFT_MAX_QUEUE={self.max_queue}: expected at least 0")
-        if not 0 <= self.queue_seconds <= MAX_QUEUE_SECONDS:
-            raise ConfigError(f"WEFT_QUEUE_SECONDS={self.queue_seconds}: expected 0 to {MAX_QUEUE_SECONDS:g}")
-        if self.prefix_keys < 1:
-            raise ConfigError(f"WEFT_PREFIX_KEYS={self.prefix_keys}: expected at least 1")
-        parse_targets(self.targets)
-        parse_limits(self.planner, self.planner_least, self.planner_pause_seconds)
+        if not 0 <= self.max_queue_wait_seconds <= MAX_QUEUE_SECONDS:
+            raise ConfigError(
+                f"WEFT_MAX_QUEUE_WAIT_SECONDS={self.max_queue_wait_seconds}: expected 0 to {MAX_QUEUE_SECONDS:g}"
+            )
+        parse_targets(self.slo)
+        parse_limits(self.role_balancer)
 
     @property
-    def planner_limits(self) -> BalancerLimits | None:
+    def role_balancer_limits(self) -> BalancerLimits | None:
         """None: nobody's role is planned."""
-        return parse_limits(self.planner, self.planner_least, self.planner_pause_seconds)
+        return parse_limits(self.role_balancer)
 
     @property
     def silence_seconds(self) -> float:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
-from weft.metrics import OVER_TARGET, ROUTES, WAITING
+from weft.metrics import OVER_SLO, PLACEMENTS, WAITING_REQUESTS
 from weft.request import WorkerRole
 from weft.request_stage import Stage
 from weft_services.scheduler.admission_queue import MAX_EXPECTED_WAIT_SHARE, AdmissionQueue, QueuedRequest, rank_of
@@ -61,15 +61,15 @@ class DutyCycle:
 
 SWEEP_SECONDS = 1.0
 QUEUE_NOT_EMPTY = "others wait for room already"
-_BY_SESSION, _BY_LOAD = ROUTES.labels("session"), ROUTES.labels("load")
+_BY_SESSION, _BY_LOAD = PLACEMENTS.labels("session"), PLACEMENTS.labels("load")
 _REFUSED = (  # the first that fits
-    (DeadlineUnreachable, ROUTES.labels("late")),
-    (Overloaded, ROUTES.labels("overloaded")),
-    (PeerLost, ROUTES.labels("unavailable")),
-    (NotFound, ROUTES.labels("unknown_model")),
-    (InvalidRequest, ROUTES.labels("invalid")),
-    (Cancelled, ROUTES.labels("cancelled")),
-    (WeftError, ROUTES.labels("failed")),
+    (DeadlineUnreachable, PLACEMENTS.labels("late")),
+    (Overloaded, PLACEMENTS.labels("overloaded")),
+    (PeerLost, PLACEMENTS.labels("unavailable")),
+    (NotFound, PLACEMENTS.labels("unknown_model")),
+    (InvalidRequest, PLACEMENTS.labels("invalid")),
+    (Cancelled, PLACEMENTS.labels("cancelled")),
+    (WeftError, PLACEMENTS.labels("failed")),
 )
 
 
@@ -192,12 +192,12 @@ class Dispatcher:
         back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._worker_waits[query.model, role]
         waiting[back] = query
-        WAITING.inc()
+        WAITING_REQUESTS.inc()
         try:
             await self._wait_for(back, self._clock() + seconds)
             return back.done()
         finally:
-            WAITING.dec()
+            WAITING_REQUESTS.dec()
             del waiting[back]
             if not waiting:
                 self._worker_waits.pop((query.model, role), None)
@@ -227,7 +227,7 @@ class Dispatcher:
                 return self._place_now(query, affinity, now, window)
             except AllWorkersFull as error:
                 if isinstance(error, TargetExceeded):
-                    OVER_TARGET.inc()
+                    OVER_SLO.inc()
                     self._check_wait(query, error)
                 busy, window = error, self._router.backfill_window(query, error, window)
         if self._router.excludes_ready_worker(query):
@@ -236,14 +236,14 @@ class Dispatcher:
         queued = queue.add(query, now, busy, window)
         place: asyncio.Future[PlacementDecision] = asyncio.get_running_loop().create_future()
         self._pending[queued] = affinity, place
-        WAITING.inc()
+        WAITING_REQUESTS.inc()
         try:
             await self._wait_for(place, min(queued.expires_at, until))
             if place.done():
                 return place.result()
             raise Overloaded(str(busy), queue.retry_after(query, self._clock(), busy.retry_after_seconds))
         finally:
-            WAITING.dec()
+            WAITING_REQUESTS.dec()
             queue.remove(queued, self._clock())
             del self._pending[queued]
             self._scan_queues_soon()  # there may have been room all the time for who comes next

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from weft.errors import Incompatible, InvalidRequest, NotFound, Overloaded
-from weft.metrics import DECLINED_ROLES, READY_WORKERS, WORKERS
+from weft.metrics import READY_WORKERS, ROLE_CHANGE_TIMEOUTS, WORKERS
 from weft.request import WorkerRole
 from weft_services.scheduler.fleet_state import (
     NEVER,
@@ -287,7 +287,7 @@ class Fleet:
             )
             worker.role_requested, worker.num_declined_roles = None, worker.num_declined_roles + 1
             del self._role_requested_at[worker, role]
-            DECLINED_ROLES.inc()
+            ROLE_CHANGE_TIMEOUTS.inc()
 
     def _publish_ready(self, now: float) -> None:
         for model, members in self._models.items():

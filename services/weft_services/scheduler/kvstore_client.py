@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from weft import trace
 from weft.errors import PeerLost, WeftError
-from weft.metrics import LOCATES, from_zero
+from weft.metrics import KVSTORE_LOCATES, from_zero
 from weft.rpc.client import open_channel, translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb
 from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
@@ -95,7 +95,7 @@ MAX_LOOKUPS = 32
 MAX_BACKGROUND_LOOKUPS = 4
 # of longer prompts the beginning
 MAX_KEYS = 8192
-from_zero(LOCATES, ("answered", "late", "failed"))
+from_zero(KVSTORE_LOCATES, ("answered", "late", "failed"))
 
 
 class PrefixLocator:
@@ -138,7 +138,7 @@ class PrefixLocator:
             return
         if (await asyncio.wait({question}, timeout=LOOKUP_WAIT_SECONDS))[0]:
             return
-        LOCATES.labels("late").inc()
+        KVSTORE_LOCATES.labels("late").inc()
         self._num_late += 1
         if self._num_late >= MAX_LATE:
             self._pause("its answers come late")
@@ -148,14 +148,14 @@ class PrefixLocator:
         try:
             located = await locate(fingerprint, keys)
         except WeftError as error:
-            LOCATES.labels("failed").inc()
+            KVSTORE_LOCATES.labels("failed").inc()
             self._num_late = MAX_LATE
             self._pause(str(error))
             if isinstance(error, PeerLost):
                 # with it went what it held
                 router.forget_store(fingerprint)
             return
-        LOCATES.labels("answered").inc()
+        KVSTORE_LOCATES.labels("answered").inc()
         router.add_located(fingerprint, keys, located)
         if self._clock() - began <= LOOKUP_WAIT_SECONDS:
             self._num_late, self._paused_until = 0, 0.0

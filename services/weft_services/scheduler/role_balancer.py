@@ -159,15 +159,11 @@ class RoleBalancer:
         return move
 
 
-def parse_limits(text: str, least: int, pause_seconds: float) -> BalancerLimits | None:
+def parse_limits(text: str) -> BalancerLimits | None:
     """`500/50` (milliseconds of waiting, and between tokens). Empty: no planner. Raises ConfigError."""
     if not text:
         return None
     wait, slash, itl = text.partition("/")
     if not slash or not wait.isdecimal() or not itl.isdecimal() or not int(wait) or not int(itl):
-        raise ConfigError(f"WEFT_PLANNER={text!r}: expected WAIT_MS/ITL_MS")
-    if least < 1:
-        raise ConfigError(f"WEFT_PLANNER_LEAST={least}: expected at least 1")
-    if pause_seconds < 1:
-        raise ConfigError(f"WEFT_PLANNER_PAUSE_SECONDS={pause_seconds:g}: expected at least 1")
-    return BalancerLimits(int(wait) / 1000, int(itl) / 1000, least, pause_seconds)
+        raise ConfigError(f"WEFT_ROLE_BALANCER={text!r}: expected WAIT_MS/ITL_MS")
+    return BalancerLimits(int(wait) / 1000, int(itl) / 1000)

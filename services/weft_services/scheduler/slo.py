@@ -172,8 +172,8 @@ class BacklogTracker:
 
 # work that nobody waits for leaves this share of the promised time to the others
 BATCH_SHARE = 0.5
-# The default target. With the wait for room (WEFT_QUEUE_SECONDS) and its own prompt, a request has its first token
-# within 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
+# The default target. With the wait for room (WEFT_MAX_QUEUE_WAIT_SECONDS) and its own prompt, a request has its first
+# token within 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
 DEFAULT_WAIT_SECONDS = 1.0
 # A small or slow fleet finishes a burst of this size, and this many clients that ask one request after the other never
 # add up to more. On a fast fleet it takes less than DEFAULT_WAIT_SECONDS.
@@ -281,7 +281,7 @@ def parse_targets(text: str) -> SloTargets:
         wait, slash, itl = numbers.partition("/")
         if not slash or not wait.isdecimal() or not itl.isdecimal():
             raise ConfigError(
-                f"WEFT_TARGETS={text!r}: expected WAIT_MS/ITL_MS or MODEL=WAIT_MS/ITL_MS, in a list by commas"
+                f"WEFT_SLO={text!r}: expected WAIT_MS/ITL_MS or MODEL=WAIT_MS/ITL_MS, in a list by commas"
             )
         target = SloTarget(int(wait) / 1000, int(itl) / 1000)
         if name:

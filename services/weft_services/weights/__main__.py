@@ -25,7 +25,7 @@ async def serve(config: Config) -> None:
     rpc = RpcServer([SERVICE_NAME])
     async with asyncio.TaskGroup() as tasks:
         peers = {name: WeightsPeer(config.weights_from, name) for name in config.models if config.weights_from}
-        room = Room(config.weights_bytes)
+        room = Room(config.weights_shm_bytes)
         loaders = {
             name: WeightLoader(path, config.num_readers(path), tasks, peers.get(name), room)
             for name, path in config.models.items()
@@ -35,7 +35,7 @@ async def serve(config: Config) -> None:
         logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
         try:
             for name, loader in loaders.items():
-                await _preload(name, loader, config.weights_bytes)
+                await _preload(name, loader, config.weights_shm_bytes)
             log.mark("weights")
             await rpc.set_ready(True)
             await asyncio.Event().wait()

@@ -17,8 +17,8 @@ class Config:
     """`model` is a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR; `threads` read each, 0 = 8 of them, 24 from
     an object store.
 
-    `weights_from` is the weights service of another node that may hold the model in memory already. `weights_bytes` is
-    what the images of all models may take together, 0 = as much as there is.
+    `weights_from` is the weights service of another node that may hold the model in memory already.
+    `weights_shm_bytes` limits the shared memory of all models' images together; 0: no limit.
     """
 
     model: str
@@ -28,14 +28,14 @@ class Config:
     metrics_port: int = 0
     threads: int = 0
     weights_from: str = ""
-    weights_bytes: int = 0
+    weights_shm_bytes: int = 0
     cpu_kernels: CpuKernels | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 to {MAX_THREADS}")
-        if self.weights_bytes < 0:
-            raise ConfigError(f"WEFT_WEIGHTS_BYTES={self.weights_bytes}: expected 0 or more")
+        if self.weights_shm_bytes < 0:
+            raise ConfigError(f"WEFT_WEIGHTS_SHM_BYTES={self.weights_shm_bytes}: expected 0 or more")
         if self.weights_from and ":" not in self.weights_from:
             raise ConfigError(f"WEFT_WEIGHTS_FROM={self.weights_from!r}: expected host:port")
         read_models(self.model, self.model_name)

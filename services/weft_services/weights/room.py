@@ -66,7 +66,7 @@ class Room:
         """As it is, without what no service holds; `is_there`: it takes its memory already. Raises Overloaded for what
         is more than the limit by itself."""
         if 0 < self._limit < size:
-            raise Overloaded(f"an image of {size} bytes is by itself larger than WEFT_WEIGHTS_BYTES={self._limit}")
+            raise Overloaded(f"an image of {size} bytes is by itself larger than WEFT_WEIGHTS_SHM_BYTES={self._limit}")
         while True:
             held, promised = sum(image.size_bytes for _, image in self._held()), sum(self._promised.values())
             if self._limit and held + promised + size > self._limit:

@@ -28,7 +28,7 @@ def block_bytes(pair: Pair) -> int:
     return pair.decode.place.memory.block_bytes
 
 
-@pytest.mark.parametrize("transport", ["grpc", "mooncake", "shared"])
+@pytest.mark.parametrize("transport", ["grpc", "mooncake", "local"])
 async def test_tokens_are_those_of_a_single_model_and_every_byte_is_counted(tiny: Tiny, transport: str) -> None:
     async with start_pair(tiny, transport) as pair:
         before = transferred(transport)

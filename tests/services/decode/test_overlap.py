@@ -54,7 +54,7 @@ def compute_after_arrivals(pair: Pair, arrivals: Arrivals, monkeypatch: pytest.M
     return begun
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shared", "mooncake"])
+@pytest.mark.parametrize("transport", ["grpc", "local", "mooncake"])
 async def test_blocks_are_pulled_while_the_next_chunk_is_computed(
     tiny: Tiny, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,7 +263,7 @@ def test_a_listener_that_others_can_reach_wants_keys(model_dir: Path) -> None:
     for host in ("0.0.0.0", "::", "", "10.0.0.7", "localhost.example"):
         with pytest.raises(ConfigError, match="WEFT_KEYS"):
             Config(str(model_dir), "127.0.0.1:1", host=host)
-        Config(str(model_dir), "127.0.0.1:1", host=host, open=True)
+        Config(str(model_dir), "127.0.0.1:1", host=host, allow_unauthenticated=True)
         Config(str(model_dir), "127.0.0.1:1", host=host, keys="keys.json")
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
         Config(str(model_dir), "127.0.0.1:1", host=host)

@@ -157,8 +157,8 @@ def test_a_certificate_that_cannot_be_used_is_told_by_its_variable(model_dir: Pa
 
 
 def test_ports_that_are_shared_have_to_be_named(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="WEFT_SHARE_PORTS"):
-        Config(str(model_dir), "127.0.0.1:1", http_port=0, share_ports=True)
+    with pytest.raises(ConfigError, match="WEFT_REUSE_PORT"):
+        Config(str(model_dir), "127.0.0.1:1", http_port=0, reuse_port=True)
 
 
 def test_a_port_is_shared_by_those_who_both_say_so_and_by_nobody_else() -> None:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from tests.services.gateway.conftest import MODEL_NAME, TEMPLATE, tiny_tokenizer, write_model
 from tests.services.gateway.test_templates import SPECIAL, TEMPLATES, USER, call
-from weft.config import ConfigError
+from weft.config import read_config
 from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft_services.gateway import model as served
 from weft_services.gateway.config import Config
@@ -177,13 +177,13 @@ def test_a_template_that_makes_tokens_of_parts_is_refused_at_the_start(tmp_path:
     assert made != TEMPLATE
     directory = write_model(tmp_path, tiny_tokenizer(), made)
     assert load_model(directory, MODEL_NAME).template is not None
-    with pytest.raises(BadCheckpoint, match=r"of parts.*WEFT_SPECIAL_TOKENS=anyone"):
+    with pytest.raises(BadCheckpoint, match=r"of parts.*WEFT_ALLOW_USER_SPECIAL_TOKENS=1"):
         load_model(directory, MODEL_NAME, is_sealed=True)
 
 
 def test_a_template_that_refuses_a_seal_is_told_at_the_start(tmp_path: Path) -> None:
     picky = "{% if '<|im_start|>' | length > 12 %}{{ raise_exception('too long') }}{% endif %}" + TEMPLATE
-    with pytest.raises(BadCheckpoint, match=r"refuses.*too long.*WEFT_SPECIAL_TOKENS=anyone"):
+    with pytest.raises(BadCheckpoint, match=r"refuses.*too long.*WEFT_ALLOW_USER_SPECIAL_TOKENS=1"):
         load_model(write_model(tmp_path, tiny_tokenizer(), picky), MODEL_NAME, is_sealed=True)
 
 
@@ -232,8 +232,7 @@ def test_a_tokenizer_that_cannot_be_closed_says_so() -> None:
         Seal(json.dumps(description).encode(), tiny_tokenizer())
 
 
-def test_the_setting_is_one_of_two() -> None:
-    assert Config(str(NANO), "localhost:1", special_tokens="template").are_sealed
-    assert not Config(str(NANO), "localhost:1").are_sealed
-    with pytest.raises(ConfigError, match=r"WEFT_SPECIAL_TOKENS='none': expected one of anyone, template"):
-        Config(str(NANO), "localhost:1", special_tokens="none")
+def test_user_special_tokens_are_allowed_unless_switched_off() -> None:
+    environ = {"WEFT_MODEL": str(NANO), "WEFT_SCHEDULER_ADDR": "localhost:1"}
+    assert read_config(Config, environ).allow_user_special_tokens
+    assert not read_config(Config, environ | {"WEFT_ALLOW_USER_SPECIAL_TOKENS": "0"}).allow_user_special_tokens

@@ -86,7 +86,7 @@ class KvStoreProcess:
         environment = {
             **os.environ,
             "WEFT_PORT": self.address.rpartition(":")[2],
-            "WEFT_SEGMENT_BYTES": str(self._segment_bytes),
+            "WEFT_STORE_MEMORY_BYTES": str(self._segment_bytes),
             **self._settings,
         }
         command = [sys.executable, *self._program]

@@ -139,7 +139,7 @@ async def test_refusals_are_counted_by_their_kind() -> None:
 
 
 def num_unavailable() -> float:
-    return REGISTRY.get_sample_value("weft_routes_total", {"outcome": "unavailable"}) or 0.0
+    return REGISTRY.get_sample_value("weft_placements_total", {"outcome": "unavailable"}) or 0.0
 
 
 async def test_a_prompt_is_not_too_long_while_the_worker_that_took_it_may_be_back_in_a_moment() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, ready_worker, worker_info
 from weft.errors import Overloaded
-from weft.metrics import OVER_TARGET
+from weft.metrics import OVER_SLO
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import Stage
 from weft_services.scheduler.admission_queue import AdmissionQueue
@@ -205,7 +205,7 @@ def test_own_target_holds_for_bursts_too() -> None:
 async def test_dispatcher_counts_refusals_and_requests_over_target() -> None:
     clock, router = Clock(), mesh(Router(1000.0))
     dispatcher = Dispatcher(router, AffinityStore("", 60), clock=clock)
-    over = OVER_TARGET._value.get()
+    over = OVER_SLO._value.get()
     for number in range(2 * DEFAULT_BURST_PROMPTS):
         query = RouteQuery(RequestKey(f"r{number}"), MODEL, PROMPT_TOKENS, 10)
         if number < DEFAULT_BURST_PROMPTS:
@@ -213,7 +213,7 @@ async def test_dispatcher_counts_refusals_and_requests_over_target() -> None:
         else:
             with pytest.raises(Overloaded):
                 await dispatcher.route(query)
-    assert OVER_TARGET._value.get() - over == DEFAULT_BURST_PROMPTS
+    assert OVER_SLO._value.get() - over == DEFAULT_BURST_PROMPTS
     for number in range(DEFAULT_BURST_PROMPTS - 2):
         router.settle(AttemptProgress(RequestKey(f"r{number}"), Stage.FINISHED), clock.now)
     with pytest.raises(Overloaded):

@@ -234,7 +234,7 @@ def test_targets_are_read_by_model_and_kept() -> None:
 
 @pytest.mark.parametrize("text", ["2000", "a/b", "m=1", "-1/5", "=/"])
 def test_a_wrong_target_is_named(text: str) -> None:
-    with pytest.raises(ConfigError, match="WEFT_TARGETS"):
+    with pytest.raises(ConfigError, match="WEFT_SLO"):
         parse_targets(text)
 
 

@@ -26,7 +26,7 @@ BUSY = Overloaded("full", 1.0)
 INTERACTIVE, DEFAULT, BATCH = Priority.INTERACTIVE, Priority.DEFAULT, Priority.BATCH
 SECONDS = 60.0
 PROMPT_TOKENS = 1000
-QUEUE_SECONDS = Config().queue_seconds
+QUEUE_SECONDS = Config().max_queue_wait_seconds
 
 
 @dataclass(frozen=True)

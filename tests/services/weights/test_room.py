@@ -240,7 +240,7 @@ async def test_a_model_beyond_the_limit_is_refused_at_once_and_nothing_goes_for_
     (tmp_path / "c" / "model.safetensors").write_bytes(safetensors_bytes(random_tensors(tmp_path / "c")))
     async with serving(models, limit := size_of(models["c"]) - 1) as channel:
         await load(channel, "a")
-        with pytest.raises(Overloaded, match=rf"by itself larger than WEFT_WEIGHTS_BYTES={limit}"):
+        with pytest.raises(Overloaded, match=rf"by itself larger than WEFT_WEIGHTS_SHM_BYTES={limit}"):
             await load(channel, "c")
         assert there(models) == {"a"}
 

@@ -21,7 +21,7 @@ def weft(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_plans_resident_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    run = weft(str(CONFIGS / "llama3-8b"), "--gpu", "h200", "--weights", "resident")
+    run = weft(str(CONFIGS / "llama3-8b"), "--gpu", "h200", "--weight-format", "packed12")
     assert run.returncode == 0, run.stderr
     assert "11.29 GiB as bfloat16, matrices as F12" in run.stdout
 
@@ -30,7 +30,8 @@ def test_what_is_not_bfloat16_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatc
     """F12 is a form of bfloat16: otherwise nothing is packed, and no room is kept to unpack it in."""
     monkeypatch.setenv("COLUMNS", "160")
     plain, resident = (
-        weft(str(CONFIGS / "llama3-8b"), "--dtype", "float32", "--weights", each) for each in ("plain", "resident")
+        weft(str(CONFIGS / "llama3-8b"), "--dtype", "float32", "--weight-format", each)
+        for each in ("plain", "packed12")
     )
     assert "29.92 GiB as float32, KV" in plain.stdout
     assert resident.stdout == plain.stdout
@@ -43,8 +44,10 @@ def test_whatever_a_checkpoint_has_workers_on_a_gpu_compute_in_bfloat16(
     monkeypatch.setenv("COLUMNS", "160")
     fields = json.loads((CONFIGS / "llama3-8b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"dtype": dtype, "torch_dtype": dtype}))
-    for weights in ("plain", "resident"):
-        found, published = (weft(str(each), "--weights", weights).stdout for each in (tmp_path, CONFIGS / "llama3-8b"))
+    for weights in ("plain", "packed12"):
+        found, published = (
+            weft(str(each), "--weight-format", weights).stdout for each in (tmp_path, CONFIGS / "llama3-8b")
+        )
         assert "KV in bfloat16" in found
         assert found == published
 

@@ -44,7 +44,7 @@ runner = CliRunner()
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No mesh of this machine, no settings of this shell, and nothing that takes long to load."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    for name in ("WEFT_KEYS", "WEFT_OPEN", "WEFT_TLS_DIR", "WEFT_TLS_CERT"):
+    for name in ("WEFT_KEYS", "WEFT_ALLOW_UNAUTHENTICATED", "WEFT_TLS_DIR", "WEFT_TLS_CERT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "mooncake_trouble", lambda: "")
 
@@ -221,7 +221,7 @@ def test_without_mooncake_the_transport_says_why(monkeypatch: pytest.MonkeyPatch
 def test_keys_and_certificates_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = check_keys(Subject(MODELS, host="0.0.0.0"))
     assert finding.level is Level.FAILURE
-    monkeypatch.setenv("WEFT_OPEN", "true")  # as the gateway reads it
+    monkeypatch.setenv("WEFT_ALLOW_UNAUTHENTICATED", "true")  # as the gateway reads it
     assert next(check_keys(Subject(MODELS, host="0.0.0.0"))).level is Level.OK
     monkeypatch.setenv("WEFT_KEYS", str(tmp_path / "keys.json"))
     assert next(check_keys(Subject(MODELS))).level is Level.FAILURE
@@ -266,10 +266,10 @@ def test_a_mesh_that_runs_is_asked_which_way_its_blocks_go() -> None:
     metrics, thread = start_http_server(0, "127.0.0.1", registry)
     assert list(check_running(Subject(MODELS))) == []
     for transports, way, megabytes, level, word in (
-        (["mooncake"], "shared", 0, Level.OK, "no block was handed over yet; to other machines mooncake"),
-        (["grpc", "mooncake"], "shared", 1, Level.WARNING, "2.0 MiB by shared; to other machines grpc and mooncake"),
-        (["grpc"], "grpc", 3, Level.OK, "3.0 MiB by grpc, 1.0 MiB by shared; to other machines grpc"),
-        (["mooncake"], "mooncake", 2, Level.WARNING, "3.0 MiB by grpc, 2.0 MiB by mooncake, 1.0 MiB by shared"),
+        (["mooncake"], "local", 0, Level.OK, "no block was handed over yet; to other machines mooncake"),
+        (["grpc", "mooncake"], "local", 1, Level.WARNING, "2.0 MiB by local; to other machines grpc and mooncake"),
+        (["grpc"], "grpc", 3, Level.OK, "3.0 MiB by grpc, 1.0 MiB by local; to other machines grpc"),
+        (["mooncake"], "mooncake", 2, Level.WARNING, "3.0 MiB by grpc, 2.0 MiB by mooncake, 1.0 MiB by local"),
     ):
         pulled.labels(way).inc(megabytes << 20)
         with running(transports, f"127.0.0.1:{metrics.server_port}"):

@@ -99,9 +99,9 @@ def test_shared_memory_that_is_too_small_is_told_with_the_command_that_mends_it(
     with pytest.raises(BadCheckpoint, match=r"mount -o remount,size=1G /dev/shm"):
         check_fit(OPTIONS, {})
     with pytest.raises(BadCheckpoint, match="remount"):
-        check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_BYTES": str(2 * MIB)})
+        check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_SHM_BYTES": str(2 * MIB)})
     set_shared(monkeypatch, 2 * MIB)
-    check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_BYTES": str(2 * MIB)})
+    check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_SHM_BYTES": str(2 * MIB)})
 
 
 def test_what_files_hold_counts_and_not_what_their_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +145,8 @@ def test_gpus_whose_memory_nobody_tells_are_left_to_their_workers(monkeypatch: p
 def test_a_setting_that_cannot_be_is_named() -> None:
     with pytest.raises(ConfigError, match="WEFT_CHUNK_TOKENS=-1"):
         check_fit(OPTIONS, {"WEFT_CHUNK_TOKENS": "-1"})
-    with pytest.raises(ConfigError, match="WEFT_WEIGHTS_BYTES='lots'"):
-        check_fit(OPTIONS, {"WEFT_WEIGHTS_BYTES": "lots"})
+    with pytest.raises(ConfigError, match="WEFT_WEIGHTS_SHM_BYTES='lots'"):
+        check_fit(OPTIONS, {"WEFT_WEIGHTS_SHM_BYTES": "lots"})
 
 
 def test_up_says_it_in_one_line_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

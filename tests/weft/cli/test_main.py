@@ -248,7 +248,7 @@ def test_settings_of_services_hold_where_no_option_says_otherwise(monkeypatch: p
         assert runner.invoke(app, ["up", "--model", str(SHIPPED), *options], env=environ).exit_code == 0
     (first, second) = said
     assert (first.dtype, first.transport, first.threads, first.log_level) == ("bfloat16", "grpc", 3, "warning")
-    assert first.is_open
+    assert first.allow_unauthenticated
     assert (first.cors_origins, second.cors_origins) == ("http://a.example", "*")
     assert (second.dtype, second.transport, second.threads) == ("float32", "grpc", 1)
 

@@ -15,7 +15,7 @@ from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.mesh import mesh_specs, with_memory
 from weft.cli.up import ending_signals
 from weft.config import ConfigError, read_config, read_models
-from weft.worker.config import WeightsForm, WorkerConfig
+from weft.worker.config import WeightFormat, WorkerConfig
 from weft_services.kvstore.config import Config
 
 ONE = {"m": Path("/m")}
@@ -55,9 +55,9 @@ def test_every_process_has_a_memory_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     planned = {spec.name: spec.memory_bytes for spec in with_memory(specs, dict.fromkeys(options.workers, 7))}
     assert [planned[name] for name in options.workers] == [7, 7, 7]
     assert all(planned.values())
-    monkeypatch.setenv("WEFT_PREFIX_KEYS", "100000000")
+    monkeypatch.setenv("WEFT_STORE_MEMORY_BYTES", str(1 << 40))
     larger = {spec.name: spec.memory_bytes for spec in with_memory(specs, dict.fromkeys(options.workers, 7))}
-    assert [name for name in planned if larger[name] > planned[name]] == ["scheduler"]
+    assert [name for name in planned if larger[name] > planned[name]] == ["kvstore"]
 
 
 def test_peers_are_told_each_others_addresses() -> None:
@@ -83,10 +83,10 @@ def test_the_store_is_told_of_its_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_workers_are_told_how_weights_stay_in_memory() -> None:
-    for weights in WeightsForm:
-        worker = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights=weights), AT)}["decode-0"]
+    for weights in WeightFormat:
+        worker = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weight_format=weights), AT)}["decode-0"]
         settings = {name: value for name, value in worker.environ.items() if name.startswith("WEFT_")}
-        assert read_config(WorkerConfig, settings).weights is weights
+        assert read_config(WorkerConfig, settings).weight_format is weights
 
 
 def test_workers_are_told_how_many_sequences_a_step_may_have() -> None:
@@ -175,8 +175,8 @@ def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() ->
     gateways = mesh_specs(options, at)[-2:]
     assert [spec.name for spec in gateways] == ["gateway-0", "gateway-1"]
     assert [spec.environ["WEFT_PRIVATE_PORT"] for spec in gateways] == ["9", "10"]
-    assert {(spec.environ["WEFT_HTTP_PORT"], spec.environ["WEFT_SHARE_PORTS"]) for spec in gateways} == {("8000", "1")}
-    assert "WEFT_SHARE_PORTS" not in mesh_specs(MeshOptions(ONE), AT)[-1].environ
+    assert {(spec.environ["WEFT_HTTP_PORT"], spec.environ["WEFT_REUSE_PORT"]) for spec in gateways} == {("8000", "1")}
+    assert "WEFT_REUSE_PORT" not in mesh_specs(MeshOptions(ONE), AT)[-1].environ
 
 
 def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

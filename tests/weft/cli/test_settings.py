@@ -32,13 +32,16 @@ def check(options: MeshOptions = OPTIONS) -> None:
     [
         ({"WEFT_MAX_REQUESTS": "0"}, "WEFT_MAX_REQUESTS=0: expected at least 1"),
         ({"WEFT_PRIVATE_PORT": "70000"}, "WEFT_PRIVATE_PORT='70000': expected 0 to 65535"),
-        ({"WEFT_SPECIAL_TOKENS": "some"}, "WEFT_SPECIAL_TOKENS='some': expected one of"),
+        (
+            {"WEFT_ALLOW_USER_SPECIAL_TOKENS": "some"},
+            "WEFT_ALLOW_USER_SPECIAL_TOKENS='some': expected 0, 1, true or false",
+        ),
         ({"WEFT_TOOL_FORMAT": "other=hermes"}, "no model is called 'other'"),
         ({"WEFT_TLS_CERT": "cert.pem"}, "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other"),
         (FALSE_FILES, "/nowhere/cert.pem: No such file"),
         ({"WEFT_LEASE_SECONDS": "0"}, "WEFT_LEASE_SECONDS=0: expected 1 to 3600"),
         ({"WEFT_DISK_BYTES": "1"}, "WEFT_DISK_BYTES=1: expected at least"),
-        ({"WEFT_WEIGHTS_BYTES": "-1"}, "WEFT_WEIGHTS_BYTES=-1: expected 0 or more"),
+        ({"WEFT_WEIGHTS_SHM_BYTES": "-1"}, "WEFT_WEIGHTS_SHM_BYTES=-1: expected 0 or more"),
     ],
 )
 def test_a_setting_that_a_service_would_end_for_is_told(

@@ -246,23 +246,23 @@ def test_one_of_several_drains_without_a_warning(address: str, capsys: pytest.Ca
 
 
 def test_role_says_what_it_did_and_why_it_cannot(address: str) -> None:
-    asked = CliRunner().invoke(app, ["role", "decode-0", "both", "--scheduler", address])
+    asked = CliRunner().invoke(app, ["set-role", "decode-0", "both", "--scheduler", address])
     assert (asked.exit_code, "decode-0 is asked to play both" in asked.stdout) == (0, True)
-    refused = CliRunner().invoke(app, ["role", "decode-0", "prefill", "--scheduler", address])
+    refused = CliRunner().invoke(app, ["set-role", "decode-0", "prefill", "--scheduler", address])
     assert refused.exit_code == 1
-    assert refused.stderr == "weft role: decode-0 is the last decode worker of 'm'\n"
-    assert CliRunner().invoke(app, ["role", "decode-0", "idle", "--scheduler", address]).exit_code == 2
+    assert refused.stderr == "weft set-role: decode-0 is the last decode worker of 'm'\n"
+    assert CliRunner().invoke(app, ["set-role", "decode-0", "idle", "--scheduler", address]).exit_code == 2
 
 
 def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = CliRunner().invoke(app, ["park", "decode-0", "--scheduler", address])
+    refused = CliRunner().invoke(app, ["sleep", "decode-0", "--scheduler", address])
     assert refused.exit_code == 1
     last = "decode-0 is the last decode worker of 'm' that is ready"
-    assert refused.stderr == f"weft park: {last}; --even-last parks it all the same\n"
-    asked = CliRunner().invoke(app, ["park", "decode-0", "--even-last", "--scheduler", address])
+    assert refused.stderr == f"weft sleep: {last}; --even-last lets it sleep all the same\n"
+    asked = CliRunner().invoke(app, ["sleep", "decode-0", "--even-last", "--scheduler", address])
     assert (asked.exit_code, "`weft wake decode-0` has it load again" in asked.stdout) == (0, True)
     needless = CliRunner().invoke(app, ["wake", "decode-0", "--scheduler", address])
-    assert (needless.exit_code, "decode-0 is not parked" in needless.stdout) == (0, True)
+    assert (needless.exit_code, "decode-0 is not asleep" in needless.stdout) == (0, True)
     monkeypatch.setattr("weft.cli.steer.REJOIN_SECONDS", 0.0)
     unknown = CliRunner().invoke(app, ["wake", "nobody", "--scheduler", address])
     lists = "unless it is loading its model; `weft status --watch` lists them"
@@ -281,15 +281,15 @@ PARKED.report.parked = True
 @pytest.mark.parametrize("fleet", [[[PARKED]]])
 def test_of_a_parked_worker_draining_says_that_it_is(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     drain(address, "decode-0", undo=True)
-    assert "decode-0 is parked: `weft wake decode-0` has it load its model" in capsys.readouterr().out
+    assert "decode-0 is asleep: `weft wake decode-0` has it load its model" in capsys.readouterr().out
     drain(address, "decode-0", undo=False)
-    assert "decode-0 is parked: once awake it is given nothing new" in capsys.readouterr().out
+    assert "decode-0 is asleep: once awake it is given nothing new" in capsys.readouterr().out
 
 
 def test_a_parked_worker_is_shown_as_such() -> None:
     parked = worker("decode-0", ready=False)
     parked.report.parked = True
-    assert "parked" in shown([parked])
+    assert "asleep" in shown([parked])
 
 
 def test_a_draining_worker_is_shown_as_such() -> None:

@@ -71,7 +71,7 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"DTYPE": "float16"}, "WEFT_DTYPE"),
         ({"TRANSPORT": "pigeon"}, "WEFT_TRANSPORT"),
         ({"CHUNK_TOKENS": "-1"}, "WEFT_CHUNK_TOKENS"),
-        ({"MIXED_TOKENS": "-1"}, "WEFT_MIXED_TOKENS"),
+        ({"MIXED_STEP_PREFILL_TOKENS": "-1"}, "WEFT_MIXED_STEP_PREFILL_TOKENS"),
         ({"MAX_SEQS": "-1"}, "WEFT_MAX_SEQS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
@@ -102,11 +102,17 @@ def test_what_settings_leave_open_follows_the_device() -> None:
     cpu, gpu = Machine("cpu", "float32", 16, is_resident=True), Machine("cuda", "bfloat16", 64)
     assert choose(config().wanted, has_cuda=False) == Sizes(cpu, 512, 256, 128, 64, 0)
     assert choose(config().wanted, has_cuda=True) == Sizes(gpu, 2048, 512, 512, 256, 0)
-    more = {"CHUNK_TOKENS": "9", "MIXED_TOKENS": "8", "MAX_SEQS": "7", "NUM_BLOCKS": "6", "WEIGHTS": "resident"}
-    said = choose(config(DTYPE="bfloat16", BLOCK_TOKENS="32", **more).wanted, has_cuda=False)
-    assert said == Sizes(Machine("cpu", "bfloat16", 32, is_resident=True), 9, 8, 8, 7, 6)
-    assert not choose(config(WEIGHTS="plain").wanted, has_cuda=False).machine.is_resident
-    assert choose(config(WEIGHTS="resident").wanted, has_cuda=True).machine.is_resident
+    more = {
+        "CHUNK_TOKENS": "9",
+        "MIXED_STEP_PREFILL_TOKENS": "8",
+        "MAX_SEQS": "7",
+        "NUM_BLOCKS": "6",
+        "WEIGHT_FORMAT": "packed12",
+    }
+    said = choose(config(DTYPE="bfloat16", **more).wanted, has_cuda=False)
+    assert said == Sizes(Machine("cpu", "bfloat16", 16, is_resident=True), 9, 8, 8, 7, 6)
+    assert not choose(config(WEIGHT_FORMAT="plain").wanted, has_cuda=False).machine.is_resident
+    assert choose(config(WEIGHT_FORMAT="packed12").wanted, has_cuda=True).machine.is_resident
 
 
 def test_the_models_config_comes_over_the_wire(tmp_path: Path) -> None:

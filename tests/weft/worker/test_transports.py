@@ -18,7 +18,7 @@ from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.worker import kv_pull
 from weft.worker.config import MooncakeProtocol, TransportChoice
-from weft.worker.kv_pull import lent_endpoint, pick_transports
+from weft.worker.kv_pull import lent_endpoint, needs_checksums, pick_transports
 
 POOL = (ctypes.c_ubyte * 8192)()
 
@@ -55,7 +55,7 @@ def test_mooncake_goes_first_and_grpc_is_always_there() -> None:
 
 def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: SharedBytes) -> None:
     picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
-    assert [transport.name for transport in picked] == ["shared", "mooncake", "grpc"]
+    assert [transport.name for transport in picked] == ["local", "mooncake", "grpc"]
     endpoint = lent_endpoint(picked)
     assert (endpoint.transport, endpoint.segment) == ("mooncake", picked[1].endpoint().segment)
     # who is on this machine goes by the file, who is not by what its transport says
@@ -80,7 +80,7 @@ def test_a_transport_that_is_demanded_is_used_on_the_same_machine_too(
     choice: TransportChoice, shared: SharedBytes
 ) -> None:
     picked = pick_for(choice, blocks_of(shared))
-    assert "shared" not in [transport.name for transport in picked]
+    assert "local" not in [transport.name for transport in picked]
     assert (lent_endpoint(picked).transport, lent_endpoint(picked).file) == (choice.value, "")
 
 
@@ -101,3 +101,10 @@ def test_mooncake_that_is_demanded_and_missing_is_an_error_of_the_setting(monkey
     monkeypatch.setattr(kv_pull, "MooncakeTransport", unavailable)
     with pytest.raises(ConfigError, match="WEFT_TRANSPORT"):
         pick(TransportChoice.MOONCAKE)
+
+
+@pytest.mark.parametrize(
+    ("transport", "has_checksums"), [("local", True), ("mooncake", True), ("mooncake_rdma", False), ("grpc", True)]
+)
+def test_blocks_have_checksums_unless_rdma_carries_them(transport: str, has_checksums: bool) -> None:
+    assert needs_checksums(transport) is has_checksums

@@ -34,8 +34,11 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
                 says = f"without TLS they would cross the network to {subject.host} in the clear"
                 advice = "WEFT_TLS_CERT and WEFT_TLS_KEY, or a proxy that has a certificate"
                 yield Finding("keys", Level.WARNING, says, advice)
-    elif not is_loopback(subject.host) and os.environ.get("WEFT_OPEN", "").lower() not in ("1", "true"):
-        advice = "weft keys add NAME --keys FILE, then WEFT_KEYS=FILE; or WEFT_OPEN=1"
+    elif not is_loopback(subject.host) and os.environ.get("WEFT_ALLOW_UNAUTHENTICATED", "").lower() not in (
+        "1",
+        "true",
+    ):
+        advice = "weft keys add NAME --keys FILE, then WEFT_KEYS=FILE; or WEFT_ALLOW_UNAUTHENTICATED=1"
         yield Finding("keys", Level.FAILURE, f"none: the gateway does not listen on {subject.host}", advice)
     else:
         yield Finding("keys", Level.OK, f"none: whoever reaches {subject.host} may use the model")

@@ -34,12 +34,12 @@ class Listeners:
         grace_seconds = config.grace_seconds + LAST_WORDS_SECONDS
         face = Face(config.request_timeout_seconds, not has_private, config.allowed_origins)
         app = build_app(pipeline, door, kept, face)
-        self.http = HttpServer(app, listen(config.host, config.http_port, config.share_ports), grace_seconds, context)
+        self.http = HttpServer(app, listen(config.host, config.http_port, config.reuse_port), grace_seconds, context)
         self.private: HttpServer | None = None
         if config.private_port is not None:
             listener = listen(config.private_host, config.private_port)
             self.private = HttpServer(build_private_app(pipeline), listener, grace_seconds)
-        options = (*LISTENER_OPTIONS, ("grpc.so_reuseport", int(config.share_ports)))
+        options = (*LISTENER_OPTIONS, ("grpc.so_reuseport", int(config.reuse_port)))
         self.rpc = RpcServer([SERVICE_NAME], options, [Admission(pipeline, door, SERVICE_NAME)])
         add_inference_service(self.rpc.server, pipeline, config.request_timeout_seconds)
         self._grpc_address = ""

@@ -18,7 +18,8 @@ from weft_services.gateway.front.exchange import Reply, failures_told, header, r
 from weft_services.gateway.mesh.pipeline import Pipeline
 
 REFUSAL = (
-    "this is for operators: by their key, or where neither keys nor WEFT_OPEN are set from the gateway's own machine"
+    "this is for operators: by their key, or where neither keys nor WEFT_ALLOW_UNAUTHENTICATED are set "
+    "from the gateway's own machine"
 )
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 

@@ -386,7 +386,7 @@ def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUse:
 
 # there may be as many tenants as clients make up
 MAX_REMEMBERED = 4096
-metrics.from_zero(metrics.ROUTES, ("overloaded",))
+metrics.from_zero(metrics.PLACEMENTS, ("overloaded",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +423,7 @@ class Refusals:
         if held is None or query.key.generation > 0 or self._clock() >= held.until:
             return
         if query.num_prompt_tokens >= held.prompt_tokens and query.max_tokens >= held.max_tokens:
-            metrics.ROUTES.labels("overloaded").inc()
+            metrics.PLACEMENTS.labels("overloaded").inc()
             raise Overloaded(held.message, held.retry_after_seconds)
 
 

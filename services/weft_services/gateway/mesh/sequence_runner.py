@@ -147,7 +147,7 @@ MAX_EXCLUDED = 64
 MAX_BLOCK_KEYS = 65_536
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
 _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
-metrics.from_zero(metrics.MOVES, _CAUSES.values())
+metrics.from_zero(metrics.SEQUENCE_MIGRATIONS, _CAUSES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Flight:
         has_tried = self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES
         if has_tried or self._mesh.links.is_closed:
             raise error
-        metrics.MOVES.labels(_CAUSES[type(error)]).inc()
+        metrics.SEQUENCE_MIGRATIONS.labels(_CAUSES[type(error)]).inc()
         self._move = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
 
     def end(self, stage: Stage, failed_worker_id: str = "", cancel: bool = True) -> None:
