@@ -47,7 +47,7 @@ class DecodeServiceServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """The one long-lived stream of a gateway-worker pair. Its end cancels every sequence that was started on it.
+        """The one long-lived stream of a gateway and a worker. Its end cancels every sequence started on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -79,7 +79,7 @@ class KvStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """The longest run of leading keys whose blocks are all in the store now, in memory or on disk, or which keys are.
+        """The longest run of leading keys with blocks in the store, in memory or on disk; or an answer for every key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,21 +93,22 @@ class KvStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """These blocks have been put.
+        """Announce blocks that were put into the store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportBlocks(self, request, context):
-        """What a worker's own pool holds, as news or as a whole.
+        """What a worker's pool holds, as a delta or a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Who holds leading blocks of a prompt: workers in their pools, and the store. For routing; nothing is checked or kept.
+        """Which workers' pools, and which store tiers, hold leading blocks of a prompt. A hint for routing: nothing is checked or
+        pinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

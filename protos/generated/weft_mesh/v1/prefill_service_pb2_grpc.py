@@ -57,15 +57,15 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request_iterator, context):
-        """One prompt. The open call is the lease on its blocks: they stay where they are until decode says done, falls silent for longer
-        than the lease, or the stream breaks.
+        """One prompt. The open call is the lease on its blocks. They stay in place until decode sends done, is silent for longer than
+        the lease, or the stream breaks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """The mean of a prompt's last hidden states. All of it is computed, whatever is cached.
+        """The mean of a prompt's last hidden states. The whole prompt is computed, even if blocks are cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,23 +57,23 @@ class SchedulerServiceServicer:
     """
 
     def Route(self, request, context):
-        """Choose a decode worker and, unless the prompt is to be computed there, a prefill worker. Books the request's tokens on both.
-        RESOURCE_EXHAUSTED when the fleet is full, UNAVAILABLE when a role has no worker, NOT_FOUND for an unknown model.
+        """Choose a decode worker and, unless it computes the prompt itself, a prefill worker. Reserves the request's tokens on both.
+        RESOURCE_EXHAUSTED: the fleet is full. UNAVAILABLE: a role has no worker. NOT_FOUND: unknown model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RouteMany(self, request_iterator, context):
-        """The same for many, over one stream a gateway: those that come together travel together, and every answer goes as soon as it is
-        known, in any order. The stream's end withdraws what waits.
+        """The same for many requests, over one stream per gateway. Requests that arrive together travel together; answers come in any
+        order. The stream's end withdraws waiting requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Settle(self, request, context):
-        """Report how far booked requests have come. Idempotent: every stage of a request counts once.
+        """Report the stage that placed requests have reached. Idempotent: every stage of a request counts once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,15 +238,14 @@ class FleetServiceServicer:
     """
 
     def Join(self, request_iterator, context):
-        """A worker's membership. The worker speaks first (hello), then reports at the interval it was given; the stream's end is its leaving.
+        """A worker's membership. The worker sends hello, then reports at the given interval. The stream's end means that it left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Announce(self, request_iterator, context):
-        """What a worker is busy with before it can join, told again and again while it loads its model, so that people see that it comes. Nothing
-        is placed there. The stream's end takes it back.
+        """Progress of a worker that loads its model, sent repeatedly until it joins, for display only. The stream's end removes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,24 +259,24 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
-        scheduler. NOT_FOUND when no such worker is live.
+        """Stop or resume giving a worker new requests. The worker remembers it and reports it to every scheduler.
+        NOT_FOUND: no such live worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
-        NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
+        """Ask a worker to take another role for new requests. It remembers the role and reports it to every scheduler.
+        NOT_FOUND: no such live worker. INVALID_ARGUMENT: its role is fixed, or it is the last one of its role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Park(self, request, context):
-        """Let a worker finish what it has and give back its memory, weights and KV pool, without ending its process; or have it load again.
-        NOT_FOUND when no such worker is live, INVALID_ARGUMENT when nobody else would be able to do what it does.
+        """Drain a worker and release its weights and KV pool while its process stays, or make it load them again.
+        NOT_FOUND: no such live worker. INVALID_ARGUMENT: no other worker has its role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

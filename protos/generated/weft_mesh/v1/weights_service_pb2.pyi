@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LoadRequest(_message.Message):
-    """Which model."""
+    """The model to load or describe."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -50,7 +50,7 @@ class LoadResponse(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___LoadProgress:
-        """On the way."""
+        """Loading."""
 
     @_builtins.property
     def ready(self) -> Global___LoadReady:
@@ -74,7 +74,7 @@ Global___LoadResponse: _TypeAlias = LoadResponse  # noqa: Y015
 
 @_typing.final
 class LoadProgress(_message.Message):
-    """How far."""
+    """Progress of a load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -82,9 +82,9 @@ class LoadProgress(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     read_bytes: _builtins.int
-    """Done."""
+    """Bytes read so far."""
     total_bytes: _builtins.int
-    """In all."""
+    """Bytes to read."""
     file: _builtins.str
     """The file being read."""
     def __init__(
@@ -104,7 +104,7 @@ Global___LoadProgress: _TypeAlias = LoadProgress  # noqa: Y015
 
 @_typing.final
 class LoadReady(_message.Message):
-    """Where the weights are."""
+    """A loaded image."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,11 +121,11 @@ class LoadReady(_message.Message):
     weights_hash: _builtins.str
     """BLAKE2b over the tensors, hex."""
     config_json: _builtins.str
-    """The checkpoint's config.json, so that a worker needs no model directory."""
+    """The checkpoint's config.json; a worker needs no model directory."""
     read_from_disk: _builtins.bool
-    """Were the bytes read from the checkpoint's files by this call (false: found in memory, or sent by a peer)."""
+    """True if this call read the checkpoint's files; false: found in memory, or sent by a peer."""
     source: _builtins.str
-    """Where they came from, for logs: "files", "memory", or the address of a peer."""
+    """Source of the bytes, for logs: "files", "memory", or a peer's address."""
     def __init__(
         self,
         *,
@@ -146,7 +146,7 @@ Global___LoadReady: _TypeAlias = LoadReady  # noqa: Y015
 
 @_typing.final
 class DescribeImageRequest(_message.Message):
-    """Which model."""
+    """The model to load or describe."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -178,10 +178,10 @@ class DescribeImageResponse(_message.Message):
     weights_hash: _builtins.str
     """As in LoadReady."""
     piece_bytes: _builtins.int
-    """Tensors are cut into pieces of this size, each with a digest."""
+    """Tensors are split into pieces of this size, each with a digest."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageTensor]:
-        """All of them."""
+        """Every tensor."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ Global___ImageTensor: _TypeAlias = ImageTensor  # noqa: Y015
 
 @_typing.final
 class ReadImageRequest(_message.Message):
-    """Which bytes."""
+    """Bytes to read."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -246,7 +246,7 @@ class ReadImageRequest(_message.Message):
     model: _builtins.str
     """Served model name."""
     weights_hash: _builtins.str
-    """Of the image that was described."""
+    """Hash of the described image."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorPart]:
         """At most 8 MiB together."""
@@ -268,7 +268,7 @@ Global___ReadImageRequest: _TypeAlias = ReadImageRequest  # noqa: Y015
 
 @_typing.final
 class TensorPart(_message.Message):
-    """A run of bytes of a tensor."""
+    """A byte range of a tensor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -278,9 +278,9 @@ class TensorPart(_message.Message):
     tensor: _builtins.str
     """Its name."""
     first: _builtins.int
-    """The first byte."""
+    """First byte."""
     size: _builtins.int
-    """How many."""
+    """Number of bytes."""
     def __init__(
         self,
         *,
@@ -304,7 +304,7 @@ class ReadImageResponse(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """Checked by the leaves, piece by piece."""
+    """Verified against the digests, piece by piece."""
     def __init__(
         self,
         *,

@@ -65,15 +65,15 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeImage(self, request, context):
-        """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet.
+        """Contents of the image held here. NOT_FOUND: unknown model, or not loaded yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadImage(self, request, context):
-        """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
-        reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
+        """Bytes of that image, part by part, in chunks of at most 1 MiB. Calls are independent, so a reader can continue at
+        another service with any part. NOT_FOUND: these weights are not held here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,10 +38,10 @@ class WeightServiceStub:
     NOT_FOUND: no such model; FAILED_PRECONDITION: the checkpoint is incomplete or damaged, with the file or tensor named.
     """
     DescribeImage: _grpc.UnaryUnaryMultiCallable[_weights_service_pb2.DescribeImageRequest, _weights_service_pb2.DescribeImageResponse]
-    """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet."""
+    """Contents of the image held here. NOT_FOUND: unknown model, or not loaded yet."""
     ReadImage: _grpc.UnaryStreamMultiCallable[_weights_service_pb2.ReadImageRequest, _weights_service_pb2.ReadImageResponse]
-    """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
-    reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
+    """Bytes of that image, part by part, in chunks of at most 1 MiB. Calls are independent, so a reader can continue at
+    another service with any part. NOT_FOUND: these weights are not held here.
     """
 
 @_typing.type_check_only
@@ -54,10 +54,10 @@ class WeightServiceAsyncStub(WeightServiceStub):
     NOT_FOUND: no such model; FAILED_PRECONDITION: the checkpoint is incomplete or damaged, with the file or tensor named.
     """
     DescribeImage: _aio.UnaryUnaryMultiCallable[_weights_service_pb2.DescribeImageRequest, _weights_service_pb2.DescribeImageResponse]  # type: ignore[assignment]
-    """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet."""
+    """Contents of the image held here. NOT_FOUND: unknown model, or not loaded yet."""
     ReadImage: _aio.UnaryStreamMultiCallable[_weights_service_pb2.ReadImageRequest, _weights_service_pb2.ReadImageResponse]  # type: ignore[assignment]
-    """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
-    reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
+    """Bytes of that image, part by part, in chunks of at most 1 MiB. Calls are independent, so a reader can continue at
+    another service with any part. NOT_FOUND: these weights are not held here.
     """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -79,7 +79,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_service_pb2.DescribeImageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_service_pb2.DescribeImageResponse, _abc.Awaitable[_weights_service_pb2.DescribeImageResponse]]:
-        """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet."""
+        """Contents of the image held here. NOT_FOUND: unknown model, or not loaded yet."""
 
     @_abc_1.abstractmethod
     def ReadImage(
@@ -87,8 +87,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_service_pb2.ReadImageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_service_pb2.ReadImageResponse], _abc.AsyncIterator[_weights_service_pb2.ReadImageResponse]]:
-        """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
-        reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
+        """Bytes of that image, part by part, in chunks of at most 1 MiB. Calls are independent, so a reader can continue at
+        another service with any part. NOT_FOUND: these weights are not held here.
         """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
