@@ -36,9 +36,9 @@ from weft.rpc.client import open_channel, owned
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
-from weft_services.gateway.mesh.scheduler_client import RouteStream, Scheduler
+from weft_services.gateway.mesh.scheduler_client import RouteStream, SchedulerClient
 from weft_services.gateway.mesh.scheduler_types import Settlement
-from weft_services.gateway.mesh.settlement_queue import FIRST_TOKEN, Settler
+from weft_services.gateway.mesh.settlement_queue import FIRST_TOKEN, SettlementQueue
 from weft_services.scheduler.fleet_state import WorkerInfo, WorkerReport
 from weft_services.scheduler.router import AttemptProgress, Router
 from weft_services.scheduler.routing_types import RouteQuery, SessionAffinity
@@ -149,14 +149,16 @@ async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tup
         async with asyncio.timeout(JOIN_SECONDS):
             while not await _all_ready(fleet, options.workers):  # noqa: ASYNC110 - told by nobody
                 await asyncio.sleep(0.2)
-        stream, ends = RouteStream(channel), Scheduler(address)
-        settler = Settler(ends)
+        stream, ends = RouteStream(channel), SchedulerClient(address)
+        settler = SettlementQueue(ends)
         helpers += [group.create_task(stream.run()), group.create_task(settler.run())]
-        await _drive(settler, stream.ask, (_request(f"fill-{each}", each, True) for each in range(options.sessions)))
+        await _drive(
+            settler, stream.request, (_request(f"fill-{each}", each, True) for each in range(options.sessions))
+        )
         ways: dict[str, tuple[Route, bool]] = {
             "call": (stub.Route, True),
-            "stream": (stream.ask, True),
-            "stream, no session": (stream.ask, False),
+            "stream": (stream.request, True),
+            "stream, no session": (stream.request, False),
         }
         process, runs = psutil.Process(pid), defaultdict[str, list[tuple[float, float]]](list)
         for turn in range(options.turns):
@@ -178,7 +180,7 @@ async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tup
     return {way: (median(rate for rate, _ in each), median(cost for _, cost in each)) for way, each in runs.items()}
 
 
-async def _drive(settler: Settler, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
+async def _drive(settler: SettlementQueue, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
     async with asyncio.TaskGroup() as callers:
         for _ in range(IN_FLIGHT):
             callers.create_task(_caller(settler, route, waiting))
@@ -200,7 +202,7 @@ def bench_process(options: Options) -> dict[str, tuple[float, float]]:
             scheduler.join(10)
 
 
-async def _caller(settler: Settler, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
+async def _caller(settler: SettlementQueue, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
     for request in waiting:
         await route(request)
         key = RequestKey(request.key.request_id)

@@ -33,7 +33,7 @@ KNOWN = {
     "cached tokens none or twice behind a hand-off (tt-inference-server 4120, LMCache 2511 and 1547)": [
         "mesh/test_cache.py::test_turn_two_reports_all_full_blocks_of_turn_one",
         "mesh/test_tokens.py::test_cold_warm_and_after_a_store_hit_in_chunks_of_16",
-        "services/gateway/test_moves.py::test_usage_is_that_of_the_clients_prompt_and_of_one_answer",
+        "services/gateway/test_migrations.py::test_usage_is_that_of_the_clients_prompt_and_of_one_answer",
     ],
     "a stream that hangs for ever when blocks do not arrive (vLLM 51518, llm-d 2433)": [
         "services/decode/test_failures.py::test_a_pull_that_fails",

@@ -23,7 +23,7 @@ from weft.grammar import Grammars, load_grammars
 from weft.model.config import read_config
 from weft.request import FinishReason
 from weft_services.gateway.generation import AnswerFormat, FormatKind
-from weft_services.gateway.grammar.answer_grammar import format_parts, join
+from weft_services.gateway.grammar.answer_grammar import format_parts, join_parts
 
 NANO = Path(__file__).parents[2] / "models" / "weft-nano"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "ignore_eos": False}
@@ -70,7 +70,7 @@ def spoken(tokenizer: Tokenizer) -> Spoken:
 
 
 def constraint(grammars: Grammars, kind: FormatKind, value: Any) -> Constraint:
-    return grammars.compile(join(format_parts(AnswerFormat(kind, value, "response_format"))))
+    return grammars.compile(join_parts(format_parts(AnswerFormat(kind, value, "response_format"))))
 
 
 def test_every_schema_of_many_is_kept_in_one_batch_each_by_its_own(

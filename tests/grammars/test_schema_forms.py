@@ -14,8 +14,8 @@ from tests.grammars.walk import Walk
 from weft.errors import InvalidRequest
 from weft.grammar import Grammars, load_grammars
 from weft.model.config import read_config
-from weft_services.gateway.grammar.answer_grammar import join, schema_part
-from weft_services.gateway.grammar.schema_rewrite import kept_form
+from weft_services.gateway.grammar.answer_grammar import join_parts, schema_part
+from weft_services.gateway.grammar.schema_rewrite import supported_schema
 
 NANO = Path(__file__).parents[2] / "models" / "weft-nano"
 CONFIG = read_config(NANO)
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 def answers(schema: dict[str, Any], grammars: Grammars, tokenizer: Tokenizer) -> list[Any]:
     """Some that the grammar of the schema allows."""
-    text = join([schema_part(schema, "answer", "schema")])
+    text = join_parts([schema_part(schema, "answer", "schema")])
     walks = [Walk(tokenizer, CONFIG.vocab_size, CONFIG.eos_token_ids, seed) for seed in range(6)]
     return [json.loads(walk.answer(grammars.compile(text))) for walk in walks]
 
@@ -265,11 +265,11 @@ def test_property_names_bind_named_properties_too(grammars: Grammars, tokenizer:
 )
 def test_what_binds_is_never_passed_over(schema: dict[str, Any], grammars: Grammars) -> None:
     with pytest.raises(InvalidRequest):
-        grammars.compile(join([schema_part(schema, "answer", "schema")]))
+        grammars.compile(join_parts([schema_part(schema, "answer", "schema")]))
 
 
 def test_comparing_branches_ends() -> None:
     deep: dict[str, Any] = {"type": "object", "properties": {}, "required": [f"p{i}" for i in range(50)]}
     deep["properties"] = {name: {"$ref": "#/$defs/deep"} for name in deep["required"]}
     options = [{"$ref": "#/$defs/deep"} for _ in range(100)]
-    assert "oneOf" in kept_form({"oneOf": options, "$defs": {"deep": deep}})
+    assert "oneOf" in supported_schema({"oneOf": options, "$defs": {"deep": deep}})

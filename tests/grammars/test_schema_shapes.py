@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tests.grammars.test_schema_forms import grammars
 from weft.grammar import Grammars, UnusableGrammar
 from weft_services.gateway.dialects.schema_limits import complaint
-from weft_services.gateway.grammar.answer_grammar import join, schema_part
-from weft_services.gateway.grammar.schema_errors import blamed
-from weft_services.gateway.grammar.schema_rewrite import BINDING, COUNTS, DRAFTS, IDLE
+from weft_services.gateway.grammar.answer_grammar import join_parts, schema_part
+from weft_services.gateway.grammar.schema_errors import locate_error
+from weft_services.gateway.grammar.schema_rewrite import BINDING, COUNTS, DRAFTS, NO_OPS
 
 __all__ = ["grammars"]
 
 KEYWORDS = st.sampled_from(
-    sorted({*BINDING, *IDLE, *COUNTS, "then", "discriminator", "$defs", "definitions", "$schema"})
+    sorted({*BINDING, *NO_OPS, *COUNTS, "then", "discriminator", "$defs", "definitions", "$schema"})
 )
 TEXTS = st.sampled_from(["object", "string", "a", "#/$defs/a", "#", "(a", "date", *DRAFTS.values()])
 LEAVES = st.none() | st.booleans() | st.integers(-1, 3) | st.sampled_from([0.5, 1.0, 1e300]) | TEXTS
@@ -36,7 +36,7 @@ def test_any_shape_is_kept_or_refused(schema: dict[str, Any], grammars: Grammars
     parts = [schema_part(schema, "answer", "schema")]
     told = None
     try:
-        grammars.compile(join(parts))
+        grammars.compile(join_parts(parts))
     except UnusableGrammar as error:
-        told = str(blamed(error, parts, "schema"))
+        told = str(locate_error(error, parts, "schema"))
     assert told is None or told.startswith("schema")

@@ -31,8 +31,8 @@ from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
 from weft_services.decode.service import POST as DECODE
-from weft_services.gateway.mesh.fleet import FleetWatch
-from weft_services.gateway.mesh.scheduler_client import Scheduler
+from weft_services.gateway.mesh.fleet import FleetWatcher
+from weft_services.gateway.mesh.scheduler_client import SchedulerClient
 from weft_services.prefill.service import POST as PREFILL
 from weft_services.scheduler.affinity import AffinityStore
 
@@ -129,7 +129,7 @@ async def test_an_exhausted_pool_is_told_to_probes_and_by_way_of_the_scheduler_t
     monkeypatch.setattr("weft.worker.process.WATCH_SECONDS", 0.05)
     async with serving(AffinityStore("", 60)) as scheduler, silent_prefill() as silent, background() as tasks:
         # what the gateway answers to /ready
-        watch = FleetWatch(Scheduler(scheduler.address), ["tiny"])
+        watch = FleetWatcher(SchedulerClient(scheduler.address), ["tiny"])
         options: dict[str, Any] = {"posts": (PREFILL, DECODE), "scheduler": scheduler.address, "lease_seconds": 30.0}
         async with start_process(tiny, **options) as process:
             await process.until_serving()
@@ -146,7 +146,7 @@ async def test_an_exhausted_pool_is_told_to_probes_and_by_way_of_the_scheduler_t
             await gateway.leave()
 
 
-async def until_watched(watch: FleetWatch, is_ready: bool) -> None:
+async def until_watched(watch: FleetWatcher, is_ready: bool) -> None:
     """As the gateway sees it."""
     async with asyncio.timeout(20):
         while watch.is_ready != is_ready:

@@ -24,7 +24,7 @@ from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.segmented_encoder import SegmentedEncoder
-from weft_services.gateway.text.special_tokens import CannotSeal, Seal, try_out
+from weft_services.gateway.text.special_tokens import GuardImpossible, SpecialTokenGuard, check_samples
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
         logger.warning("end token ignored, not in the vocabulary model=%s eos_token=%r", name, end.text)
     template, written = _load_template(directory), codec
     if is_sealed and template:
-        template, written = _sealed(directory, partial(Seal, content, tokenizer), template, codec)
+        template, written = _sealed(directory, partial(SpecialTokenGuard, content, tokenizer), template, codec)
     if template:
         _try_out(template, name, directory)
     source = template.all_sources if template else ""
@@ -107,7 +107,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
         vocabulary_size=config.vocab_size,
         max_context_tokens=config.max_positions,
         grammars=Grammars(content, config.vocab_size, config.eos_token_ids),
-        chat_codec=codec.speaking(marks.values()),
+        chat_codec=codec.with_visible_tokens(marks.values()),
         written=written,
         chats=written.segmented(source),
         tool_format=chosen,
@@ -130,15 +130,15 @@ def _read_text(path: Path) -> str:
 
 
 def _sealed(
-    directory: Path, make_seal: Callable[[], Seal], plain: ChatTemplate, codec: Codec
+    directory: Path, make_seal: Callable[[], SpecialTokenGuard], plain: ChatTemplate, codec: Codec
 ) -> tuple[ChatTemplate, Codec]:
     try:
         seal = make_seal()
         template, written = _load_template(directory, seal), Codec(seal.tokenizer)
         assert template is not None  # there is a plain one
         encode, encode_written = (partial(each.encode, add_special_tokens=False) for each in (codec, written))
-        try_out(lambda chat: encode(plain.render(chat)), lambda chat: encode_written(template.render(chat)))
-    except CannotSeal as error:
+        check_samples(lambda chat: encode(plain.render(chat)), lambda chat: encode_written(template.render(chat)))
+    except GuardImpossible as error:
         raise BadCheckpoint(
             f"{directory}: special tokens in messages cannot be kept apart from the template's: {error}. "
             "Set WEFT_ALLOW_USER_SPECIAL_TOKENS=1 to accept special tokens in messages"
@@ -155,7 +155,7 @@ def _try_out(template: ChatTemplate, name: str, directory: Path) -> None:
             logger.warning("chat template fails model=%s conversation=%r error=%r", name, kind, trouble)
 
 
-def _load_template(directory: Path, seal: Seal | None = None) -> ChatTemplate | None:
+def _load_template(directory: Path, seal: SpecialTokenGuard | None = None) -> ChatTemplate | None:
     settings = _read_json(directory / SETTINGS)
     found = settings.get("chat_template")
     named = {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {}

@@ -20,13 +20,13 @@ from weft_services.gateway.config import Config
 from weft_services.gateway.front.accounting import expect
 from weft_services.gateway.front.kept import KeptAnswers
 from weft_services.gateway.front.listeners import Listeners
-from weft_services.gateway.mesh.decode_connection import DecodeLinks
-from weft_services.gateway.mesh.embeddings import Embeddings, PrefillPeers
-from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatch
+from weft_services.gateway.mesh.decode_connection import DecodeConnectionPool
+from weft_services.gateway.mesh.embeddings import EmbeddingClient, EmbeddingRunner
+from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatcher
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.scheduler_client import Scheduler
-from weft_services.gateway.mesh.sequence_runner import Mesh
-from weft_services.gateway.mesh.settlement_queue import Settler
+from weft_services.gateway.mesh.scheduler_client import SchedulerClient
+from weft_services.gateway.mesh.sequence_runner import MeshContext
+from weft_services.gateway.mesh.settlement_queue import SettlementQueue
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Gateway:
     grpc_address: str
     private_address: str
     pipeline: Pipeline
-    watch: FleetWatch
+    watch: FleetWatcher
 
 
 async def serve(config: Config) -> None:
@@ -84,23 +84,23 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     door = Door(config.keys, config.redis_url, config.allow_unauthenticated)
     await door.open()
     kept = _kept_answers(config)
-    scheduler = Scheduler(config.scheduler_addr)
+    scheduler = SchedulerClient(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
-        links, settler = DecodeLinks(group), Settler(scheduler)
+        links, settler = DecodeConnectionPool(group), SettlementQueue(scheduler)
         clock = AwakeClock(on_standstill=metrics.STALLED_SECONDS.inc)
-        watch = FleetWatch(scheduler, models.names, clock)
-        mesh = Mesh(
-            *(scheduler, links, settler, group, config.migration_timeout_seconds, watch.news.publish),
-            misses=lambda model: watch.misses(model, config.migration_timeout_seconds),
+        watch = FleetWatcher(scheduler, models.names, clock)
+        mesh = MeshContext(
+            *(scheduler, links, settler, group, config.migration_timeout_seconds, watch.events.publish),
+            was_served_recently=lambda model: watch.was_served_recently(model, config.migration_timeout_seconds),
             clock=clock,
         )
-        prefill = PrefillPeers()
-        embeddings = Embeddings(watch, prefill, config.migration_timeout_seconds, clock)
+        prefill = EmbeddingClient()
+        embeddings = EmbeddingRunner(watch, prefill, config.migration_timeout_seconds, clock)
         pipeline = Pipeline(models, mesh, embeddings, watch, config.max_requests)
         ticking = group.create_task(clock.tick(), name="clock")
         listeners = Listeners(config, pipeline, door, kept)
         await listeners.start(group)
-        guarding = group.create_task(door.run(pipeline.end_revoked), name="door")
+        guarding = group.create_task(door.run(pipeline.abort_revoked), name="door")
         routing = group.create_task(scheduler.run(), name="routes")
         settling = group.create_task(settler.run(), name="settler")
         watching = group.create_task(_watch_fleet(watch, links, listeners.rpc), name="fleet")
@@ -109,7 +109,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         finally:
             watching.cancel()
             pipeline.is_draining = True
-            watch.news.close()
+            watch.events.close()
             await _drain(listeners, pipeline, links, config.grace_seconds)
             for each in (guarding, settling, routing, ticking):
                 each.cancel()
@@ -126,22 +126,22 @@ def _kept_answers(config: Config) -> KeptAnswers | None:
     return KeptAnswers(config.redis_url, config.responses_seconds) if keeps else None
 
 
-async def _drain(listeners: Listeners, pipeline: Pipeline, links: DecodeLinks, grace_seconds: float) -> None:
+async def _drain(listeners: Listeners, pipeline: Pipeline, links: DecodeConnectionPool, grace_seconds: float) -> None:
     """Nothing new is let in, what runs has so long to end, and then nobody listens."""
     listeners.refuse()
     await listeners.rpc.set_ready(False)
-    await pipeline.until_idle(grace_seconds)
+    await pipeline.wait_idle(grace_seconds)
     links.close()  # what still runs ends now, with an error that its client can read
-    await pipeline.until_idle(LAST_TURNS_SECONDS)
-    pipeline.give_up()  # and so does what has no worker yet, or needs none
+    await pipeline.wait_idle(LAST_TURNS_SECONDS)
+    pipeline.abort_all()  # and so does what has no worker yet, or needs none
     await listeners.stop()
 
 
-async def _watch_fleet(watch: FleetWatch, links: DecodeLinks, rpc: RpcServer) -> None:
+async def _watch_fleet(watch: FleetWatcher, links: DecodeConnectionPool, rpc: RpcServer) -> None:
     """Every second, and whenever a stream is lost: who is there, is that enough, which streams are of no more use."""
     while True:
         await watch.poll()
         await rpc.set_ready(watch.is_ready)
         if (boot_ids := watch.boot_ids) is not None:
-            links.keep_only(boot_ids)
-        await links.until_lost(POLL_INTERVAL_SECONDS)
+            links.close_absent(boot_ids)
+        await links.wait_lost(POLL_INTERVAL_SECONDS)

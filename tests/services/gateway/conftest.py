@@ -21,8 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode
 from weft_services.gateway.config import Config
-from weft_services.gateway.mesh.decode_connection import Delta
-from weft_services.gateway.mesh.sequence_runner import Piece, Sequence
+from weft_services.gateway.mesh.decode_connection import SequenceUpdate
+from weft_services.gateway.mesh.sequence_runner import ChoiceText, ChoiceUpdate
 from weft_services.gateway.process import Gateway, running
 
 MODEL_NAME = "tiny"
@@ -141,14 +141,14 @@ class Heard:
 def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count them in `Heard`."""
     monkeypatch.setattr(Heard, "count", 0)
-    accept = Sequence.accept
+    accept = ChoiceText.accept
 
-    def counting(sequence: Sequence, deltas: Items[Delta]) -> Piece:
+    def counting(sequence: ChoiceText, deltas: Items[SequenceUpdate]) -> ChoiceUpdate:
         piece = accept(sequence, deltas)
         Heard.count += sum(len(each.token_ids) + (each.prompt_logprobs is not None) for each in deltas)
         return piece
 
-    monkeypatch.setattr(Sequence, "accept", counting)
+    monkeypatch.setattr(ChoiceText, "accept", counting)
 
 
 MakeBench = Callable[..., AbstractAsyncContextManager[Bench]]

@@ -19,8 +19,8 @@ from weft.errors import NoWorker
 from weft.request import WorkerAddress, WorkerRole
 from weft.stall_clock import TICK_SECONDS, AwakeClock
 from weft_services.gateway.mesh import embeddings, fleet
-from weft_services.gateway.mesh.fleet import FleetWatch
-from weft_services.gateway.mesh.scheduler_types import FleetReport, Worker
+from weft_services.gateway.mesh.fleet import FleetWatcher
+from weft_services.gateway.mesh.scheduler_types import FleetReport, WorkerStatus
 
 NOBODY = (grpc.StatusCode.UNAVAILABLE, "no decode worker is live", (("weft-reason", NoWorker.reason),))
 LOADING = (grpc.StatusCode.UNAVAILABLE, "it is being loaded", (("weft-reason", "model_loading"),))
@@ -79,7 +79,7 @@ async def test_request_is_refused_at_once_when_none_ever_served(bench: MakeBench
     async with bench() as b:
         b.scheduler.decoders, b.scheduler.refusal = [], refusal
         await b.gateway.watch.poll()
-        b.gateway.watch._served[MODEL_NAME] = fleet._Served()
+        b.gateway.watch._served[MODEL_NAME] = fleet._LastServed()
         assert (await ask(b)).status_code == 503
         assert len(b.scheduler.routed) == 1
 
@@ -147,20 +147,20 @@ class Picture:
     def __init__(self) -> None:
         self.now = 100.0
         self.workers = [worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", WorkerRole.DECODE)]
-        self.watch = FleetWatch(self, [MODEL_NAME], lambda: self.now)  # type: ignore[arg-type]
+        self.watch = FleetWatcher(self, [MODEL_NAME], lambda: self.now)  # type: ignore[arg-type]
 
     async def fleet(self, with_hand_offs: bool) -> FleetReport:
         return FleetReport(tuple(self.workers))
 
-    async def misses(self, *workers: Worker) -> bool:
+    async def misses(self, *workers: WorkerStatus) -> bool:
         self.workers = list(workers)
         await self.watch.poll()
-        return self.watch.misses(MODEL_NAME, 30.0)
+        return self.watch.was_served_recently(MODEL_NAME, 30.0)
 
 
-def worker(worker_id: str, role: WorkerRole, **changes: Any) -> Worker:
+def worker(worker_id: str, role: WorkerRole, **changes: Any) -> WorkerStatus:
     values: dict[str, Any] = {"is_ready": True, "block_tokens": 16, "max_context_tokens": 99, "weights_hash": ""}
-    return Worker(WorkerAddress(worker_id, "boot", "127.0.0.1:1"), role, MODEL_NAME, **{**values, **changes})
+    return WorkerStatus(WorkerAddress(worker_id, "boot", "127.0.0.1:1"), role, MODEL_NAME, **{**values, **changes})
 
 
 PREFILL, DECODE = worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", WorkerRole.DECODE)
@@ -180,7 +180,7 @@ PREFILL, DECODE = worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", Wo
     ],
     ids=["all", "one", "not ready", "drained", "parked", "other role drained", "one each", "none"],
 )
-async def test_watch_misses_workers_that_left_by_themselves(then: tuple[Worker, ...], is_missed: bool) -> None:
+async def test_watch_misses_workers_that_left_by_themselves(then: tuple[WorkerStatus, ...], is_missed: bool) -> None:
     picture = Picture()
     await picture.watch.poll()
     picture.now += 5.0
@@ -209,7 +209,7 @@ async def test_watch_misses_no_worker_that_never_was() -> None:
 async def test_watch_counts_no_standstill_of_its_own() -> None:
     picture = Picture()
     clock = AwakeClock(lambda: picture.now)
-    picture.watch = FleetWatch(picture, [MODEL_NAME], clock)  # type: ignore[arg-type]
+    picture.watch = FleetWatcher(picture, [MODEL_NAME], clock)  # type: ignore[arg-type]
     ticks = asyncio.create_task(clock.tick())
     await asyncio.sleep(0)
     await picture.watch.poll()

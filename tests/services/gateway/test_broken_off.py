@@ -14,8 +14,8 @@ from weft_services.gateway.access import visitor as access
 from weft_services.gateway.access.limiter import Limiter
 from weft_services.gateway.access.visitor import Visitor
 from weft_services.gateway.dialects.answers import Answer
-from weft_services.gateway.mesh.pipeline import counted
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.pipeline import charge_on_error
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import PartKind, Parts, joined
 from weft_services.gateway.text.tool_formats import DEEPSEEK_V31, HERMES, KIMI, QWEN_XML, ToolFormat
@@ -95,7 +95,7 @@ def test_a_stop_string_within_arguments_is_no_finished_call() -> None:
         (call + '"}}</tool_call>\n', "###", FinishReason.TOOL_CALLS),
     ):
         answer = Answer(reader_of(HERMES), None)
-        answer.take(Piece(0, text, (), (), FinishReason.STOP, stop))
+        answer.take(ChoiceUpdate(0, text, (), (), FinishReason.STOP, stop))
         assert answer.finish_reason is reason
 
 
@@ -103,7 +103,7 @@ async def test_a_request_that_nobody_waits_for_any_more_is_counted() -> None:
     limiter, key = Limiter(), Key("alice", "0" * 64, requests_per_minute=10)
     token = access.visitor.set(Visitor(key, limiter))
     try:
-        with pytest.raises(asyncio.CancelledError), counted():
+        with pytest.raises(asyncio.CancelledError), charge_on_error():
             raise asyncio.CancelledError
         assert [level.remaining for level in limiter.levels(key)] == [9]
     finally:

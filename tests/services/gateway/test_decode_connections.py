@@ -16,33 +16,38 @@ from weft.errors import PeerLost
 from weft.request import RequestKey, SamplingParams, WorkerAddress
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from weft_services.gateway.mesh import decode_connection, scheduler_client
-from weft_services.gateway.mesh.decode_connection import DecodeLink, DecodeLinks, Inbox, compose
-from weft_services.gateway.mesh.scheduler_types import Forecast, Placement, StartCommand
+from weft_services.gateway.mesh.decode_connection import (
+    DecodeConnection,
+    DecodeConnectionPool,
+    DeltaQueue,
+    to_start_message,
+)
+from weft_services.gateway.mesh.scheduler_types import Forecast, SequencePlacement, StartCommand
 
 NUM_REQUESTS = 40
 
 
 @pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> list[DecodeLink]:
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[DecodeConnection]:
     """Every stream that is begun, in order."""
-    begun: list[DecodeLink] = []
+    begun: list[DecodeConnection] = []
 
-    class Counted(DecodeLink):
+    class Counted(DecodeConnection):
         async def connect(self) -> None:
             begun.append(self)
             await super().connect()
 
-    monkeypatch.setattr(decode_connection, "DecodeLink", Counted)
+    monkeypatch.setattr(decode_connection, "DecodeConnection", Counted)
     return begun
 
 
 @pytest.mark.quick_to_notice
-async def test_who_waits_for_a_frozen_worker_shares_one_attempt(attempts: list[DecodeLink]) -> None:
+async def test_who_waits_for_a_frozen_worker_shares_one_attempt(attempts: list[DecodeConnection]) -> None:
     # its kernel takes connections, and nobody ever reads from them: a process that was stopped
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         worker = WorkerAddress("decode-0", "boot", f"127.0.0.1:{frozen.getsockname()[1]}")
         async with asyncio.TaskGroup() as group:
-            streams = DecodeLinks(group)
+            streams = DecodeConnectionPool(group)
             asked = [streams.get(worker) for _ in range(NUM_REQUESTS)]
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
             assert [str(each) for each in outcomes] == ["decode-0 cannot be reached"] * NUM_REQUESTS
@@ -55,11 +60,11 @@ async def test_who_waits_for_a_frozen_worker_shares_one_attempt(attempts: list[D
 
 
 @pytest.mark.quick_to_notice
-async def test_a_request_that_leaves_takes_nobody_with_it(attempts: list[DecodeLink]) -> None:
+async def test_a_request_that_leaves_takes_nobody_with_it(attempts: list[DecodeConnection]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         worker = WorkerAddress("decode-0", "boot", f"127.0.0.1:{frozen.getsockname()[1]}")
         async with asyncio.TaskGroup() as group:
-            streams = DecodeLinks(group)
+            streams = DecodeConnectionPool(group)
             leaving, staying = (group.create_task(_outcome(streams, worker)) for _ in range(2))
             for _ in range(3):  # until both wait
                 await asyncio.sleep(0)
@@ -70,11 +75,11 @@ async def test_a_request_that_leaves_takes_nobody_with_it(attempts: list[DecodeL
             assert len(attempts) == 1
 
 
-async def test_a_gateway_that_closes_waits_for_no_worker(attempts: list[DecodeLink]) -> None:
+async def test_a_gateway_that_closes_waits_for_no_worker(attempts: list[DecodeConnection]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         worker = WorkerAddress("decode-0", "boot", f"127.0.0.1:{frozen.getsockname()[1]}")
         async with asyncio.TaskGroup() as group:
-            streams = DecodeLinks(group)
+            streams = DecodeConnectionPool(group)
             asked = group.create_task(_outcome(streams, worker))
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -91,12 +96,12 @@ class Patient(DecodeServiceServicer):
             pass
 
 
-class Hasty(DecodeLinks):
+class Hasty(DecodeConnectionPool):
     """Hears in the very turn in which it opens a stream that the worker is not listed."""
 
-    async def _open(self, worker: WorkerAddress) -> DecodeLink | PeerLost:
+    async def _open(self, worker: WorkerAddress) -> DecodeConnection | PeerLost:
         link = await super()._open(worker)
-        self.keep_only([])
+        self.close_absent([])
         return link
 
 
@@ -110,8 +115,8 @@ async def test_a_stream_to_a_worker_that_is_not_listed_yet_is_never_one_that_nob
         streams = Hasty(group)
         link = await streams.get(worker)
         await asyncio.sleep(0)
-        streams.keep_only([])
-        await asyncio.wait_for(streams.until_lost(10), 20)
+        streams.close_absent([])
+        await asyncio.wait_for(streams.wait_lost(10), 20)
         assert link.is_closed
         assert await streams.get(worker) is not link
         streams.close()
@@ -132,17 +137,20 @@ async def test_a_worker_that_cuts_off_a_slow_gateway_is_not_blamed_for_it() -> N
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     worker = WorkerAddress("decode-0", "boot", address)
-    inbox, key = Inbox(), RequestKey("r")
-    start, place = compose(StartCommand(key, (1,), SamplingParams(1), b"")), Placement(worker, None, Forecast())
+    inbox, key = DeltaQueue(), RequestKey("r")
+    start, place = (
+        to_start_message(StartCommand(key, (1,), SamplingParams(1), b"")),
+        SequencePlacement(worker, None, Forecast()),
+    )
     async with asyncio.TaskGroup() as group:
-        (await DecodeLinks(group).get(worker)).start(key, start, place, 60.0, inbox)
-        (delta,) = await asyncio.wait_for(inbox.take(), 10)
+        (await DecodeConnectionPool(group).get(worker)).start(key, start, place, 60.0, inbox)
+        (delta,) = await asyncio.wait_for(inbox.wait(), 10)
     assert isinstance(delta.error, PeerLost)
     assert delta.worker_id == delta.error.worker_id == ""
     await server.stop(None)
 
 
-async def _outcome(streams: DecodeLinks, worker: WorkerAddress) -> DecodeLink | PeerLost:
+async def _outcome(streams: DecodeConnectionPool, worker: WorkerAddress) -> DecodeConnection | PeerLost:
     try:
         return await streams.get(worker)
     except PeerLost as error:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.services.gateway.test_tool_parsers import calls, cuts, read, said
-from weft_services.gateway.text.json_repair import JsonMender, mended_object
+from weft_services.gateway.text.json_repair import JsonRepairer, repaired_object
 from weft_services.gateway.text.parts import PartKind
 from weft_services.gateway.text.tool_formats import FORMATS
 
@@ -105,7 +105,7 @@ def test_markup_ends_arguments_that_are_not_closed(name: str) -> None:
 
 
 def mended(pieces: list[str]) -> str:
-    mender = JsonMender()
+    mender = JsonRepairer()
     return "".join([*(mender.read(piece)[0] for piece in pieces), "" if mender.is_done else mender.close()])
 
 
@@ -119,7 +119,7 @@ JSON = st.recursive(
 @given(value=st.dictionaries(st.text(), JSON), is_ascii=st.booleans(), indent=st.sampled_from([None, 0, 2]))
 def test_json_passes_unchanged(value: Any, is_ascii: bool, indent: int | None) -> None:
     written = json.dumps(value, ensure_ascii=is_ascii, indent=indent)
-    assert mended([written]) == mended(list(written)) == mended_object(written) == written
+    assert mended([written]) == mended(list(written)) == repaired_object(written) == written
 
 
 @given(rest=st.text("{}[]\"':,\\ud83dDC00 \nx1.+-eNn<`\x00a"), size=st.integers(1, 5))

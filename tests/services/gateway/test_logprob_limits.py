@@ -17,7 +17,7 @@ ASKED: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "con
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "MAX_ANSWER_SCORES", 120)
+    monkeypatch.setattr(prepare, "MAX_ANSWER_LOGPROBS", 120)
 
 
 async def test_answers_with_more_logprobs_than_there_is_room_for_are_refused(bench: MakeBench) -> None:

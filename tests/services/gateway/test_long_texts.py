@@ -20,7 +20,7 @@ from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody, TokenizeBody
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.mesh.prepare import prepare
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.model import load_model
 from weft_services.gateway.text.incremental_reader import MAX_SPACE
 from weft_services.gateway.text.parts import PartKind
@@ -80,7 +80,7 @@ def test_a_whole_answer_with_logprobs_may_have_any_number_of_tokens(model_dir: P
     token_ids = model.chat_codec.encode("hello", add_special_tokens=False) * 60_000
     positions = tuple(PositionLogprobs(TokenLogprob(token, -1.0), ()) for token in token_ids)
     choice = Choice(0)
-    choice.add(Piece(0, "hello" * 60_000, token_ids, positions, FinishReason.STOP))
+    choice.add(ChoiceUpdate(0, "hello" * 60_000, token_ids, positions, FinishReason.STOP))
     answer = json.loads(ResponseFrames(prepared, None).body([choice], Usage(1, len(token_ids), 0)))
     assert len(answer["output"][0]["content"][0]["logprobs"]) == len(token_ids)
 

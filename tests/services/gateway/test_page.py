@@ -88,8 +88,8 @@ async def test_the_fleet_is_told_as_it_changes_and_hand_offs_when_they_happen(be
         b.scheduler.reports["decode-0"] = report
         b.scheduler.store = pb.StoreStatus(memory_bytes=100, memory_used_bytes=40)
         await b.gateway.watch.poll()
-        known = b.gateway.watch.picture.workers
-        assert not any(worker.work.tallies.hand_offs for worker in known), "nobody listens yet"
+        known = b.gateway.watch.report.workers
+        assert not any(worker.load.tallies.hand_offs for worker in known), "nobody listens yet"
         b.decode.script = speaking([100, 101])
         async with b.http.stream("GET", "/weft/fleet/events") as response, asyncio.timeout(20):
             told = events(response)
@@ -112,7 +112,7 @@ async def test_the_fleet_is_told_as_it_changes_and_hand_offs_when_they_happen(be
 
 
 async def test_listeners_are_bounded_and_leave_no_trace(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "MAX_LISTENERS", 1)
+    monkeypatch.setattr(fleet, "MAX_SUBSCRIBERS", 1)
     async with bench() as b:
         request = b.http.build_request("GET", "/weft/fleet/events")
         async with asyncio.timeout(20):
@@ -136,7 +136,7 @@ async def test_a_gateway_that_leaves_ends_the_stream_of_events(bench: MakeBench)
 
 
 def test_a_slow_listener_loses_the_oldest_news() -> None:
-    feed = fleet.News[int]()
+    feed = fleet.Broadcaster[int]()
     with feed.subscribed() as listener:
         for item in range(fleet.MAX_UNREAD + 3):
             feed.publish(item)

@@ -11,10 +11,10 @@ import pytest
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 from weft.errors import Overloaded, RoomClosed
 from weft.request import RequestKey
-from weft_services.gateway.mesh.scheduler_client import MAX_REMEMBERED, Refusals
-from weft_services.gateway.mesh.scheduler_types import RouteQuery
+from weft_services.gateway.mesh.scheduler_client import MAX_REJECTIONS, RejectionCache
+from weft_services.gateway.mesh.scheduler_types import PlacementQuery
 
-ASKED = RouteQuery(RequestKey("a"), "model", 100, 20, b"", (), tenant=b"tenant")
+ASKED = PlacementQuery(RequestKey("a"), "model", 100, 20, b"", (), tenant=b"tenant")
 ASK = {"model": MODEL_NAME, "prompt": "x"}
 FULL = RoomClosed("others wait", 7.0, 0.5)
 
@@ -28,14 +28,14 @@ class Clock:
 
 def test_a_refusal_holds_as_long_as_was_said_and_the_newest_word_counts() -> None:
     clock = Clock()
-    refusals = Refusals(clock)
+    refusals = RejectionCache(clock)
     refusals.check(ASKED)
-    refusals.remember(ASKED, FULL)
+    refusals.add(ASKED, FULL)
     clock.now += 0.49
     with pytest.raises(Overloaded, match="others wait") as told:
         refusals.check(ASKED)
     assert told.value.retry_after_seconds == 7.0
-    refusals.remember(ASKED, RoomClosed("others wait", 1.0, 0.25))
+    refusals.add(ASKED, RoomClosed("others wait", 1.0, 0.25))
     clock.now += 0.25
     refusals.check(ASKED)
 
@@ -53,18 +53,18 @@ def test_a_refusal_holds_as_long_as_was_said_and_the_newest_word_counts() -> Non
     ids=lambda change: next(iter(change)),
 )
 def test_who_may_be_told_something_else_is_not_refused(change: dict[str, object]) -> None:
-    refusals = Refusals(Clock())
-    refusals.remember(ASKED, FULL)
+    refusals = RejectionCache(Clock())
+    refusals.add(ASKED, FULL)
     refusals.check(replace(ASKED, **change))  # type: ignore[arg-type]
     with pytest.raises(Overloaded):
         refusals.check(replace(ASKED, num_prompt_tokens=200, max_tokens=40, session=b"another"))
 
 
 def test_as_many_tenants_as_clients_make_up_are_not_all_remembered() -> None:
-    refusals = Refusals(Clock())
-    asked = [replace(ASKED, tenant=str(number).encode()) for number in range(MAX_REMEMBERED + 1)]
+    refusals = RejectionCache(Clock())
+    asked = [replace(ASKED, tenant=str(number).encode()) for number in range(MAX_REJECTIONS + 1)]
     for query in asked:
-        refusals.remember(query, FULL)
+        refusals.add(query, FULL)
     refusals.check(asked[0])
     for query in asked[1:]:
         with pytest.raises(Overloaded):
@@ -72,14 +72,14 @@ def test_as_many_tenants_as_clients_make_up_are_not_all_remembered() -> None:
 
 
 def test_what_is_remembered_keeps_nothing_of_the_request() -> None:
-    refusals = Refusals(Clock())
+    refusals = RejectionCache(Clock())
 
     def ask() -> weakref.ref[set[int]]:
         prompt = {1, 2, 3}
         try:
             raise RoomClosed("others wait", 7.0, 0.5)
         except RoomClosed as error:
-            refusals.remember(ASKED, error)
+            refusals.add(ASKED, error)
         return weakref.ref(prompt)
 
     assert ask()() is None

@@ -9,7 +9,7 @@ import pytest
 from weft.errors import InvalidRequest, PeerLost, WeftError
 from weft.request import RequestKey
 from weft_services.gateway.mesh.scheduler_types import Settlement
-from weft_services.gateway.mesh.settlement_queue import Settler
+from weft_services.gateway.mesh.settlement_queue import SettlementQueue
 
 
 class Ears:
@@ -27,7 +27,7 @@ class Ears:
 
 async def test_what_could_not_be_told_is_told_again_in_its_order() -> None:
     ears = Ears()
-    settler = Settler(ears)  # type: ignore[arg-type]
+    settler = SettlementQueue(ears)  # type: ignore[arg-type]
     ears.trouble = PeerLost("away")
     for name in ("a", "b"):
         settler.put(Settlement(RequestKey(name), "finished"))
@@ -40,7 +40,7 @@ async def test_what_could_not_be_told_is_told_again_in_its_order() -> None:
 async def test_what_the_scheduler_does_not_understand_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """One of another version: it would refuse the same words for ever, and all that come behind them."""
     ears = Ears()
-    settler = Settler(ears)  # type: ignore[arg-type]
+    settler = SettlementQueue(ears)  # type: ignore[arg-type]
     ears.trouble = InvalidRequest("unknown stage 9", "stage")
     settler.put(Settlement(RequestKey("odd"), "finished"))
     with caplog.at_level(logging.ERROR):

@@ -24,7 +24,7 @@ from weft_services.gateway.mesh.prepare import prepare, tokenize
 from weft_services.gateway.model import load_model
 from weft_services.gateway.text import special_tokens
 from weft_services.gateway.text.chat_template import ChatTemplate
-from weft_services.gateway.text.special_tokens import SAMPLES, CannotSeal, Seal, try_out
+from weft_services.gateway.text.special_tokens import SAMPLES, GuardImpossible, SpecialTokenGuard, check_samples
 
 NANO = Path("models/weft-nano")
 WRITTEN = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|\[/?[A-Z_]{3,}\]|</?s>")
@@ -42,8 +42,8 @@ def with_tokens(names: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def seal_of(tokenizer: Tokenizer) -> Seal:
-    return Seal(tokenizer.to_str().encode(), tokenizer)
+def seal_of(tokenizer: Tokenizer) -> SpecialTokenGuard:
+    return SpecialTokenGuard(tokenizer.to_str().encode(), tokenizer)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -56,7 +56,7 @@ def test_the_templates_of_real_models_write_their_tokens_and_users_none(name: st
     def ids(chat: Any) -> list[int]:
         return list(seal.tokenizer.encode(sealed.render(chat), add_special_tokens=False).ids)
 
-    try_out(lambda chat: tokenizer.encode(plain.render(chat), add_special_tokens=False).ids, ids)
+    check_samples(lambda chat: tokenizer.encode(plain.render(chat), add_special_tokens=False).ids, ids)
     special = {tokenizer.token_to_id(each) for each in names}
     (innocent,) = parse_chat(json.dumps({"model": name, "messages": [USER]}).encode()).prompts
     expected = [number for number in ids(innocent) if number in special]
@@ -145,7 +145,7 @@ def test_what_a_template_complains_of_does_not_tell_the_secret(template: str) ->
     seal = seal_of(tiny_tokenizer())
     with pytest.raises((InvalidRequest, ModelFailed)) as refusal:
         ChatTemplate(template, {"bos_token": "<|bos|>"}, seal=seal).render(SAMPLES[0])
-    secret = seal.closed("<|bos|>").removesuffix("<|bos|>")
+    secret = seal.escape("<|bos|>").removesuffix("<|bos|>")
     assert len(secret) > 1
     for written in (secret, ascii(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret)):
         assert written not in str(refusal.value)
@@ -208,7 +208,7 @@ def test_vocabularies_that_have_the_tokens_as_words_do_not_give_them_away(make: 
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
     seal = seal_of(tokenizer)
     text = "<s>hi hi</s><more>"
-    assert seal.tokenizer.encode(seal.closed(text)).ids == tokenizer.encode(text).ids
+    assert seal.tokenizer.encode(seal.escape(text)).ids == tokenizer.encode(text).ids
     assert not {1, 2, tokenizer.token_to_id("<more>")} & {
         *seal.tokenizer.encode(f"hi {text} </s> <s>", add_special_tokens=False).ids
     }
@@ -220,16 +220,16 @@ def test_a_token_that_begins_as_a_special_one_is_what_it_was() -> None:
         tokenizer.add_tokens([AddedToken("<tool_call>", normalized=is_late)])
         seal = seal_of(tokenizer)
         # those that look at what is normalized are looked for when others have been found
-        assert (seal.closed("<tool_call>") == "<tool_call>") is not is_late
+        assert (seal.escape("<tool_call>") == "<tool_call>") is not is_late
         text = "<tool_call> x<tool>"
-        assert seal.tokenizer.encode(seal.closed(text)).ids == tokenizer.encode(text).ids
+        assert seal.tokenizer.encode(seal.escape(text)).ids == tokenizer.encode(text).ids
 
 
 def test_a_tokenizer_that_cannot_be_closed_says_so() -> None:
     description = json.loads(tiny_tokenizer().to_str())
     description["model"]["merges"].append(["<|im_", "end|>"])
-    with pytest.raises(CannotSeal):
-        Seal(json.dumps(description).encode(), tiny_tokenizer())
+    with pytest.raises(GuardImpossible):
+        SpecialTokenGuard(json.dumps(description).encode(), tiny_tokenizer())
 
 
 def test_user_special_tokens_are_allowed_unless_switched_off() -> None:

@@ -172,7 +172,7 @@ def test_templates_render_as_transformers_renders_them(name: str, body: dict[str
         assert template.render(asked) == expected
     elif is_lost:
         assert all(text.strip() in template.render(asked) for text in texts_of(body, "system"))
-    else:  # `test_histories` tells what is rendered all the same
+    else:  # `test_history_rewrite` tells what is rendered all the same
         with suppress(InvalidRequest, ModelFailed):
             assert all(text.strip() in template.render(asked) for text in texts_of(body, "user"))
 

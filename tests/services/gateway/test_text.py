@@ -50,7 +50,7 @@ def test_pieces_of_text_join_to_the_whole(make: Make, codec: Codec, text: str, s
 
 
 @every_way
-@pytest.mark.parametrize("codec", [*CODECS, TINY.speaking([2])], ids=["tiny", "nano", "speaking"])
+@pytest.mark.parametrize("codec", [*CODECS, TINY.with_visible_tokens([2])], ids=["tiny", "nano", "speaking"])
 @given(ids=st.lists(st.integers(0, 325), max_size=120), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
 def test_any_tokens_even_broken_utf8_join_to_the_whole(
     make: Make, codec: Codec, ids: list[int], sizes: list[int]

@@ -11,22 +11,22 @@ import pytest
 
 from weft.api_keys import Key
 from weft_services.gateway.access.visitor import Visitor, visitor
-from weft_services.gateway.mesh.text_pool import NUM_HANDED_OUT, NUM_THREADS, Workshop
+from weft_services.gateway.mesh.text_pool import NUM_HANDED_OUT, NUM_THREADS, FairThreadPool
 
 
 class Shop:
     """A workshop that takes no more until `open`; `done` says whose work was done, in this order."""
 
     def __init__(self) -> None:
-        self.workshop = Workshop()
+        self.workshop = FairThreadPool()
         self.done: list[str] = []
         self._gates = [threading.Event() for _ in range(NUM_HANDED_OUT)]
-        self.holders = [asyncio.ensure_future(self.workshop.do(self._holding(gate))) for gate in self._gates]
+        self.holders = [asyncio.ensure_future(self.workshop.run(self._holding(gate))) for gate in self._gates]
 
     def ask(self, tenant: str, name: str = "") -> asyncio.Task[None]:
         async def asks() -> None:
             visitor.set(Visitor(Key(tenant, tenant * 64)))
-            await self.workshop.do(lambda: self.done.append(name or tenant))
+            await self.workshop.run(lambda: self.done.append(name or tenant))
 
         return asyncio.create_task(asks())
 
@@ -93,7 +93,7 @@ async def test_who_leaves_just_as_its_turn_has_come_passes_it_on() -> None:
     async with shop() as it:
         gone, stays = it.ask("a", "gone"), it.ask("b", "stays")
         await asyncio.sleep(0)
-        it.workshop._call_next()
+        it.workshop._release()
         gone.cancel()
         it.open()
         await asyncio.wait_for(stays, 30)
@@ -106,7 +106,7 @@ async def test_two_that_leave_at_once_leave_the_turn_to_the_third() -> None:
         await asyncio.sleep(0)
         for each in gone:
             each.cancel()
-        it.workshop._call_next()
+        it.workshop._release()
         it.open()
         await asyncio.wait_for(stays, 30)
         assert it.done == ["3"]
@@ -131,17 +131,17 @@ async def test_all_threads_are_there_again_when_all_is_done() -> None:
         it.open_all()
         await asyncio.gather(*asked, *it.holders)
         barrier = threading.Barrier(NUM_THREADS)
-        await asyncio.gather(*(it.workshop.do(lambda: barrier.wait(30)) for _ in range(NUM_THREADS)))
+        await asyncio.gather(*(it.workshop.run(lambda: barrier.wait(30)) for _ in range(NUM_THREADS)))
 
 
 async def test_what_goes_wrong_gives_the_thread_back() -> None:
     def fails() -> None:
         raise ValueError("bad text")
 
-    workshop = Workshop()
+    workshop = FairThreadPool()
     for _ in range(2 * NUM_HANDED_OUT):
         with pytest.raises(ValueError, match="bad text"):
-            await workshop.do(fails)
+            await workshop.run(fails)
     workshop.close()
 
 
@@ -149,13 +149,13 @@ async def test_a_thread_that_could_not_be_started_is_no_turn_lost(monkeypatch: p
     def fails(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    workshop = Workshop()
+    workshop = FairThreadPool()
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", fails)
         for _ in range(NUM_HANDED_OUT):
             with pytest.raises(RuntimeError, match="new thread"):
-                await workshop.do(lambda: None)
-    assert await asyncio.wait_for(workshop.do(lambda: "done"), 10) == "done"
+                await workshop.run(lambda: None)
+    assert await asyncio.wait_for(workshop.run(lambda: "done"), 10) == "done"
     workshop.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from weft.request import RequestKey
 from weft_services.gateway.mesh import decode_connection as module
-from weft_services.gateway.mesh.decode_connection import Delivery, Delta, Inbox
+from weft_services.gateway.mesh.decode_connection import DeltaQueue, SequenceUpdate, WakeBatcher
 
 WORK_SECONDS = 0.02
 
@@ -19,21 +19,21 @@ class Reader:
     """Takes from an inbox, and remembers how much came at a time. Each time takes it so long."""
 
     def __init__(self, work_seconds: float = 0.0) -> None:
-        self.inbox, self.counts = Inbox(), list[int]()
+        self.inbox, self.counts = DeltaQueue(), list[int]()
         self._work_seconds = work_seconds
 
     async def read(self) -> None:
         while True:
-            self.counts.append(len(await self.inbox.take()))
+            self.counts.append(len(await self.inbox.wait()))
             time.sleep(self._work_seconds)  # noqa: ASYNC251 it is the loop that is to be busy
 
 
-def put(delivery: Delivery, *readers: Reader) -> None:
+def put(delivery: WakeBatcher, *readers: Reader) -> None:
     """A frame."""
     for reader in readers:
-        reader.inbox.put(Delta(RequestKey("a"), (1,)))
-        delivery.mark(reader.inbox)
-    delivery.settle()
+        reader.inbox.put(SequenceUpdate(RequestKey("a"), (1,)))
+        delivery.mark_ready(reader.inbox)
+    delivery.flush()
 
 
 async def turns(count: int = 3) -> None:
@@ -42,7 +42,7 @@ async def turns(count: int = 3) -> None:
 
 
 async def test_a_frame_is_told_at_once_while_there_is_time() -> None:
-    delivery, first, second = Delivery(), Reader(), Reader()
+    delivery, first, second = WakeBatcher(), Reader(), Reader()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(reader.read()) for reader in (first, second)]
         await turns()
@@ -57,8 +57,8 @@ async def test_a_frame_is_told_at_once_while_there_is_time() -> None:
 async def test_frames_that_come_while_there_is_none_are_told_together_and_none_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "LONGEST_PAUSE_SECONDS", 10.0)
-    delivery, slow = Delivery(), Reader(1.0)
+    monkeypatch.setattr(module, "MAX_WAKE_PAUSE_SECONDS", 10.0)
+    delivery, slow = WakeBatcher(), Reader(1.0)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(slow.read())
         await turns()
@@ -78,8 +78,8 @@ async def test_frames_that_come_while_there_is_none_are_told_together_and_none_i
 async def test_a_frame_for_many_is_told_to_all_of_them_with_the_loop_free_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_AT_ONCE", 4)
-    delivery, readers, heard_by_turn = Delivery(), [Reader() for _ in range(10)], list[int]()
+    monkeypatch.setattr(module, "MAX_WAKES_PER_ITERATION", 4)
+    delivery, readers, heard_by_turn = WakeBatcher(), [Reader() for _ in range(10)], list[int]()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(reader.read()) for reader in readers]
         await turns()
@@ -96,20 +96,20 @@ async def test_a_frame_for_many_is_told_to_all_of_them_with_the_loop_free_in_bet
 
 
 async def test_a_reader_that_is_told_nothing_comes_back_when_it_said() -> None:
-    inbox, loop = Inbox(), asyncio.get_running_loop()
+    inbox, loop = DeltaQueue(), asyncio.get_running_loop()
     until = loop.time() + WORK_SECONDS
-    assert await inbox.take(until) == []
+    assert await inbox.wait(until) == []
     assert loop.time() >= until
 
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["sooner", "later"])
 async def test_a_later_wait_counts_whatever_the_one_before_it_was(earlier: bool) -> None:
-    inbox, loop = Inbox(), asyncio.get_running_loop()
+    inbox, loop = DeltaQueue(), asyncio.get_running_loop()
     first, second = (10.0, WORK_SECONDS) if earlier else (WORK_SECONDS, 3 * WORK_SECONDS)
     loop.call_soon(inbox.wake)
-    await inbox.take(loop.time() + first)
+    await inbox.wait(loop.time() + first)
     until = loop.time() + second
     async with asyncio.timeout(5):
-        assert await inbox.take(until) == []
+        assert await inbox.wait(until) == []
     assert loop.time() >= until
     inbox.close()

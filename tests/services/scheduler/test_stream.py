@@ -62,7 +62,7 @@ async def test_a_stream_says_what_calls_say(scheduler: Scheduler) -> None:
         for number, change in enumerate(changes):
             request = route_request(f"r{number}", **change)
             answers: list[pb.RouteResponse | WeftError] = []
-            for way in (scheduler.scheduler.Route, stream.ask):
+            for way in (scheduler.scheduler.Route, stream.request):
                 try:
                     answer = await way(request)
                     answer.waited_ms = 0  # each one's own
@@ -85,7 +85,7 @@ async def test_that_a_prompt_is_too_long_is_said_in_the_word_that_clients_know(s
         stream = await stack.enter_async_context(stream_to(scheduler))
         for change, reason in ({"prompt_tokens": 5000}, "context_length_exceeded"), ({"prompt_tokens": 0}, None):
             with pytest.raises(InvalidRequest) as refused:
-                await stream.ask(route_request("r", **change))
+                await stream.request(route_request("r", **change))
             assert refused.value.reason == reason
 
 
@@ -97,13 +97,13 @@ async def test_that_a_model_is_being_loaded_is_said_where_nobody_serves_it(sched
         while not (await scheduler.fleet.ListWorkers(pb.ListWorkersRequest())).arrivals:
             pass
         with pytest.raises(ModelLoading):
-            await stream.ask(route_request("r1"))
+            await stream.request(route_request("r1"))
         with pytest.raises((NotFound, PeerLost)) as caught:
-            await stream.ask(route_request("r2", model="other"))
+            await stream.request(route_request("r2", model="other"))
         assert not isinstance(caught.value, ModelLoading), "nobody loads that one"
         async with AsyncExitStack() as stack:
             await join(stack, scheduler, "prefill-0", "decode-0")
-            await stream.ask(route_request("r3"))
+            await stream.request(route_request("r3"))
     loading.cancel()
 
 
@@ -111,7 +111,7 @@ async def test_many_at_once_are_all_answered_and_a_full_fleet_says_when_to_come_
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
-        asked = (stream.ask(route_request(f"r{number}")) for number in range(600))
+        asked = (stream.request(route_request(f"r{number}")) for number in range(600))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         placed = [answer for answer in answers if isinstance(answer, pb.RouteResponse)]
         refused = [answer for answer in answers if isinstance(answer, Overloaded)]
@@ -127,11 +127,11 @@ async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypat
         waiting: list[asyncio.Task[pb.RouteResponse]] = []
         while scheduler.dispatcher.num_waiting == 0:
             request = route_request(f"r{len(waiting)}", prompt_tokens=400, max_tokens=1)
-            waiting.append(asyncio.create_task(stream.ask(request)))
+            waiting.append(asyncio.create_task(stream.request(request)))
             await asyncio.wait(waiting, timeout=0.05)
         monkeypatch.setattr(AdmissionQueue, "expected_seconds", lambda *_: 9.0)
         with pytest.raises(RoomClosed) as refused:
-            await stream.ask(route_request("late", prompt_tokens=400, max_tokens=1))
+            await stream.request(route_request("late", prompt_tokens=400, max_tokens=1))
         assert (refused.value.retry_after_seconds, refused.value.hold_seconds) == (9.0, 0.5)
         for task in waiting:
             task.cancel()
@@ -143,23 +143,25 @@ async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_wit
         stream = await stack.enter_async_context(stream_to(scheduler))
         async with asyncio.timeout(20):
             for number in range(100):
-                waiting = asyncio.create_task(stream.ask(route_request(f"r{number}", prompt_tokens=400, max_tokens=1)))
+                waiting = asyncio.create_task(
+                    stream.request(route_request(f"r{number}", prompt_tokens=400, max_tokens=1))
+                )
                 while not waiting.done() and scheduler.dispatcher.num_waiting == 0:  # noqa: ASYNC110 - told by nobody
                     await asyncio.sleep(0.01)
                 if not waiting.done():
                     break
                 await waiting
             with pytest.raises(Overloaded):
-                await stream.ask(route_request("impatient", prompt_tokens=400, reject_if_busy=True))
+                await stream.request(route_request("impatient", prompt_tokens=400, reject_if_busy=True))
             assert not waiting.done()
             waiting.cancel()
             await asyncio.wait([waiting])
             with pytest.raises(Overloaded):  # there is still no room; but behind this answer the withdrawal has arrived
-                await stream.ask(route_request("second", prompt_tokens=400, reject_if_busy=True))
+                await stream.request(route_request("second", prompt_tokens=400, reject_if_busy=True))
             before = await booked(scheduler)
             # the place that becomes free is for whoever comes next: the other one is gone
             await scheduler.settle("r0", CANCELLED)
-            await stream.ask(route_request("next", prompt_tokens=400, max_tokens=1))
+            await stream.request(route_request("next", prompt_tokens=400, max_tokens=1))
             assert await booked(scheduler) == before
 
 
@@ -210,7 +212,7 @@ async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gon
         await join(stack, scheduler, "prefill-0", "decode-0")
         async with stream_to(scheduler) as lives:
             async with stream_to(scheduler) as dies:
-                await asyncio.gather(lives.ask(route_request("lives")), dies.ask(route_request("dies")))
+                await asyncio.gather(lives.request(route_request("lives")), dies.request(route_request("dies")))
                 await asyncio.sleep(0.1)  # some sweeps
                 assert await booked(scheduler) == 2
             async with asyncio.timeout(10):
@@ -239,7 +241,7 @@ async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_it
         for number in range(3):
             async with asyncio.timeout(10):
                 with pytest.raises(StreamLost):
-                    await stream.ask(route_request(f"r{number}"))
+                    await stream.request(route_request(f"r{number}"))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -251,11 +253,11 @@ async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatc
         router = scheduler.dispatcher._router
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
-        await stream.ask(route_request("long"))
+        await stream.request(route_request("long"))
         with monkeypatch.context() as patch:
             patch.setattr(service, "MAX_ROUTES", 0)
             with pytest.raises(StreamLost):
-                await stream.ask(route_request("breaks it"))
+                await stream.request(route_request("breaks it"))
         # the broken one was no longer counted when its end was told
         async with asyncio.timeout(20):
             while not router.gateways._num_streams:  # noqa: ASYNC110 - told by nobody
@@ -269,7 +271,7 @@ async def test_long_prompts_that_are_asked_for_together_do_not_break_the_stream(
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
-        asked = (stream.ask(route_request(f"r{number}", block_keys=keys, max_tokens=1)) for number in range(80))
+        asked = (stream.request(route_request(f"r{number}", block_keys=keys, max_tokens=1)) for number in range(80))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         assert {type(answer) for answer in answers} <= {pb.RouteResponse, Overloaded}
 
@@ -286,9 +288,9 @@ async def test_who_leaves_before_it_was_sent_is_not_asked_for(monkeypatch: pytes
     async with serving(AffinityStore("", 60)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
-        leaving, staying = (asyncio.create_task(stream.ask(route_request(name))) for name in ("leaves", "stays"))
+        leaving, staying = (asyncio.create_task(stream.request(route_request(name))) for name in ("leaves", "stays"))
         await asyncio.sleep(0)
         leaving.cancel()
         await staying
-        await stream.ask(route_request("next"))
+        await stream.request(route_request("next"))
         assert placed == ["stays", "next"]

@@ -21,8 +21,8 @@ from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.worker.fleet_client import Introduction, Membership
-from weft_services.gateway.mesh.scheduler_client import Scheduler
-from weft_services.gateway.mesh.scheduler_types import Placement, RouteQuery, Settlement
+from weft_services.gateway.mesh.scheduler_client import SchedulerClient
+from weft_services.gateway.mesh.scheduler_types import PlacementQuery, SequencePlacement, Settlement
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.quick_to_notice]
 SESSION = b"0123456789abcdef"
@@ -73,15 +73,15 @@ def _free_port() -> int:
 class Client:
     """A gateway's way to the schedulers."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
         self._number = 0
 
-    async def route(self, session: bytes = b"", end: str = "finished") -> Placement:
+    async def route(self, session: bytes = b"", end: str = "finished") -> SequencePlacement:
         """One request, and its end. Raises when no scheduler has placed it."""
         self._number += 1
         key = RequestKey(f"r{self._number}")
-        placement = await self._scheduler.route(RouteQuery(key, MODEL, 100, 10, session, ()), 20.0)
+        placement = await self._scheduler.route(PlacementQuery(key, MODEL, 100, 10, session, ()), 20.0)
         await self._settle(Settlement(key, end, generated_tokens=10))
         return placement
 
@@ -92,7 +92,7 @@ class Client:
                 return await self._scheduler.settle([settlement])
             await asyncio.sleep(0.1)
 
-    async def until_back(self, session: bytes, there: Placement) -> None:
+    async def until_back(self, session: bytes, there: SequencePlacement) -> None:
         """The session is placed there again. A lookup that Valkey has no time for binds nothing anew here."""
         async with asyncio.timeout(60):
             while True:
@@ -125,13 +125,13 @@ async def fleet(address: str, loads: dict[str, EngineLoad]) -> AsyncIterator[Non
 async def until_known(port: int, loads: dict[str, EngineLoad]) -> None:
     """That scheduler lists all workers as ready, and as busy as they are."""
     wanted = {name: (True, load.num_running) for name, load in loads.items()}
-    scheduler = Scheduler(f"127.0.0.1:{port}")
+    scheduler = SchedulerClient(f"127.0.0.1:{port}")
     try:
         async with asyncio.timeout(60):
             while True:
                 with suppress(WeftError):  # nobody listens yet
                     workers = (await scheduler.fleet()).workers
-                    if {w.address.worker_id: (w.is_ready, w.work.num_running) for w in workers} == wanted:
+                    if {w.address.worker_id: (w.is_ready, w.load.num_running) for w in workers} == wanted:
                         return
                 await asyncio.sleep(0.1)
     finally:
@@ -142,7 +142,7 @@ async def test_either_of_two_schedulers_is_killed_or_freezes_and_no_request_fail
     loads = dict.fromkeys(WORKERS, IDLE)
     with ValkeyServer() as valkey:
         pair = Pair(valkey.connection_url)
-        scheduler = Scheduler(pair.address)
+        scheduler = SchedulerClient(pair.address)
         client = Client(scheduler)
         try:
             async with fleet(pair.address, loads), background() as tasks:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.request import FinishReason
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.assistant import END_THINK, AnswerReader
 from weft_services.gateway.text.custom_calls import CustomCalls
 from weft_services.gateway.text.parts import Part, PartKind
@@ -27,12 +27,12 @@ class Answer:
         """Letters that have come and might still become something else than they seem."""
         return self._reader.num_held
 
-    def take(self, piece: Piece) -> list[Part]:
+    def take(self, piece: ChoiceUpdate) -> list[Part]:
         """What the next piece adds. Calls that were written to their end are the reason why it stopped."""
         parts = self._read(piece)
         return parts if self._customs is None else self._customs.read(parts, piece.finish_reason is not None)
 
-    def _read(self, piece: Piece) -> list[Part]:
+    def _read(self, piece: ChoiceUpdate) -> list[Part]:
         if self._reader.is_plain and piece.finish_reason is None:
             return self._reader.push(piece.text)
         was_thinking, had_thought = self._reader.is_thinking, self._reader.has_thought
@@ -51,7 +51,7 @@ class Answer:
             self.num_reasoning_tokens += self._count(piece, num_letters)
         return parts
 
-    def _count(self, piece: Piece, num_letters: int) -> int:
+    def _count(self, piece: ChoiceUpdate, num_letters: int) -> int:
         """Up to the token that ends thoughts; where none does, by the share of the text."""
         if self._end_of_thoughts in piece.token_ids:
             return piece.token_ids.index(self._end_of_thoughts) + 1
@@ -61,7 +61,7 @@ class Answer:
 class Answers:
     """All choices of a request, by index; made as they begin, the first at once: while its token is on its way."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
         self._answers = {0: self._begin(0)}
 

@@ -13,8 +13,8 @@ from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import Choice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
-from weft_services.gateway.mesh.prepare import Prepared, TooLong
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.prepare import PreparedRequest, TooLong
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import Part, PartKind, joined
 
 ERROR_TYPES = {
@@ -49,7 +49,7 @@ class MessageFrames:
 
     keep_alive = event("ping")
 
-    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
+    def __init__(self, prepared: PreparedRequest, fingerprint: str | None) -> None:
         self._answers = Answers(prepared)
         self._answer = self._answers.of(0)
         self._num_prompt_tokens = prepared.num_prompt_tokens
@@ -64,7 +64,7 @@ class MessageFrames:
         self._index = -1
         self._stop: str | None = None
 
-    def frames(self, piece: Piece) -> bytes:
+    def frames(self, piece: ChoiceUpdate) -> bytes:
         """What is new, as deltas of the block that is open; a block of another kind opens where one is due."""
         out = b"" if self._is_begun else self._begin()
         self._is_begun = True

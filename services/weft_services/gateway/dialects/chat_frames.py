@@ -10,8 +10,8 @@ from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, Usage, error_frame
 from weft_services.gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import Part, PartKind, joined
 
 TEXT_FIELDS = {PartKind.TEXT: b"content", PartKind.REASONING: b"reasoning_content"}
@@ -22,7 +22,7 @@ class ChatFrames:
 
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
+    def __init__(self, prepared: PreparedRequest, fingerprint: str | None) -> None:
         kinds = ("chat.completion", "chat.completion.chunk")
         self.envelope = Envelope("chatcmpl", kinds, prepared, fingerprint)
         self._prepared = prepared
@@ -33,7 +33,7 @@ class ChatFrames:
         self._num_begun = 0
         self._prompt_ids = {"prompt_token_ids": prepared.prompts[0].token_ids} if self._wants_ids else None
 
-    def frames(self, piece: Piece) -> bytes:
+    def frames(self, piece: ChoiceUpdate) -> bytes:
         """The role when the choice begins, what is new of it, and its end.
 
         Choices begin in their order, whichever speaks first: OpenAI's client puts a first chunk's in a list by number.
@@ -94,7 +94,7 @@ class ChatFrames:
             return self.envelope.text_frame(index, field, part.text)
         return self.envelope.frame(_choice(index, delta_of(part)))
 
-    def _with_details(self, entry: dict[str, Any], source: Piece | Choice) -> dict[str, Any]:
+    def _with_details(self, entry: dict[str, Any], source: ChoiceUpdate | Choice) -> dict[str, Any]:
         if self._wants_logprobs:
             entry["logprobs"] = chat_logprobs(source.logprobs, self._codec)
         if self._wants_ids:

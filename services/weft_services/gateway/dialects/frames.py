@@ -15,8 +15,8 @@ from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
 from weft_services.gateway.dialects.logprobs import CompletionLogprobs, prompt_logprobs
 from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.error_body import error_body
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -54,7 +54,7 @@ class Choice:
     stop: str | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChoiceUpdate) -> None:
         """The next piece of it."""
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
@@ -67,10 +67,10 @@ class Choice:
         """By which the best of several are told."""
         return sum(position.chosen.logprob for position in self.logprobs) / max(1, len(self.logprobs))
 
-    def whole(self) -> Piece:
+    def whole(self) -> ChoiceUpdate:
         """All of it at once."""
         tokens, logprobs = tuple(self.token_ids), tuple(self.logprobs)
-        return Piece(self.index, "".join(self.texts), tokens, logprobs, self.finish_reason, self.stop)
+        return ChoiceUpdate(self.index, "".join(self.texts), tokens, logprobs, self.finish_reason, self.stop)
 
 
 def error_frame(error: WeftError) -> bytes:
@@ -86,7 +86,7 @@ def event(kind: str, **fields: Any) -> bytes:
 class Envelope:
     """The fields that every frame and body of one answer has in common, serialized once."""
 
-    def __init__(self, prefix: str, kinds: tuple[str, str], prepared: Prepared, fingerprint: str | None) -> None:
+    def __init__(self, prefix: str, kinds: tuple[str, str], prepared: PreparedRequest, fingerprint: str | None) -> None:
         """`kinds` are the object names of a whole body and of a stream's chunk."""
         self._common = {
             "id": f"{prefix}-{new_id()}",
@@ -145,7 +145,7 @@ class CompletionFrames:
     keep_alive = KEEP_ALIVE
     finish_reasons: Sequence[str] = ()  # the workers' own
 
-    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
+    def __init__(self, prepared: PreparedRequest, fingerprint: str | None) -> None:
         self.envelope = Envelope("cmpl", ("text_completion", "text_completion"), prepared, fingerprint)
         self._codec = prepared.model.codec
         self._prepared = prepared
@@ -154,7 +154,7 @@ class CompletionFrames:
         # by choice, from its first frame on; None where nobody asked for them
         self._logprobs: dict[int, CompletionLogprobs | None] = {}
 
-    def frames(self, piece: Piece) -> bytes:
+    def frames(self, piece: ChoiceUpdate) -> bytes:
         """What is new of the choice, its end included."""
         self.envelope.count(len(piece.token_ids))
         has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
@@ -186,7 +186,7 @@ class CompletionFrames:
         return self.envelope.body(rendered, usage)
 
     def _choice(
-        self, index: int, text: str, source: Piece | Choice, scores: Sequence[PromptLogprobs]
+        self, index: int, text: str, source: ChoiceUpdate | Choice, scores: Sequence[PromptLogprobs]
     ) -> dict[str, Any]:
         """`scores`: of the prompt; used where the choice begins."""
         asked, prompt = self._prepared.generation, self._prepared.prompts[self._prepared.sequences[index].prompt]

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from weft.request import PositionLogprobs, PromptLogprobs, TokenLogprob
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.codec import Codec
 
 LOWEST = -9999.0  # JSON has no -inf
@@ -35,7 +35,7 @@ class TextLogprobs:
         self._num_ahead = 0  # letters of tokens that have come, and whose text has not
         self._waiting: list[tuple[PositionLogprobs, str]] = []  # each with what it spells
 
-    def one_by_one(self, piece: Piece) -> Iterator[Piece]:
+    def one_by_one(self, piece: ChoiceUpdate) -> Iterator[ChoiceUpdate]:
         """The same in pieces of a token each, so that what is found in one is of that token and those before it."""
         if len(piece.logprobs) != len(piece.token_ids):
             yield piece  # nobody asked for them
@@ -48,9 +48,9 @@ class TextLogprobs:
             self._num_ahead += len(spelled)
             text, rest = rest[: self._num_ahead], rest[self._num_ahead :]
             self._num_ahead -= len(text)
-            yield Piece(piece.index, text, (token_id,), (), None)
+            yield ChoiceUpdate(piece.index, text, (token_id,), (), None)
         if rest or piece.finish_reason is not None:
-            yield Piece(piece.index, rest, (), (), piece.finish_reason, piece.stop)
+            yield ChoiceUpdate(piece.index, rest, (), (), piece.finish_reason, piece.stop)
 
     def take(self, text: str, num_held: int) -> list[PositionLogprobs]:
         """Of the tokens that this text is of, behind which `num_held` more letters have come that nobody has been told

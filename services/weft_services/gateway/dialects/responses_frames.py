@@ -18,8 +18,8 @@ from weft_services.gateway.dialects.output_items import OutputItem, kind_of
 from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.dialects.responses_tools import own_names
 from weft_services.gateway.error_body import public_message
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import CALLS, Part, PartKind, joined
 
 
@@ -28,7 +28,7 @@ class ResponseFrames:
 
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
+    def __init__(self, prepared: PreparedRequest, fingerprint: str | None) -> None:
         self._answers = Answers(prepared)
         self._answer = self._answers.of(0)
         self._codec = prepared.model.chat_codec
@@ -53,7 +53,7 @@ class ResponseFrames:
             "incomplete_details": None,
         }  # usage joins it at the end: in OpenAI's document it is never null
 
-    def frames(self, piece: Piece) -> bytes:
+    def frames(self, piece: ChoiceUpdate) -> bytes:
         """What is new, as events of the item that is open; another one opens where one is due."""
         out = [self._begin()]  # of a whole answer with logprobs there are as many as tokens
         for each in self._logprobs.one_by_one(piece):

@@ -15,9 +15,9 @@ from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.front import genai
 from weft_services.gateway.front.access_log import is_logged, note
 from weft_services.gateway.front.timeline import timeline
-from weft_services.gateway.mesh.generation_run import Run
+from weft_services.gateway.mesh.generation_run import GenerationRun
 from weft_services.gateway.mesh.scheduler_types import Forecast
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 
 REJECTED = "rejected"  # by a status below 500, before it was placed; not a stage of life
 # what requests are counted by, as accounts are opened
@@ -43,7 +43,7 @@ class Account:
         self._stages: dict[str, float] = {}
         self._last_token: float | None = None
         self._worst_gap = 0.0
-        self._run: Run | None = None
+        self._run: GenerationRun | None = None
         self._visitor = visitor.get()
         self.finish_reasons: Sequence[str] = ()  # where the workers' are not all: they know of no tool calls
         self.prompt_tokens = 0  # of a request that is answered without a run
@@ -55,7 +55,7 @@ class Account:
         if stage == Stage.ROUTED:
             labelled(metrics.STAGE_SECONDS, Stage.RECEIVED).observe(now - self._received)
 
-    def watch(self, run: Run) -> None:
+    def watch(self, run: GenerationRun) -> None:
         """The run whose counts go into the books."""
         self._run = run
         self.about(run.prepared.model.name)
@@ -70,7 +70,7 @@ class Account:
             self._span.rename(f"{genai.operation(self._endpoint)} {model}")
             self._span.set({"gen_ai.request.model": model})
 
-    def tokens(self, pieces: Sequence[Piece]) -> None:
+    def tokens(self, pieces: Sequence[ChoiceUpdate]) -> None:
         """Latency of what has just arrived; tokens of one batch share the time since the last one."""
         count = 0
         for piece in pieces:

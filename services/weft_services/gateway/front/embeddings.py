@@ -16,22 +16,22 @@ from weft_services.gateway.front.endpoints import fail
 from weft_services.gateway.front.exchange import Reply, read_json_body, unless_disconnected
 from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.embeddings import Vector
-from weft_services.gateway.mesh.pipeline import Pipeline, session_named
-from weft_services.gateway.mesh.routing_hints import Session
+from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
+from weft_services.gateway.mesh.routing_hints import ClientHints
 
 # more take longer to write than a thread takes to be woken
 MANY_NUMBERS = 65_536
 
 
 async def embed(
-    pipeline: Pipeline, parse: Callable[[], Embedding], session: Session, account: Account, seconds: float
+    pipeline: Pipeline, parse: Callable[[], Embedding], session: ClientHints, account: Account, seconds: float
 ) -> tuple[Embedding, list[Vector], int]:
     """What was asked, a vector for each input, and how many tokens that took."""
     prepared = await pipeline.prepare_embedding(parse)
     account.reached("prepared")
     account.about(prepared.asked.model)
     asked, account.prompt_tokens = prepared.asked, prepared.num_tokens
-    priority = session.of(visitor.get()).standing(asked.session, asked.priority).priority
+    priority = session.with_principal(visitor.get()).routing_hints(asked.session, asked.priority).priority
     return asked, await pipeline.embeddings.embed(prepared, priority, seconds), prepared.num_tokens
 
 
@@ -48,13 +48,13 @@ class EmbeddingEndpoint:
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                await unless_disconnected(receive, self._answer(body, session_named(scope["headers"]), reply, account))
+                await unless_disconnected(receive, self._answer(body, client_hints(scope["headers"]), reply, account))
         except Exception as error:
             await fail(reply, account, error)
         finally:
             account.close(Stage.CANCELLED)
 
-    async def _answer(self, body: bytes, session: Session, reply: Reply, account: Account) -> None:
+    async def _answer(self, body: bytes, session: ClientHints, reply: Reply, account: Account) -> None:
         try:
             found = await embed(self._pipeline, lambda: parse_embedding(body), session, account, self._timeout_seconds)
             account.close(Stage.FINISHED)

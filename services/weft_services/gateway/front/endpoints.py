@@ -30,11 +30,11 @@ from weft_services.gateway.front.exchange import (
 )
 from weft_services.gateway.front.timeline import HEADER, event, response_header
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.generation_run import Run
-from weft_services.gateway.mesh.pipeline import Pipeline, session_named
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.routing_hints import Session
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.generation_run import GenerationRun
+from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.routing_hints import ClientHints
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Frames(Protocol):
     def finish_reasons(self) -> Sequence[str]:
         """Of the choices that have ended, where clients are told others than the workers'."""
 
-    def frames(self, piece: Piece) -> bytes:
+    def frames(self, piece: ChoiceUpdate) -> bytes:
         """What a piece adds to a stream."""
 
     def end(self, usage: Usage) -> bytes:
@@ -71,7 +71,7 @@ class Api:
 
     name: str
     parse: Callable[[bytes], Generation]
-    make_frames: Callable[[Prepared, str | None], Frames]
+    make_frames: Callable[[PreparedRequest, str | None], Frames]
     error_body: ErrorWords = error_body
 
 
@@ -100,7 +100,7 @@ class GenerationEndpoint:
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                session = session_named(scope["headers"])
+                session = client_hints(scope["headers"])
                 telling = Telling(account, header(scope, HEADER) == "1", partial(self._keep, session=session))
                 await unless_disconnected(receive, self._answer(body, session, reply, telling))
         except Exception as error:
@@ -108,13 +108,13 @@ class GenerationEndpoint:
         finally:
             account.close(Stage.CANCELLED)
 
-    async def _answer(self, body: bytes, session: Session, reply: Reply, telling: Telling) -> None:
+    async def _answer(self, body: bytes, session: ClientHints, reply: Reply, telling: Telling) -> None:
         account = telling.account
         try:
             parse, num_earlier_bytes = await self._parser(body, session)
             prepared = await self._pipeline.prepare(parse, body, num_earlier_bytes)
             account.reached("prepared")
-            run = self._pipeline.run(prepared, session, self._timeout_seconds)
+            run = self._pipeline.start_run(prepared, session, self._timeout_seconds)
             account.watch(run)
             async with run:
                 # from here on a worker is busy with it, so that this takes nobody's time
@@ -127,15 +127,15 @@ class GenerationEndpoint:
         except Exception as error:
             await fail(reply, account, error)
 
-    async def _parser(self, body: bytes, session: Session) -> tuple[Callable[[bytes], Generation], int]:
+    async def _parser(self, body: bytes, session: ClientHints) -> tuple[Callable[[bytes], Generation], int]:
         """Of this body, and how many bytes of an earlier answer it reads beside it."""
         return self._api.parse, 0
 
-    async def _keep(self, frames: Frames, session: Session) -> None:
+    async def _keep(self, frames: Frames, session: ClientHints) -> None:
         """The answer, once it is complete."""
 
 
-async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
+async def _stream(run: GenerationRun, frames: Frames, reply: Reply, telling: Telling) -> None:
     """The status is decided by the first token, so that early failures are plain HTTP errors.
 
     Tokens need not be heard of: a parser may hold them all back, and proxies lose patience all the same.
@@ -163,7 +163,7 @@ async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> N
     _finished(account, frames)
 
 
-async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
+async def _collect(run: GenerationRun, frames: Frames, reply: Reply, telling: Telling) -> None:
     account = telling.account
     choices = [Choice(index) for index in range(len(run.prepared.sequences))]
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
@@ -187,11 +187,11 @@ def _finished(account: Account, frames: Frames) -> None:
     account.close(Stage.FINISHED)
 
 
-def _framed(frames: Frames, pieces: Sequence[Piece]) -> bytes:
+def _framed(frames: Frames, pieces: Sequence[ChoiceUpdate]) -> bytes:
     return b"".join(map(frames.frames, pieces))
 
 
-def _tells_prompts(run: Run) -> bool:
+def _tells_prompts(run: GenerationRun) -> bool:
     """Token by token: that can take a second, and is done beside the loop, where others would have to wait for it."""
     return run.prepared.generation.num_scored is not None
 

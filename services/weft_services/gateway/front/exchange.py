@@ -13,7 +13,7 @@ from weft.errors import Cancelled, WeftError
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.error_body import HttpError, error_body, retry_headers, status_of
 from weft_services.gateway.front.access_log import note_error
-from weft_services.gateway.mesh.pipeline import counted
+from weft_services.gateway.mesh.pipeline import charge_on_error
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -39,7 +39,7 @@ def header(scope: Scope, name: bytes) -> str:
 async def read_json_body(scope: Scope, receive: Receive) -> bytes:
     """The whole body. Raises HttpError 413, 415 or 408, Cancelled when the client has gone: all of them count as a
     request, for whose sake a place was held."""
-    with counted():
+    with charge_on_error():
         return await _bounded(scope, receive)
 
 

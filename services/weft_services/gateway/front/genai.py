@@ -9,7 +9,7 @@ from typing import Any
 
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.generation_run import Run
+from weft_services.gateway.mesh.generation_run import GenerationRun
 
 PROVIDER = "weft"
 OTHERS = {
@@ -50,7 +50,7 @@ def request(generation: Generation) -> dict[str, Any]:
     }
 
 
-def response(run: Run, usage: Usage, first_token_seconds: float | None) -> dict[str, Any]:
+def response(run: GenerationRun, usage: Usage, first_token_seconds: float | None) -> dict[str, Any]:
     """What came of it."""
     return {
         "gen_ai.response.model": run.prepared.generation.model,

@@ -19,7 +19,7 @@ from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.front.access_log import Entry, note, opened
 from weft_services.gateway.front.exchange import BODY_SECONDS, MAX_BODY_BYTES
 from weft_services.gateway.front.service import accounted
-from weft_services.gateway.mesh.pipeline import Pipeline, counted
+from weft_services.gateway.mesh.pipeline import Pipeline, charge_on_error
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 # strangers' networks are slower than ours, and a laptop may sleep
@@ -66,7 +66,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
                 visitor.set(found)
                 note({"key": found.name})
                 with accounted(path.removeprefix(self._prefix), metadata), self._pipeline.admitted():
-                    with counted():
+                    with charge_on_error():
                         request = await _only(requests)
                     return await method(request, context)
 

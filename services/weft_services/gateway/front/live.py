@@ -17,7 +17,7 @@ from weft_services.gateway.front.exchange import Reply, failures_told, unless_di
 from weft_services.gateway.front.operator import is_operator
 from weft_services.gateway.mesh.fleet import Subscription
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff, Worker
+from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff, WorkerStatus
 
 News = Subscription[FleetReport | HandOff]
 
@@ -37,13 +37,13 @@ class FleetEvents:
                 await reply.begin_stream(_failure)
                 await reply.end_stream(b"")
                 return
-            with self._pipeline.news.subscribed() as news:
+            with self._pipeline.fleet_events.subscribed() as news:
                 await unless_disconnected(receive, self._tell(reply, news, is_operator(scope)))
 
     async def _tell(self, reply: Reply, news: News, may_operate: bool) -> None:
         await reply.begin_stream(_failure)
         await reply.stream(_event("hello", {"is_operator": may_operate}))
-        await reply.stream(self._frame(await self._pipeline.picture()))
+        await reply.stream(self._frame(await self._pipeline.fleet_report()))
         while (item := await news.next()) is not None:
             visitor.get().check_key()
             await reply.stream(self._frame(item))
@@ -65,7 +65,7 @@ class FleetEvents:
             "waiting": fleet.num_waiting,
             "store": fleet.store,
             "workers": [_worker_fields(worker) for worker in fleet.workers],
-            "arrivals": fleet.arrivals,
+            "arrivals": fleet.loading,
         }
 
 
@@ -73,7 +73,7 @@ def _failure(error: WeftError) -> bytes:
     return _event("error", error_fields(error))
 
 
-def _state(worker: Worker) -> str:
+def _state(worker: WorkerStatus) -> str:
     if worker.is_parked:
         return "parked"
     if worker.is_draining:
@@ -81,8 +81,8 @@ def _state(worker: Worker) -> str:
     return "ready" if worker.is_ready else "full" if worker.is_full else "not ready"
 
 
-def _worker_fields(worker: Worker) -> dict[str, Any]:
-    work = worker.work
+def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
+    work = worker.load
     return {
         "id": worker.address.worker_id,
         "boot": worker.address.boot_id,

@@ -23,8 +23,8 @@ from weft_services.gateway.front.exchange import Reply, failures_told
 from weft_services.gateway.front.kept import Kept, KeptAnswers
 from weft_services.gateway.front.text_endpoints import CountEndpoint
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.pipeline import Pipeline, counted
-from weft_services.gateway.mesh.routing_hints import Session, session_of
+from weft_services.gateway.mesh.pipeline import Pipeline, charge_on_error
+from weft_services.gateway.mesh.routing_hints import ClientHints, read_client_hints
 
 PATH = "/v1/responses"
 PREVIOUS = "previous_response_id"
@@ -49,14 +49,14 @@ class ResponsesEndpoint(GenerationEndpoint):
         super().__init__(pipeline, api, timeout_seconds)
         self._kept = kept
 
-    async def _parser(self, body: bytes, session: Session) -> tuple[Callable[[bytes], Generation], int]:
+    async def _parser(self, body: bytes, session: ClientHints) -> tuple[Callable[[bytes], Generation], int]:
         return await _parser(self._pipeline, self._kept, body, session)
 
-    async def _keep(self, frames: Frames, session: Session) -> None:
+    async def _keep(self, frames: Frames, session: ClientHints) -> None:
         assert isinstance(frames, ResponseFrames)
         if frames.kept_items is not None and frames.whole is not None:
             kept = Kept(frames.whole, list(frames.kept_items), frames.num_earlier_generated)
-            record, num_tokens = await self._pipeline.beside(lambda: (kept.record, kept.num_tokens))
+            record, num_tokens = await self._pipeline.compute(lambda: (kept.record, kept.num_tokens))
             await self._kept.keep(_owner(session), kept.response["id"], record, num_tokens)
 
 
@@ -67,18 +67,18 @@ class ResponseCount(CountEndpoint):
         super().__init__(pipeline, parse_responses, "response.input_tokens")
         self._kept = kept
 
-    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
+    async def _parser(self, body: bytes, session: ClientHints) -> Callable[[bytes], Generation]:
         return (await _parser(self._pipeline, self._kept, body, session))[0]
 
 
 async def _parser(
-    pipeline: Pipeline, kept: KeptAnswers, body: bytes, session: Session
+    pipeline: Pipeline, kept: KeptAnswers, body: bytes, session: ClientHints
 ) -> tuple[Callable[[bytes], Generation], int]:
     """One that knows the answer which the body goes on from, and its bytes. Raises InvalidRequest, PeerLost."""
-    fields = await pipeline.judged(lambda: read_object(body)) if PREVIOUS.encode() in body else {}
+    fields = await pipeline.compute_charged(lambda: read_object(body)) if PREVIOUS.encode() in body else {}
     if (name := fields.get(PREVIOUS)) is None:
         return partial(parse_responses, earlier=Earlier()), 0
-    with counted():
+    with charge_on_error():
         if not isinstance(name, str):
             raise InvalidRequest(f"{PREVIOUS}: expected a string", PREVIOUS)
         if (found := await kept.find(_owner(session), name)) is None:
@@ -101,7 +101,7 @@ class _KeptEndpoint(ABC):
         async with failures_told(reply):
             with self._pipeline.admitted():
                 await visitor.get().take(0)  # right or wrong, it is a request
-                owner, name = _owner(session_of(scope["headers"])), scope["path_params"]["response_id"]
+                owner, name = _owner(read_client_hints(scope["headers"])), scope["path_params"]["response_id"]
                 answer = await self._answer(scope, owner, name)
             await reply.whole(200, answer)
 
@@ -113,7 +113,7 @@ class _KeptEndpoint(ABC):
         """So much of a kept answer."""
         if (record := await self._kept.find(owner, name)) is None:
             raise _unknown(name)
-        return await self._pipeline.beside(lambda: orjson.dumps(what(Kept.read(record))))
+        return await self._pipeline.compute(lambda: orjson.dumps(what(Kept.read(record))))
 
 
 class _AnswerEndpoint(_KeptEndpoint):
@@ -167,5 +167,5 @@ def _unknown(name: str) -> HttpError:
     return HttpError(404, f"no answer {name[:80]!r} is kept", "not_found")
 
 
-def _owner(session: Session) -> bytes:
-    return session.of(visitor.get()).tenant_digest
+def _owner(session: ClientHints) -> bytes:
+    return session.with_principal(visitor.get()).tenant_digest

@@ -34,9 +34,9 @@ from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.front.timeline import HEADER, response_header
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.embeddings import Vector
-from weft_services.gateway.mesh.pipeline import Pipeline, session_named
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.sequence_runner import Piece
+from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class InferenceService(InferenceServiceServicer):
     async def Embed(self, request: bytes, context: Any) -> pb.EmbedResponse:  # type: ignore[override]
         """What /v1/embeddings does."""
         parse = partial(read_embed, self._pipeline.models, request)
-        session, seconds = session_named(context.invocation_metadata() or ()), self._seconds(context)
+        session, seconds = client_hints(context.invocation_metadata() or ()), self._seconds(context)
         _, vectors, count = await embed(self._pipeline, parse, session, _account.get(), seconds)
         if sum(map(len, vectors)) > MANY_NUMBERS:
             return await asyncio.to_thread(_embedded, vectors, count)
@@ -117,13 +117,13 @@ class InferenceService(InferenceServiceServicer):
 
     async def _answer(
         self, parse: Callable[[bytes], Generation], request: bytes, context: Any
-    ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
+    ) -> AsyncGenerator[tuple[ChoiceUpdate, Usage | None, PreparedRequest], None]:
         """Pieces of all choices and what they continue; the last one comes with the usage."""
         metadata = context.invocation_metadata()
-        account, session = _account.get(), session_named(metadata)
+        account, session = _account.get(), client_hints(metadata)
         prepared = await self._pipeline.prepare(parse, request)
         account.reached("prepared")
-        run = self._pipeline.run(prepared, session, self._seconds(context))
+        run = self._pipeline.start_run(prepared, session, self._seconds(context))
         account.watch(run)
         num_open = len(prepared.sequences)
         async with run:
@@ -203,14 +203,14 @@ def _embedded(vectors: Sequence[Vector], num_tokens: int) -> pb.EmbedResponse:
     return pb.EmbedResponse(embeddings=embeddings, usage=pb.Usage(prompt_tokens=num_tokens))
 
 
-async def _told(piece: Piece, usage: Usage | None, prepared: Prepared) -> dict[str, Any]:
+async def _told(piece: ChoiceUpdate, usage: Usage | None, prepared: PreparedRequest) -> dict[str, Any]:
     """What a prompt is told of can take a second to write: beside the loop, as in `endpoints`."""
     if piece.prompt_logprobs:
         return await asyncio.to_thread(_details, piece, usage, prepared)
     return _details(piece, usage, prepared)
 
 
-def _details(piece: Piece, usage: Usage | None, prepared: Prepared) -> dict[str, Any]:
+def _details(piece: ChoiceUpdate, usage: Usage | None, prepared: PreparedRequest) -> dict[str, Any]:
     asked = prepared.generation
     details: dict[str, Any] = {"finish_reason": wire.finish_to_wire(piece.finish_reason), "choice": piece.index}
     if asked.return_token_ids:

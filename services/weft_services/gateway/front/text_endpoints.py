@@ -20,9 +20,9 @@ from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.access_log import note
 from weft_services.gateway.front.exchange import ErrorWords, Reply, failures_told, read_json_body
 from weft_services.gateway.generation import Generation, Tokenizing
-from weft_services.gateway.mesh.pipeline import Pipeline, session_named
+from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
-from weft_services.gateway.mesh.routing_hints import Session
+from weft_services.gateway.mesh.routing_hints import ClientHints
 
 # ids to be told as text, where a context is not longer, and characters of it for each
 MAX_TOKENS, CHARS_A_TOKEN = 65_536, 16
@@ -55,7 +55,7 @@ async def tokens_of(
         texts = model.codec.entries(ids) if asked.wants_texts else None
         return told({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
-    return await pipeline.do(work)
+    return await pipeline.compute_counted(work)
 
 
 async def text_of(
@@ -77,7 +77,7 @@ async def text_of(
         _check_number("characters", len(text), limit * CHARS_A_TOKEN)
         return told({"prompt": text})
 
-    return await pipeline.do(work)
+    return await pipeline.compute_counted(work)
 
 
 def _check_number(what: str, number: int, limit: int) -> None:
@@ -127,11 +127,11 @@ class CountEndpoint(TextEndpoint):
         self._named: Fields = {"object": kind} if kind else {}
 
     async def _answer(self, body: bytes, scope: Scope) -> bytes:
-        parse = await self._parser(body, session_named(scope["headers"]))
+        parse = await self._parser(body, client_hints(scope["headers"]))
         model, number = await self._pipeline.count(parse, body)
         note({"model": model.name, "prompt": number})
         return orjson.dumps({**self._named, "input_tokens": number})
 
-    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
+    async def _parser(self, body: bytes, session: ClientHints) -> Callable[[bytes], Generation]:
         """Of this body."""
         return self._parse

@@ -9,12 +9,14 @@ from typing import Any
 
 import orjson
 
-from weft_services.gateway.mesh.generation_run import Run
+from weft_services.gateway.mesh.generation_run import GenerationRun
 
 HEADER = b"x-weft-timeline"
 
 
-def timeline(run: Run, elapsed_ms: dict[str, float], received_at: float, worst_gap_ms: float) -> dict[str, Any]:
+def timeline(
+    run: GenerationRun, elapsed_ms: dict[str, float], received_at: float, worst_gap_ms: float
+) -> dict[str, Any]:
     """`elapsed_ms`: when things were reached, since the request came; `received_at`: seconds since the epoch."""
     prompt, forecast = run.worst_prompt, run.forecast
     return {
@@ -57,7 +59,7 @@ def response_header(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     return HEADER, orjson.dumps(fields)
 
 
-def _itl_ms(run: Run, elapsed_ms: dict[str, float], worst_gap_ms: float) -> dict[str, float]:
+def _itl_ms(run: GenerationRun, elapsed_ms: dict[str, float], worst_gap_ms: float) -> dict[str, float]:
     """Between tokens of a choice, the mean over all choices; and the longest wait for a next batch of them."""
     count = run.num_completion_tokens - len(run.prepared.sequences)
     span = elapsed_ms.get("last_token", 0.0) - elapsed_ms.get("first_token", 0.0)

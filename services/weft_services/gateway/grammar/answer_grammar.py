@@ -13,7 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from weft.errors import InvalidRequest
 from weft.grammar import first_line
 from weft_services.gateway.generation import AnswerFormat, FormatKind
-from weft_services.gateway.grammar.schema_rewrite import kept_form, without_look_ahead
+from weft_services.gateway.grammar.schema_rewrite import supported_schema, without_look_ahead
 
 # models left to themselves may pad JSON with white space without end
 WHITE_SPACE = r"[ \t\n\r]{0,16}"
@@ -22,7 +22,7 @@ TEXT = r"/(.|\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GrammarPart:
     """A grammar with a name, by which others refer to it: Lark with llguidance's additions, or a JSON schema.
 
     `field` is the client's name for what it was made of, `regex` the client's regex in it. Of a lenient schema, what
@@ -44,12 +44,12 @@ class Part:
         return {"name": self.name, "json_schema": {**self.schema, "x-guidance": options}}
 
 
-def join(parts: Iterable[Part]) -> str:
+def join_parts(parts: Iterable[GrammarPart]) -> str:
     """Parts refer to one another by name; the first one is where an answer begins."""
     return orjson.dumps({"grammars": [part.as_json() for part in parts]}).decode()
 
 
-def format_parts(answer: AnswerFormat, name: str = "answer") -> list[Part]:
+def format_parts(answer: AnswerFormat, name: str = "answer") -> list[GrammarPart]:
     """The first part has that name."""
     match answer.kind:
         case FormatKind.SCHEMA:
@@ -57,7 +57,7 @@ def format_parts(answer: AnswerFormat, name: str = "answer") -> list[Part]:
         case FormatKind.REGEX:
             regex = without_look_ahead(answer.value)
             text = f"start: /{_escape_slashes(regex)}/"
-            return [Part(name, lark=text, field=answer.field, regex=regex)]
+            return [GrammarPart(name, lark=text, field=answer.field, regex=regex)]
         case FormatKind.CHOICE:
             return [lark_part("start: " + " | ".join(map(quote, answer.value)), name)]
         case FormatKind.GRAMMAR:
@@ -66,14 +66,14 @@ def format_parts(answer: AnswerFormat, name: str = "answer") -> list[Part]:
             return _tag_parts(answer, name)
 
 
-def schema_part(schema: dict[str, Any], name: str, field: str, is_lenient: bool = False) -> Part:
+def schema_part(schema: dict[str, Any], name: str, field: str, is_lenient: bool = False) -> GrammarPart:
     """JSON by a schema, in the form that llguidance keeps."""
-    return Part(name, schema=kept_form(schema), is_lenient=is_lenient, field=field)
+    return GrammarPart(name, schema=supported_schema(schema), is_lenient=is_lenient, field=field)
 
 
-def lark_part(text: str, name: str) -> Part:
+def lark_part(text: str, name: str) -> GrammarPart:
     """Lark with llguidance's additions."""
-    return Part(name, lark=text)
+    return GrammarPart(name, lark=text)
 
 
 def quote(text: str) -> str:
@@ -102,7 +102,7 @@ def _as_lark(answer: AnswerFormat) -> str:
     return text
 
 
-def _tag_parts(answer: AnswerFormat, name: str) -> list[Part]:
+def _tag_parts(answer: AnswerFormat, name: str) -> list[GrammarPart]:
     """Text and tags in any order; the text before a tag ends with the tag's trigger."""
     tags: tuple[dict[str, Any], ...] = answer.value
     rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* TEXT", f"TEXT: {TEXT}"]

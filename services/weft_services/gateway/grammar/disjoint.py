@@ -12,7 +12,7 @@ MAX_COMPARED = 2000
 KINDS = {bool: "boolean", str: "string", int: "number", float: "number", list: "array", dict: "object"}
 
 
-def target(reference: Any, root: Any) -> Any:
+def resolve_reference(reference: Any, root: Any) -> Any:
     """What a `$ref` within the root leads to, None if nothing."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
@@ -28,7 +28,7 @@ def required_names(schema: Any) -> list[str]:
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
-class Comparison:
+class DisjointCheck:
     """Compares the branches of unions in one whole schema, within a budget for all of them."""
 
     def __init__(self, root: Any) -> None:
@@ -77,7 +77,7 @@ class Comparison:
         for _ in range(MAX_HOPS):
             if not isinstance(schema, dict) or "$ref" not in schema or "properties" in schema:
                 return schema
-            schema = target(schema["$ref"], self._root)
+            schema = resolve_reference(schema["$ref"], self._root)
         return None
 
 

@@ -17,8 +17,8 @@ from weft.errors import InvalidRequest
 from weft.grammar import UnusableGrammar
 from weft.request import Grammar
 from weft_services.gateway.generation import Conversation, Generation
-from weft_services.gateway.grammar.answer_grammar import TEXT, Part, format_parts, join, lark_part, quote
-from weft_services.gateway.grammar.schema_errors import blamed, loosened
+from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, format_parts, join_parts, lark_part, quote
+from weft_services.gateway.grammar.schema_errors import drop_rejected_regex, locate_error
 from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK
@@ -33,7 +33,7 @@ WIDE = re.compile(r"[^\x00-\x7f]|\\[xuUpPwWDSB]")
 CLASS = re.compile(r"\[|\\[pP]|&&|--|~~")
 
 
-def complaint(parts: Iterable[Part]) -> str | None:
+def regex_cost_error(parts: Iterable[GrammarPart]) -> str | None:
     """What is too much about them."""
     number = sum(
         len(CLASS.findall(text))
@@ -53,7 +53,7 @@ def _is_wide(text: str) -> bool:
     return WIDE.search(text) is not None or "^" in text.partition("[")[2]
 
 
-def _texts(part: Part) -> Iterator[str]:
+def _texts(part: GrammarPart) -> Iterator[str]:
     """A Lark grammar as it is, and each pattern of a JSON schema."""
     yield part.lark
     waiting: list[Any] = [part.schema]
@@ -71,40 +71,40 @@ def _texts(part: Part) -> Iterator[str]:
 
 NAME = "answer"
 # each costs a compilation
-MAX_LOOSENED = 8
+MAX_DROPPED_REGEXES = 8
 
 
-def grammar_of(generation: Generation, model: ServedModel, is_thinking: bool) -> Grammar | None:
+def request_grammar(generation: Generation, model: ServedModel, is_thinking: bool) -> Grammar | None:
     """Compiled here to be refused here; workers get the text. Raises InvalidRequest naming the field."""
     field, parts = _parts(generation, model)
     if not parts:
         return None
     if model.thinks and isinstance(generation.prompts[0], Conversation):
         parts = [_thoughts(model, is_thinking), *parts]
-    if (found := complaint(parts)) is not None:
+    if (found := regex_cost_error(parts)) is not None:
         raise InvalidRequest(f"{field}: {found}", field, "invalid_value")
     return Grammar(_compiled(field, parts, model), model.grammars.tokenizer_hash)
 
 
-def _compiled(field: str, parts: list[Part], model: ServedModel) -> str:
+def _compiled(field: str, parts: list[GrammarPart], model: ServedModel) -> str:
     """The text of a grammar that workers can compile. Regexes of tools that are not strict are left out if need be."""
-    for _ in range(MAX_LOOSENED):
-        text = join(parts)
+    for _ in range(MAX_DROPPED_REGEXES):
+        text = join_parts(parts)
         try:
             model.grammars.compile(text)
             return text
         except UnusableGrammar as error:
-            loose = loosened(error, parts)
+            loose = drop_rejected_regex(error, parts)
             if loose is None:
-                raise blamed(error, parts, field) from error
+                raise locate_error(error, parts, field) from error
             parts = loose
         except InvalidRequest as error:
             raise InvalidRequest(f"{field}: {error}", field, "invalid_value") from error
-    message = f"{field}: more than {MAX_LOOSENED} regexes that cannot be kept; leave them out"
+    message = f"{field}: more than {MAX_DROPPED_REGEXES} regexes that cannot be kept; leave them out"
     raise InvalidRequest(message, field, "invalid_value")
 
 
-def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Part]]:
+def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[GrammarPart]]:
     answer, use, tool_format = generation.answer_format, generation.tool_use, model.tool_format
     if use is None or tool_format is None:
         if use is not None and use.is_forced:
@@ -120,7 +120,7 @@ def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Part]]
     return "tools", text_or_call_parts(use, tool_format, model.marks, NAME) if use.is_bound else []
 
 
-def _thoughts(model: ServedModel, is_thinking: bool) -> Part:
+def _thoughts(model: ServedModel, is_thinking: bool) -> GrammarPart:
     """Free text up to the end of thoughts, where the answer begins."""
     end = f"TEXT <[{model.marks[END_THINK]}]>" if END_THINK in model.marks else "until"
     begin = f"<[{model.marks[THINK]}]>" if THINK in model.marks else quote(THINK)

@@ -11,14 +11,14 @@ import orjson
 
 from weft.errors import InvalidRequest
 from weft.grammar import UnusableGrammar
-from weft_services.gateway.grammar.answer_grammar import Part
-from weft_services.gateway.grammar.disjoint import target
+from weft_services.gateway.grammar.answer_grammar import GrammarPart
+from weft_services.gateway.grammar.disjoint import resolve_reference
 from weft_services.gateway.grammar.schema_rewrite import VALUES, without_pattern
 
 MAX_SHOWN = 200
 DEFINITIONS = ("$defs", "definitions")
 # the compiler's words -> the keywords of which one is meant, what is wrong, what to do
-COMPLAINTS = (
+COMPILER_MESSAGES = (
     ("oneOf constraints are not supported", ("oneOf",), "a value may fit two of these schemas; write anyOf"),
     (
         "min/maxProperties only supported",
@@ -48,7 +48,7 @@ class _Place:
         return self.value if is_regex else None
 
 
-def blamed(error: UnusableGrammar, parts: list[Part], field: str) -> InvalidRequest:
+def locate_error(error: UnusableGrammar, parts: list[GrammarPart], field: str) -> InvalidRequest:
     """The same complaint, by the place that it is about; by `field` where that is not known."""
     places = [place for part in parts for place in _places(part)]
     place, message = _of_keyword(error.told, places) or _of_regex(error.told, places) or (None, "")
@@ -57,7 +57,7 @@ def blamed(error: UnusableGrammar, parts: list[Part], field: str) -> InvalidRequ
     return InvalidRequest(f"{place.path}: {message}", place.field, "invalid_value")
 
 
-def loosened(error: UnusableGrammar, parts: list[Part]) -> list[Part] | None:
+def drop_rejected_regex(error: UnusableGrammar, parts: list[GrammarPart]) -> list[GrammarPart] | None:
     """Without the regex that it is about, where only lenient schemas have it; None elsewhere."""
     found = _of_regex(error.told, [place for part in parts for place in _places(part)])
     pattern = found and found[0].pattern
@@ -98,7 +98,7 @@ def _reason(told: str) -> str:
 
 
 def _of_keyword(told: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
-    for words, keywords, message in COMPLAINTS:
+    for words, keywords, message in COMPILER_MESSAGES:
         if words in told:
             return _first(places, keywords, message)
     if found := re.search(r"Unimplemented keys: (\[.*\])", told):
@@ -121,7 +121,7 @@ def _names(value: Any, kind: str) -> bool:
     return value == kind or (isinstance(value, list) and kind in value)
 
 
-def _places(part: Part) -> Iterator[_Place]:
+def _places(part: GrammarPart) -> Iterator[_Place]:
     """All keywords in the order of the schema; definitions where something refers to them."""
     if part.regex:
         yield _Place(part.field, part.field, "pattern", part.regex)
@@ -143,5 +143,5 @@ def _places(part: Part) -> Iterator[_Place]:
                 inner.append((f"{path}.{key}", each))
             if key == "$ref" and isinstance(each, str) and each not in seen:
                 seen.add(each)
-                inner.append((part.field + each[1:].replace("/", "."), target(each, part.schema)))
+                inner.append((part.field + each[1:].replace("/", "."), resolve_reference(each, part.schema)))
         waiting += inner[::-1]

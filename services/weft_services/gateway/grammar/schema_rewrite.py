@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from weft_services.gateway.grammar.disjoint import Comparison, as_whole, required_names, target
+from weft_services.gateway.grammar.disjoint import DisjointCheck, as_whole, required_names, resolve_reference
 
 MAX_DIGITS = 64
 PREFIX = r"^(?!^[-+.]*$)[+-]?0*"
@@ -88,9 +88,9 @@ NAME_PATTERNS = {
 }
 
 
-def kept_form(schema: Schema) -> Schema:
+def supported_schema(schema: Schema) -> Schema:
     """The whole schema of an answer or of a tool's arguments."""
-    made = _Forms(schema).whole()
+    made = _SchemaRewriter(schema).whole()
     return made if isinstance(made, dict) else {"not": {}}  # no answer fits: the compiler says so
 
 
@@ -107,12 +107,12 @@ def without_pattern(value: Any, pattern: str) -> Any:
     }
 
 
-class _Forms:
+class _SchemaRewriter:
     """One schema, whose parts may refer to one another. Its depth is limited before, see `schema_limits`."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        self._comparison = Comparison(root)
+        self._comparison = DisjointCheck(root)
         # properties that tell the branches of a union apart, by the reference to each branch
         self._tags: dict[str, str] = {}
         self._find_tags(root)
@@ -120,7 +120,7 @@ class _Forms:
     def whole(self) -> Any:
         made = self._form(self._root)
         for reference, tag in self._tags.items():
-            branch = target(reference, made)
+            branch = resolve_reference(reference, made)
             if isinstance(branch, dict):
                 branch["required"] = list(dict.fromkeys([*required_names(branch), tag]))
         return made
@@ -162,12 +162,12 @@ class _Forms:
         """Does it bind nothing, here."""
         if value is None and key not in ("const", "type"):
             return True  # as serializers write what is not set
-        rule = IDLE.get(key)
+        rule = NO_OPS.get(key)
         return rule is not None and rule(value, schema)
 
     def _resolved(self, value: Any) -> Any:
         reference = value.get("$ref") if isinstance(value, dict) else None
-        return value if reference is None else target(reference, self._root)
+        return value if reference is None else resolve_reference(reference, self._root)
 
     def _one_of(self, schema: Schema) -> Schema:
         """What no value fits twice is `anyOf`; llguidance does not look into references."""
@@ -243,7 +243,7 @@ def _branches_are_open(schema: Schema) -> bool:
 
 
 # keyword -> whether that value of it binds nothing in that schema
-IDLE: dict[str, Callable[[Any, Schema], bool]] = {
+NO_OPS: dict[str, Callable[[Any, Schema], bool]] = {
     "$dynamicAnchor": lambda value, schema: True,
     "$recursiveAnchor": lambda value, schema: True,
     "additionalItems": lambda value, schema: not isinstance(schema.get("items"), list),
@@ -255,7 +255,7 @@ IDLE: dict[str, Callable[[Any, Schema], bool]] = {
     "format": lambda value, schema: isinstance(value, str) and value not in FORMATS,
     "if": lambda value, schema: _branches_are_open(schema),
     "maxContains": lambda value, schema: "contains" not in schema,
-    "minContains": lambda value, schema: "contains" not in schema or IDLE["contains"](value, schema),
+    "minContains": lambda value, schema: "contains" not in schema or NO_OPS["contains"](value, schema),
     "minItems": lambda value, schema: value == 0,
     "minLength": lambda value, schema: value == 0,
     "minProperties": lambda value, schema: value == 0,

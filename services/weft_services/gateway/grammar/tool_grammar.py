@@ -11,8 +11,8 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.generation import ToolUse
-from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
-from weft_services.gateway.grammar.schema_rewrite import BINDING, kept_form
+from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, lark_part, quote, schema_part
+from weft_services.gateway.grammar.schema_rewrite import BINDING, supported_schema
 from weft_services.gateway.text.tool_formats import ARGUMENTS, NAME, NUMBER, SPACE, ToolFormat
 from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text, named_values, resolved
 
@@ -22,7 +22,7 @@ ROOT = "arguments"
 UNKEPT = ("pattern", "minLength", "maxLength", "format")
 
 
-def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -> list[Part]:
+def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -> list[GrammarPart]:
     """In the order of the schema's properties, those that are required always. A text is any, or one that is named;
     other values are JSON by their schemas. `field` is the client's name for the schema. Raises InvalidRequest for what
     cannot be kept, unless lenient."""
@@ -30,7 +30,7 @@ def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -
     properties, required = (whole.get(name) if isinstance(whole, dict) else None for name in ("properties", "required"))
     properties = properties if isinstance(properties, dict) else {}
     required = required if isinstance(required, list) else []
-    start, rules, parts = [], [f"TEXT: {TEXT}"], list[Part]()
+    start, rules, parts = [], [f"TEXT: {TEXT}"], list[GrammarPart]()
     for place, (key, own) in enumerate(properties.items()):
         start.append(f"p{place}" if key in required else f"p{place}?")
         opening = quote(f"{PARAMETER}{key}>\n")
@@ -93,13 +93,13 @@ MAX_CALLS = 16
 Marks = Mapping[str, int]  # markers that the vocabulary has as tokens of their own
 
 
-def call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[Part]:
+def call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
     """Calls and nothing else; the first part has the name."""
     rules = ["start: calls", *_calls(use, tool_format, marks, name)]
     return [lark_part("\n".join(rules), name), *_argument_parts(use, tool_format, name)]
 
 
-def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[Part]:
+def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
     """Any text, then perhaps calls: what is free is the choice, not the form."""
     first = (*tool_format.opening, *tool_format.call)[0]
     if first in marks:  # text has no such token in it
@@ -142,11 +142,11 @@ def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_w
     return rules
 
 
-def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[Part]:
-    parts: list[Part] = []
+def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[GrammarPart]:
+    parts: list[GrammarPart] = []
     for place, (function, field) in enumerate(use.callable_functions):
         is_lenient = function.get("strict") is not True
-        schema = kept_form(function.get("parameters") or {})
+        schema = supported_schema(function.get("parameters") or {})
         if tool_format.is_xml:
             parts += xml_parts(schema, f"{name}_{place}", field, is_lenient)
         elif _takes_nothing(schema):

@@ -34,14 +34,14 @@ from weft.rpc.client import open_channel
 from weft.rpc.stream_writer import Outgoing, speaking
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
-from weft_services.gateway.mesh.scheduler_types import Placement, StartCommand
+from weft_services.gateway.mesh.scheduler_types import SequencePlacement, StartCommand
 
 # of a request of few sequences, and of each of many: nobody reads while the last of them wait for their places
-MAX_DELTAS, DELTAS_A_SEQUENCE = 4096, 512
+MAX_DELTAS, DELTAS_PER_SEQUENCE = 4096, 512
 
 
 @dataclass(slots=True)  # not frozen: there is one a token, and a frozen one takes three times as long to make
-class Delta:
+class SequenceUpdate:
     """One sequence's part of an engine step. `worker_id` names who is at fault when there is an error."""
 
     key: RequestKey
@@ -54,7 +54,7 @@ class Delta:
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Inbox:
+class DeltaQueue:
     """Filled by the Attach streams, emptied by the request's one task. A reader that is too slow loses the request.
 
     `on_overflow` is called when that has happened: the reader may not come back for long.
@@ -62,7 +62,7 @@ class Inbox:
 
     def __init__(self, on_overflow: Callable[[], None] = lambda: None, max_deltas: int = MAX_DELTAS) -> None:
         self._on_overflow = on_overflow
-        self._deltas: list[Delta] = []
+        self._deltas: list[SequenceUpdate] = []
         self._max_deltas = max_deltas
         self._has_news = False
         self._overflowed = False
@@ -70,7 +70,7 @@ class Inbox:
         self._until = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, delta: Delta) -> None:
+    def put(self, delta: SequenceUpdate) -> None:
         """Never blocks; beyond the bound the delta is dropped and the next `take` raises. Wakes nobody who waits."""
         self._has_news = True
         if len(self._deltas) < self._max_deltas:
@@ -85,7 +85,7 @@ class Inbox:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def take(self, until: float = math.inf) -> list[Delta]:
+    async def wait(self, until: float = math.inf) -> list[SequenceUpdate]:
         """Everything that has arrived; nothing after `wake`, and when it is `until` in the loop's time.
 
         Raises Overloaded when the bound was passed.
@@ -116,9 +116,9 @@ class Inbox:
         if self._timer is not None and is_sooner:
             self.close()
         if self._timer is None and until < math.inf:
-            self._timer = asyncio.get_running_loop().call_at(until, self._ring)
+            self._timer = asyncio.get_running_loop().call_at(until, self._on_timer)
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         if asyncio.get_running_loop().time() < self._until:
             self._watch_clock(self._until)
@@ -127,26 +127,26 @@ class Inbox:
 
 
 # what held the loop up for longer was something else
-LONGEST_PAUSE_SECONDS = 0.02
+MAX_WAKE_PAUSE_SECONDS = 0.02
 # woken in one turn of the loop: a frame for ten thousand streams must not keep everything else waiting
-MAX_AT_ONCE = 256
+MAX_WAKES_PER_ITERATION = 256
 
 
-class Delivery:
+class WakeBatcher:
     """One for all streams of this gateway."""
 
     def __init__(self) -> None:
-        self._marked: dict[Inbox, None] = {}
-        self._waking: dict[Inbox, None] = {}  # those of the delivery under way
+        self._marked: dict[DeltaQueue, None] = {}
+        self._waking: dict[DeltaQueue, None] = {}  # those of the delivery under way
         self._began = 0.0
         self._not_before = 0.0
         self._is_due = False
 
-    def mark(self, inbox: Inbox) -> None:
+    def mark_ready(self, inbox: DeltaQueue) -> None:
         """Something new lies in it; `settle` follows."""
         self._marked[inbox] = None
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wake whom it concerns, now or soon."""
         if self._is_due or not self._marked:
             return
@@ -163,7 +163,7 @@ class Delivery:
         self._wake_some()
 
     def _wake_some(self) -> None:
-        for inbox in list(islice(self._waking, MAX_AT_ONCE)):
+        for inbox in list(islice(self._waking, MAX_WAKES_PER_ITERATION)):
             del self._waking[inbox]
             inbox.wake()
         asyncio.get_running_loop().call_soon(self._delivered)  # behind all that were woken
@@ -173,9 +173,9 @@ class Delivery:
             self._wake_some()
             return
         now = asyncio.get_running_loop().time()
-        self._not_before = now + min(now - self._began, LONGEST_PAUSE_SECONDS)
+        self._not_before = now + min(now - self._began, MAX_WAKE_PAUSE_SECONDS)
         self._is_due = False
-        self.settle()
+        self.flush()
 
 
 CONNECT_SECONDS = 1.5
@@ -183,7 +183,7 @@ MAX_QUEUED_STARTS = 4096
 StartMessage = decode_pb.AttachRequest
 
 
-def compose(command: StartCommand) -> StartMessage:
+def to_start_message(command: StartCommand) -> StartMessage:
     """What a worker is sent, but for where it goes."""
     message = StartMessage()
     message.start.MergeFrom(
@@ -202,16 +202,16 @@ def compose(command: StartCommand) -> StartMessage:
     return message
 
 
-class DecodeLink:
+class DecodeConnection:
     """The one Attach stream to one boot of a decode worker. When it ends, every sequence on it has failed."""
 
-    def __init__(self, worker: WorkerAddress, delivery: Delivery) -> None:
+    def __init__(self, worker: WorkerAddress, delivery: WakeBatcher) -> None:
         self.worker = worker
         self.is_closed = False
         self._delivery = delivery
         self._commands: deque[decode_pb.AttachRequest] = deque()  # starts are bounded, so cancels are
         self._outgoing: Outgoing[decode_pb.AttachRequest] | None = None  # while the stream is open
-        self._inboxes: dict[str, tuple[RequestKey, Inbox]] = {}  # of each request the latest attempt here
+        self._inboxes: dict[str, tuple[RequestKey, DeltaQueue]] = {}  # of each request the latest attempt here
         self._channel = open_channel(worker.address)
 
     @property
@@ -243,7 +243,7 @@ class DecodeLink:
                 async for frame in call:
                     for delta in frame.deltas:
                         self._dispatch(delta)
-                    self._delivery.settle()
+                    self._delivery.flush()
         except WeftError as error:
             reason = f"is lost: {error}"
             at_fault = "" if isinstance(error, Overloaded) else at_fault  # then it is we who read too slowly
@@ -256,7 +256,12 @@ class DecodeLink:
             await self._channel.close()
 
     def start(
-        self, key: RequestKey, message: StartMessage, placement: Placement, remaining_seconds: float, inbox: Inbox
+        self,
+        key: RequestKey,
+        message: StartMessage,
+        placement: SequencePlacement,
+        remaining_seconds: float,
+        inbox: DeltaQueue,
     ) -> None:
         """Send a sequence; its deltas go to the inbox until `forget`. Raises PeerLost or Overloaded at once."""
         if self.is_closed:
@@ -269,7 +274,7 @@ class DecodeLink:
         if placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(placement.prefill))
         self._inboxes[key.request_id] = (key, inbox)
-        self._say(message)
+        self._send(message)
 
     def forget(self, key: RequestKey) -> bool:
         """The sequence has ended by itself. Was it known."""
@@ -283,7 +288,7 @@ class DecodeLink:
         """Stop a sequence and forget it."""
         if self.forget(key) and not self.is_closed:
             cancel = decode_pb.CancelSequence(key=wire.key_to_wire(key))
-            self._say(decode_pb.AttachRequest(cancel=cancel))
+            self._send(decode_pb.AttachRequest(cancel=cancel))
 
     async def _reach_ready(self) -> bool:
         while (state := self._channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
@@ -292,7 +297,7 @@ class DecodeLink:
             await self._channel.wait_for_state_change(state)
         return True
 
-    def _say(self, command: decode_pb.AttachRequest) -> None:
+    def _send(self, command: decode_pb.AttachRequest) -> None:
         self._commands.append(command)
         if self._outgoing is not None:
             self._outgoing.push()
@@ -306,17 +311,19 @@ class DecodeLink:
         if known is not None and known[0].generation == key.generation:
             inbox = known[1]
             inbox.put(_delta_from_wire(known[0], delta))
-            self._delivery.mark(inbox)
+            self._delivery.mark_ready(inbox)
 
     def _fail_all(self, error: PeerLost) -> None:
         for key, inbox in list(self._inboxes.values()):  # one that overflows takes its request's keys away
-            inbox.put(Delta(key, error=error, worker_id=error.worker_id))
+            inbox.put(SequenceUpdate(key, error=error, worker_id=error.worker_id))
             inbox.wake()
         self._inboxes.clear()
 
 
-def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Delta:
-    known = Delta(key, tuple(delta.token_ids[:]))  # a slice is a list at once; item by item takes three times as long
+def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> SequenceUpdate:
+    known = SequenceUpdate(
+        key, tuple(delta.token_ids[:])
+    )  # a slice is a list at once; item by item takes three times as long
     if logprobs := delta.logprobs:
         known.logprobs = tuple(map(wire.logprobs_from_wire, logprobs))
     if delta.HasField("prompt_logprobs"):
@@ -343,30 +350,32 @@ def _failure_from_wire(failure: decode_pb.SequenceFailure) -> WeftError:
 logger = logging.getLogger(__name__)
 
 
-class DecodeLinks:
+class DecodeConnectionPool:
     """Keyed by boot id, so that a restarted worker gets a stream of its own. The group owns their tasks."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
-        self._links: dict[str, DecodeLink] = {}
+        self._connections: dict[str, DecodeConnection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._attached = set[DecodeLink]()  # whose task has begun: until then a cancelled one would not end its link
-        self._opening: dict[str, asyncio.Task[DecodeLink | PeerLost]] = {}
+        self._attached = set[
+            DecodeConnection
+        ]()  # whose task has begun: until then a cancelled one would not end its link
+        self._opening: dict[str, asyncio.Task[DecodeConnection | PeerLost]] = {}
         self._lost = asyncio.Event()
-        self._delivery = Delivery()
+        self._delivery = WakeBatcher()
         self.is_closed = False
 
-    async def get(self, worker: WorkerAddress) -> DecodeLink:
+    async def get(self, worker: WorkerAddress) -> DecodeConnection:
         """The open stream to this boot of the worker. Raises PeerLost when it cannot be reached."""
         boot = worker.boot_id
-        link = self._links.get(boot)
+        link = self._connections.get(boot)
         if link is not None and not link.is_closed:
             return link
         if self.is_closed:
             raise PeerLost("the gateway is shutting down")
         # who comes while a peer is called shares the outcome: one after the other they would wait for a frozen one each
         if (opening := self._opening.get(boot)) is None:
-            opening = self._opening[boot] = self._begin_opening(worker)
+            opening = self._opening[boot] = self._start_opening(worker)
         await asyncio.wait((opening,))
         if opening.cancelled():
             raise PeerLost("the gateway is shutting down")
@@ -375,10 +384,10 @@ class DecodeLinks:
             raise PeerLost(str(outcome), outcome.worker_id)
         return outcome
 
-    def keep_only(self, boot_ids: Iterable[str]) -> None:
+    def close_absent(self, boot_ids: Iterable[str]) -> None:
         """Close streams to workers that have left the fleet and owe us nothing any more."""
         alive = set(boot_ids)
-        for boot, link in self._links.items():
+        for boot, link in self._connections.items():
             if boot not in alive and link in self._attached and link.num_sequences == 0:
                 self._tasks[boot].cancel()
 
@@ -388,14 +397,14 @@ class DecodeLinks:
         for task in (*self._opening.values(), *self._tasks.values()):
             task.cancel()
 
-    async def until_lost(self, seconds: float) -> None:
+    async def wait_lost(self, seconds: float) -> None:
         """Until a stream ends, but no longer than this."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._lost.wait()
         self._lost.clear()
 
-    def _begin_opening(self, worker: WorkerAddress) -> asyncio.Task[DecodeLink | PeerLost]:
+    def _start_opening(self, worker: WorkerAddress) -> asyncio.Task[DecodeConnection | PeerLost]:
         # it outlives the request that began it, as the stream does, and their log lines are not that one's
         task = self._group.create_task(
             self._open(worker), name=f"open {worker.worker_id}", context=contextvars.Context()
@@ -403,17 +412,17 @@ class DecodeLinks:
         task.add_done_callback(lambda _: self._opening.pop(worker.boot_id, None))
         return task
 
-    async def _open(self, worker: WorkerAddress) -> DecodeLink | PeerLost:
-        link = DecodeLink(worker, self._delivery)
+    async def _open(self, worker: WorkerAddress) -> DecodeConnection | PeerLost:
+        link = DecodeConnection(worker, self._delivery)
         try:
             await link.connect()
         except PeerLost as error:
             return error
-        self._links[worker.boot_id] = link
+        self._connections[worker.boot_id] = link
         self._tasks[worker.boot_id] = self._group.create_task(self._run(link), name=f"attach {worker.worker_id}")
         return link
 
-    async def _run(self, link: DecodeLink) -> None:
+    async def _run(self, link: DecodeConnection) -> None:
         worker = link.worker
         logger.info("attached worker=%s address=%s boot=%s", worker.worker_id, worker.address, worker.boot_id)
         self._attached.add(link)
@@ -423,5 +432,5 @@ class DecodeLinks:
             self._attached.discard(link)
             logger.info("detached worker=%s boot=%s", worker.worker_id, worker.boot_id)
             self._lost.set()
-            if self._links.get(worker.boot_id) is link:
-                del self._links[worker.boot_id], self._tasks[worker.boot_id]
+            if self._connections.get(worker.boot_id) is link:
+                del self._connections[worker.boot_id], self._tasks[worker.boot_id]

@@ -19,18 +19,18 @@ from weft.rpc import wire
 from weft.rpc.client import ChannelPool, translated
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
-from weft_services.gateway.mesh.fleet import FleetWatch
+from weft_services.gateway.mesh.fleet import FleetWatcher
 from weft_services.gateway.mesh.prepare import PreparedEmbedding
-from weft_services.gateway.mesh.scheduler_types import EmbedOrder, Worker
+from weft_services.gateway.mesh.scheduler_types import EmbedCommand, WorkerStatus
 
 
-class PrefillPeers:
+class EmbeddingClient:
     """One channel a worker."""
 
     def __init__(self) -> None:
         self._channels = ChannelPool()
 
-    async def embed(self, worker: WorkerAddress, order: EmbedOrder, seconds: float) -> tuple[float, ...]:
+    async def embed(self, worker: WorkerAddress, order: EmbedCommand, seconds: float) -> tuple[float, ...]:
         """The mean hidden state. Raises WeftError."""
         request = prefill_pb.PrefillServiceEmbedRequest(
             key=wire.key_to_wire(order.key),
@@ -62,20 +62,20 @@ PAUSE_SECONDS = 1.0
 Vector = tuple[float, ...]
 
 
-class Embeddings:
+class EmbeddingRunner:
     """What is sent and not answered yet counts beside what workers last reported."""
 
     def __init__(
         self,
-        watch: FleetWatch,
-        peers: PrefillPeers,
+        watch: FleetWatcher,
+        peers: EmbeddingClient,
         move_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`move_seconds` is how long an input waits for a worker that was there a moment ago."""
         self._watch = watch
-        self._peers = peers
-        self._move_seconds = move_seconds
+        self._client = peers
+        self._migration_seconds = move_seconds
         self._clock = clock
         self._sent: Counter[str] = Counter()  # tokens by boot id
 
@@ -85,19 +85,19 @@ class Embeddings:
         deadline = asyncio.get_running_loop().time() + seconds
 
         async def one(token_ids: tuple[int, ...]) -> Vector:
-            order = EmbedOrder(RequestKey(new_id(), 0), token_ids, prepared.cache_salt, priority)
+            order = EmbedCommand(RequestKey(new_id(), 0), token_ids, prepared.cache_salt, priority)
             async with places:
-                return _unit(await self._on_some_worker(prepared.asked.model, order, deadline))
+                return _unit(await self._embed_with_retries(prepared.asked.model, order, deadline))
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(token_ids)) for token_ids in prepared.inputs]
         return [task.result() for task in tasks]
 
-    async def _on_some_worker(self, model: str, order: EmbedOrder, deadline: float) -> Vector:
+    async def _embed_with_retries(self, model: str, order: EmbedCommand, deadline: float) -> Vector:
         """The same input gives the same vector anywhere, so a worker that fails is followed by another."""
         failed = set[str]()
         problem: PeerLost | EngineFailed | Overloaded = NoWorker("no prefill worker is ready")
-        give_up_at = self._clock() + self._move_seconds
+        give_up_at = self._clock() + self._migration_seconds
         generation = 0
         while generation < MAX_TRIES:
             worker = self._least_busy(model, failed) if len(failed) < MAX_ATTEMPTS else None
@@ -111,7 +111,7 @@ class Embeddings:
             order, generation = replace(order, key=RequestKey(order.key.request_id, generation)), generation + 1
             self._sent[boot_id] += len(order.token_ids)
             try:
-                return await self._peers.embed(worker.address, order, max(seconds, 0.0))
+                return await self._client.embed(worker.address, order, max(seconds, 0.0))
             except (PeerLost, EngineFailed, Overloaded) as error:
                 problem = error
                 failed.add(boot_id)
@@ -124,9 +124,9 @@ class Embeddings:
         """A worker that was lost may be back: as sequences do, an input waits for it."""
         now, loop_now = self._clock(), asyncio.get_running_loop().time()
         is_in_time = now + PAUSE_SECONDS <= give_up_at and loop_now + PAUSE_SECONDS < deadline
-        return is_in_time and self._watch.misses(model, self._move_seconds)
+        return is_in_time and self._watch.was_served_recently(model, self._migration_seconds)
 
-    def _least_busy(self, model: str, failed: set[str]) -> Worker | None:
+    def _least_busy(self, model: str, failed: set[str]) -> WorkerStatus | None:
         able = [
             worker
             for worker in self._watch.of(model).workers
@@ -134,9 +134,9 @@ class Embeddings:
         ]
         return min(able, key=self._num_waiting, default=None)
 
-    def _num_waiting(self, worker: Worker) -> tuple[bool, int]:
+    def _num_waiting(self, worker: WorkerStatus) -> tuple[bool, int]:
         """At one whose pool is full even the first waits."""
-        return not worker.is_ready, max(worker.work.queued_prefill_tokens, self._sent[worker.address.boot_id])
+        return not worker.is_ready, max(worker.load.queued_prefill_tokens, self._sent[worker.address.boot_id])
 
 
 def _unit(vector: Vector) -> Vector:

@@ -15,10 +15,10 @@ from typing import Generic, TypeVar
 
 from weft.errors import Overloaded, PeerLost, WeftError
 from weft.request import WorkerRole
-from weft_services.gateway.mesh.scheduler_client import Scheduler
-from weft_services.gateway.mesh.scheduler_types import Arrival, FleetReport, HandOff, Worker
+from weft_services.gateway.mesh.scheduler_client import SchedulerClient
+from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff, LoadingWorker, WorkerStatus
 
-MAX_LISTENERS = 64
+MAX_SUBSCRIBERS = 64
 MAX_UNREAD = 64
 ItemT = TypeVar("ItemT")
 
@@ -40,21 +40,21 @@ class Subscription(Generic[ItemT]):
         return await self._items.get()
 
 
-class News(Generic[ItemT]):
+class Broadcaster(Generic[ItemT]):
     """Every item goes to every listener."""
 
     def __init__(self) -> None:
-        self._listeners: set[Subscription[ItemT]] = set()
+        self._subscriptions: set[Subscription[ItemT]] = set()
         self._is_closed = False
 
     @property
-    def has_listeners(self) -> bool:
+    def has_subscribers(self) -> bool:
         """Does anybody."""
-        return bool(self._listeners)
+        return bool(self._subscriptions)
 
     def publish(self, item: ItemT) -> None:
         """Tell all."""
-        for listener in self._listeners:
+        for listener in self._subscriptions:
             listener.put(item)
 
     @contextmanager
@@ -62,19 +62,19 @@ class News(Generic[ItemT]):
         """Listen inside the block. Raises Overloaded, or PeerLost once closed."""
         if self._is_closed:
             raise PeerLost("the gateway is shutting down")
-        if len(self._listeners) >= MAX_LISTENERS:
-            raise Overloaded(f"{MAX_LISTENERS} listeners are here already")
+        if len(self._subscriptions) >= MAX_SUBSCRIBERS:
+            raise Overloaded(f"{MAX_SUBSCRIBERS} listeners are here already")
         listener = Subscription[ItemT]()
-        self._listeners.add(listener)
+        self._subscriptions.add(listener)
         try:
             yield listener
         finally:
-            self._listeners.discard(listener)
+            self._subscriptions.discard(listener)
 
     def close(self) -> None:
         """No more will come."""
         self._is_closed = True
-        for listener in self._listeners:
+        for listener in self._subscriptions:
             listener.put(None)
 
 
@@ -85,24 +85,24 @@ UNREACHABLE = "the scheduler cannot be reached"
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class ModelFleet:
     """The workers of one model in one answer of the scheduler, or none. `trouble` says why there is none."""
 
-    workers: tuple[Worker, ...] = ()
-    trouble: str | None = "the scheduler has not been asked yet"
-    arrivals: tuple[Arrival, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
+    unknown_reason: str | None = "the scheduler has not been asked yet"
+    loading: tuple[LoadingWorker, ...] = ()
 
     @property
     def reasons(self) -> list[str]:
         """Why requests cannot be served now; empty when they can."""
-        if self.trouble is not None:
-            return [self.trouble]
+        if self.unknown_reason is not None:
+            return [self.unknown_reason]
         missing = []
         for role in (WorkerRole.DECODE, WorkerRole.PREFILL):
             able = [worker for worker in self.workers if worker.role.can(role)]
             if not any(worker.serves for worker in able):
                 what = f"no {role} worker {'is ready' if able else 'has joined'}"
-                coming = sum(arrival.role.can(role) for arrival in self.arrivals)
+                coming = sum(worker.role.can(role) for worker in self.loading)
                 missing.append(f"{what}, {coming} loading the model" if coming else what)
         return missing
 
@@ -131,20 +131,20 @@ class Fleet:
         return next((f"fp_{worker.weights_hash[:12]}" for worker in self.workers if worker.weights_hash), None)
 
 
-def _of_model(model: str, report: FleetReport) -> Fleet:
-    arrivals = tuple(arrival for arrival in report.arrivals if arrival.model == model)
-    return Fleet(tuple(worker for worker in report.workers if worker.model == model), None, arrivals)
+def _of_model(model: str, report: FleetReport) -> ModelFleet:
+    loading = tuple(worker for worker in report.loading if worker.model == model)
+    return ModelFleet(tuple(worker for worker in report.workers if worker.model == model), None, loading)
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class _LastServed:
     """When a model was last seen to be served, and by which workers in each role."""
 
     at: float = float("-inf")
     by: Mapping[WorkerRole, frozenset[str]] = field(default_factory=dict)
 
 
-class FleetWatch:
+class FleetWatcher:
     """Polls the scheduler. After a lost poll the last workers stay, for their limits. Who has handed off what to whom
     is asked for while somebody listens.
 
@@ -153,21 +153,21 @@ class FleetWatch:
     """
 
     def __init__(
-        self, scheduler: Scheduler, models: Iterable[str], clock: Callable[[], float] = time.monotonic
+        self, scheduler: SchedulerClient, models: Iterable[str], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self.picture = FleetReport()
+        self.report = FleetReport()
         self._has_hand_offs = False
-        self.news = News[FleetReport | HandOff]()
-        self._fleets = {model: Fleet() for model in models}
-        self._served = {model: _Served() for model in self._fleets}
+        self.events = Broadcaster[FleetReport | HandOff]()
+        self._fleets = {model: ModelFleet() for model in models}
+        self._served = {model: _LastServed() for model in self._fleets}
 
-    def of(self, model: str) -> Fleet:
+    def of(self, model: str) -> ModelFleet:
         """The latest picture of a served model's workers."""
         return self._fleets[model]
 
-    def misses(self, model: str, seconds: float) -> bool:
+    def was_served_recently(self, model: str, seconds: float) -> bool:
         """The model was served within the last `seconds`, and a worker that served it may come back by itself: none
         has joined in a role that it needs, or it lost its last one other than by an operator's wish."""
         served, fleet = self._served[model], self._fleets[model]
@@ -184,49 +184,49 @@ class FleetWatch:
     @property
     def reasons(self) -> list[str]:
         """Why models cannot be served now, each with its name where there are several."""
-        if len(self._fleets) == 1 or any(fleet.trouble for fleet in self._fleets.values()):
+        if len(self._fleets) == 1 or any(fleet.unknown_reason for fleet in self._fleets.values()):
             return next(iter(self._fleets.values())).reasons
         return [f"{model}: {reason}" for model, fleet in self._fleets.items() for reason in fleet.reasons]
 
     @property
     def boot_ids(self) -> list[str] | None:
         """Of all workers of served models; None while the scheduler does not say."""
-        if any(fleet.trouble for fleet in self._fleets.values()):
+        if any(fleet.unknown_reason for fleet in self._fleets.values()):
             return None
         return [worker.address.boot_id for fleet in self._fleets.values() for worker in fleet.workers]
 
     async def poll(self) -> None:
         """Ask once, and tell who listens. Never raises."""
-        await self._ask()
-        self.news.publish(self.picture)
+        await self._refresh()
+        self.events.publish(self.report)
 
-    async def whole_picture(self) -> FleetReport:
+    async def full_report(self) -> FleetReport:
         """For somebody who has begun to listen: the latest, or a new one where that has no hand-offs. Never raises."""
         if not self._has_hand_offs:
-            await self._ask()
-        return self.picture
+            await self._refresh()
+        return self.report
 
-    async def _ask(self) -> None:
-        with_hand_offs = self.news.has_listeners
+    async def _refresh(self) -> None:
+        with_hand_offs = self.events.has_subscribers
         before = self.is_ready, self.reasons
         try:
             report = await self._scheduler.fleet(with_hand_offs)
         except (WeftError, KeyError) as error:
             if UNREACHABLE not in self.reasons:
                 logger.warning("%s: %s", UNREACHABLE, error)
-            fleets = {model: Fleet(fleet.workers, UNREACHABLE) for model, fleet in self._fleets.items()}
-            self.picture = replace(self.picture)  # another one to whoever has put it into words: it is not ready now
+            fleets = {model: ModelFleet(fleet.workers, UNREACHABLE) for model, fleet in self._fleets.items()}
+            self.report = replace(self.report)  # another one to whoever has put it into words: it is not ready now
         else:
             workers = tuple(worker for worker in report.workers if worker.model in self._fleets)
-            arrivals = tuple(arrival for arrival in report.arrivals if arrival.model in self._fleets)
-            self.picture = replace(report, workers=workers, arrivals=arrivals)
+            loading = tuple(worker for worker in report.loading if worker.model in self._fleets)
+            self.report = replace(report, workers=workers, loading=loading)
             self._has_hand_offs = with_hand_offs
-            fleets = {model: _of_model(model, self.picture) for model in self._fleets}
+            fleets = {model: _of_model(model, self.report) for model in self._fleets}
         self._fleets = fleets
         for model, fleet in fleets.items():
             if not fleet.reasons:
                 by = {role: fleet.serving(role) for role in (WorkerRole.DECODE, WorkerRole.PREFILL)}
-                self._served[model] = _Served(self._clock(), by)
+                self._served[model] = _LastServed(self._clock(), by)
         if (self.is_ready, self.reasons) != before:
             logger.info("ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")
 

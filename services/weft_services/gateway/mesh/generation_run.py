@@ -1,6 +1,6 @@
 """One client request on the mesh: its sequences side by side, what they say in one stream, cleaned up at the end.
 
-Only here and in `flight` is anything tried again, since only here it is known what the client has received.
+Only here and in `runner` is anything tried again, since only here it is known what the client has received.
 """
 
 from __future__ import annotations
@@ -14,72 +14,80 @@ from weft.ids import new_id
 from weft.request import PromptUsage
 from weft.request_stage import Stage
 from weft.rpc.status import as_weft_error
-from weft_services.gateway.mesh.decode_connection import DELTAS_A_SEQUENCE, MAX_DELTAS, Delta, Inbox
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.routing_hints import Standing
+from weft_services.gateway.mesh.decode_connection import DELTAS_PER_SEQUENCE, MAX_DELTAS, DeltaQueue, SequenceUpdate
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.routing_hints import RoutingHints
 from weft_services.gateway.mesh.scheduler_types import Forecast
-from weft_services.gateway.mesh.sequence_runner import Flight, Mesh, Piece, Sequence, Shared
+from weft_services.gateway.mesh.sequence_runner import (
+    ChoiceText,
+    ChoiceUpdate,
+    MeshContext,
+    RequestContext,
+    SequenceRunner,
+)
 from weft_services.gateway.text.codec import Codec
 
 
-class Run:
+class GenerationRun:
     """`async with Run(...) as run:` then `await run.next()` until None. Leaving early cancels in the engine."""
 
-    def __init__(self, mesh: Mesh, prepared: Prepared, codec: Codec, standing: Standing, deadline: float) -> None:
+    def __init__(
+        self, mesh: MeshContext, prepared: PreparedRequest, codec: Codec, standing: RoutingHints, deadline: float
+    ) -> None:
         """`deadline` in the loop's time."""
         self.prepared = prepared
-        max_deltas = max(MAX_DELTAS, DELTAS_A_SEQUENCE * len(prepared.sequences))
-        self._shared = Shared(prepared, standing, deadline, Inbox(self._abandon, max_deltas))
+        max_deltas = max(MAX_DELTAS, DELTAS_PER_SEQUENCE * len(prepared.sequences))
+        self._shared = RequestContext(prepared, standing, deadline, DeltaQueue(self._cancel, max_deltas))
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
-        self._flights = [
-            Flight(
+        self._runners = [
+            SequenceRunner(
                 mesh,
                 self._shared,
                 new_id(),
-                Sequence(index, codec, prepared.stops(index), spec.max_tokens, prepared.prompts[spec.prompt].context),
+                ChoiceText(index, codec, prepared.stops(index), spec.max_tokens, prepared.prompts[spec.prompt].context),
             )
             for index, spec in enumerate(prepared.sequences)
         ]
-        self._num_open = len(self._flights)
-        self._by_id = {flight.key.request_id: flight for flight in self._flights}
+        self._num_open = len(self._runners)
+        self._by_id = {runner.key.request_id: runner for runner in self._runners}
 
     async def __aenter__(self) -> Self:
         try:
             await self._place()
         except BaseException as error:
-            self._abandon()
+            self._cancel()
             if isinstance(error, BaseExceptionGroup):
                 raise as_weft_error(error) from error
             raise
         return self
 
     async def _place(self) -> None:
-        if len(self._flights) == 1:
-            await self._flights[0].place()
+        if len(self._runners) == 1:
+            await self._runners[0].place()
             return
         async with asyncio.TaskGroup() as group:
-            for flight in self._flights:
-                group.create_task(flight.place())
+            for runner in self._runners:
+                group.create_task(runner.place())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._abandon()
+        self._cancel()
 
     @property
     def request_id(self) -> str:
         """The first sequence's id inside the mesh, to find it in the workers' logs."""
-        return self._flights[0].key.request_id
+        return self._runners[0].key.request_id
 
     @property
     def num_attempts(self) -> int:
         """Starts on a worker over all sequences; more than there are sequences means moves."""
-        return sum(flight.num_attempts for flight in self._flights)
+        return sum(runner.num_attempts for runner in self._runners)
 
     @property
     def num_completion_tokens(self) -> int:
         """Generated so far, end tokens included."""
-        return sum(len(flight.sequence.token_ids) for flight in self._flights)
+        return sum(len(runner.choice.token_ids) for runner in self._runners)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -88,42 +96,42 @@ class Run:
         Of several choices that continue one prompt, the one that computed most of it counts, as the prompt counts once.
         """
         cached = [len(prompt.token_ids) for prompt in self.prepared.prompts]
-        for flight, spec in zip(self._flights, self.prepared.sequences, strict=True):
-            count = flight.usage.cached_tokens if flight.usage else 0
+        for runner, spec in zip(self._runners, self.prepared.sequences, strict=True):
+            count = runner.usage.cached_tokens if runner.usage else 0
             cached[spec.prompt] = min(cached[spec.prompt], count)
         return sum(cached)
 
     @property
     def finish_reasons(self) -> list[str]:
         """Of the choices that have come to an end."""
-        return [str(flight.sequence.finish_reason) for flight in self._flights if flight.is_done]
+        return [str(runner.choice.finish_reason) for runner in self._runners if runner.is_done]
 
     @property
     def decode_id(self) -> str:
         """Where the first sequence is, or was last; empty before it was anywhere."""
-        return self._flights[0].decode_id
+        return self._runners[0].decode_id
 
     @property
     def worst_prompt(self) -> PromptUsage:
         """The prompt that took longest, for the access log."""
-        usages = [flight.usage for flight in self._flights if flight.usage is not None]
+        usages = [runner.usage for runner in self._runners if runner.usage is not None]
         return max(usages, key=lambda usage: usage.queue_ms + usage.compute_ms, default=PromptUsage())
 
     @property
     def forecast(self) -> Forecast | None:
         """What the scheduler expected of the sequence that was to wait longest, when it was first placed."""
-        forecasts = [flight.forecast for flight in self._flights if flight.forecast is not None]
+        forecasts = [runner.forecast for runner in self._runners if runner.forecast is not None]
         return max(forecasts, key=lambda forecast: forecast.ttft_ms, default=None)
 
-    async def next(self, idle_seconds: float) -> list[Piece] | None:
+    async def next(self, idle_seconds: float) -> list[ChoiceUpdate] | None:
         """Everything that has come since, one piece a choice; empty after `idle_seconds` of silence; None at the end.
 
         Raises WeftError when a sequence has failed for good, DeadlineExceeded when time is up.
         """
-        loop, inbox = asyncio.get_running_loop(), self._shared.inbox
+        loop, inbox = asyncio.get_running_loop(), self._shared.updates
         until = min(loop.time() + idle_seconds, self._shared.deadline)
         while self._failure is None and self._num_open:
-            if pieces := self._accept(await inbox.take(until)):
+            if pieces := self._accept(await inbox.wait(until)):
                 return pieces
             now = loop.time()
             if now >= self._shared.deadline:
@@ -134,13 +142,13 @@ class Run:
             raise self._failure
         return None
 
-    def _accept(self, deltas: list[Delta]) -> list[Piece]:
-        grouped: dict[str, list[Delta]] = {}
-        broken: dict[str, Delta] = {}
+    def _accept(self, deltas: list[SequenceUpdate]) -> list[ChoiceUpdate]:
+        grouped: dict[str, list[SequenceUpdate]] = {}
+        broken: dict[str, SequenceUpdate] = {}
         for delta in deltas:
             request_id = delta.key.request_id
-            flight = self._by_id.get(request_id)
-            is_late = flight is None or flight.is_done or (delta.key is not flight.key and delta.key != flight.key)
+            runner = self._by_id.get(request_id)
+            is_late = runner is None or runner.is_done or (delta.key is not runner.key and delta.key != runner.key)
             if is_late or request_id in broken:
                 continue  # late
             if delta.error is not None:
@@ -150,32 +158,32 @@ class Run:
         advanced = [self._advance(self._by_id[request_id], batch) for request_id, batch in grouped.items()]
         # what is told of a prompt alone says nothing yet
         pieces = [piece for piece in advanced if piece.token_ids or piece.finish_reason is not None]
-        for flight in self._flights:
-            self._failure = self._failure or flight.failure
+        for runner in self._runners:
+            self._failure = self._failure or runner.failure
         for request_id, delta in broken.items():
-            flight = self._by_id[request_id]
-            if delta.error is None or flight.is_done:
+            runner = self._by_id[request_id]
+            if delta.error is None or runner.is_done:
                 continue
             try:
-                flight.move(delta.error, delta.worker_id)
+                runner.migrate(delta.error, delta.worker_id)
             except WeftError as error:
                 self._failure = error
         return pieces
 
-    def _advance(self, flight: Flight, deltas: list[Delta]) -> Piece:
-        piece = flight.sequence.accept(deltas)
+    def _advance(self, runner: SequenceRunner, deltas: list[SequenceUpdate]) -> ChoiceUpdate:
+        piece = runner.choice.accept(deltas)
         if piece.token_ids or piece.finish_reason is not None:
             usage = None
             for delta in deltas:
                 usage = usage or delta.prompt
-            flight.spoke(usage)
-        if flight.is_done:
+            runner.on_tokens(usage)
+        if runner.is_done:
             self._num_open -= 1
             engine_has_ended = deltas[-1].finish_reason is not None
-            flight.end(Stage.FINISHED, cancel=not engine_has_ended)
+            runner.end(Stage.FINISHED, cancel=not engine_has_ended)
         return piece
 
-    def _abandon(self) -> None:
-        self._shared.inbox.close()
-        for flight in self._flights:
-            flight.abandon()
+    def _cancel(self) -> None:
+        self._shared.updates.close()
+        for runner in self._runners:
+            runner.cancel()

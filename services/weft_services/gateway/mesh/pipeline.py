@@ -15,20 +15,20 @@ from weft.request import WorkerRole
 from weft_services.gateway.access.visitor import Visitor, visitor
 from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Embedding, Generation
-from weft_services.gateway.mesh.embeddings import Embeddings
-from weft_services.gateway.mesh.fleet import FleetWatch, News
-from weft_services.gateway.mesh.generation_run import Run
+from weft_services.gateway.mesh.embeddings import EmbeddingRunner
+from weft_services.gateway.mesh.fleet import Broadcaster, FleetWatcher
+from weft_services.gateway.mesh.generation_run import GenerationRun
 from weft_services.gateway.mesh.prepare import (
-    Prepared,
     PreparedEmbedding,
+    PreparedRequest,
     count,
     prepare,
     prepare_embedding,
 )
-from weft_services.gateway.mesh.routing_hints import Session, session_of
+from weft_services.gateway.mesh.routing_hints import ClientHints, read_client_hints
 from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff
-from weft_services.gateway.mesh.sequence_runner import Mesh
-from weft_services.gateway.mesh.text_pool import ResultT, Workshop
+from weft_services.gateway.mesh.sequence_runner import MeshContext
+from weft_services.gateway.mesh.text_pool import FairThreadPool, ResultT
 from weft_services.gateway.model import ServedModel
 
 # a body of up to this is read sooner than a thread has been woken for it
@@ -39,7 +39,7 @@ class Pipeline:
     """Shared by all requests of the process."""
 
     def __init__(
-        self, models: Catalog, mesh: Mesh, embeddings: Embeddings, watch: FleetWatch, max_requests: int
+        self, models: Catalog, mesh: MeshContext, embeddings: EmbeddingRunner, watch: FleetWatcher, max_requests: int
     ) -> None:
         self.models = models
         self.embeddings = embeddings
@@ -49,11 +49,11 @@ class Pipeline:
         self._watch = watch
         self._max_requests = max_requests
         self._held: Counter[str] = Counter()
-        self._under_way: dict[asyncio.Task[object], Visitor] = {}
-        self._ended: dict[asyncio.Task[object], WeftError] = {}  # by us, and why
+        self._in_flight: dict[asyncio.Task[object], Visitor] = {}
+        self._abort_errors: dict[asyncio.Task[object], WeftError] = {}  # by us, and why
         self._idle = asyncio.Event()
         self._idle.set()
-        self._workshop = Workshop()
+        self._text_pool = FairThreadPool()
 
     @property
     def is_ready(self) -> bool:
@@ -74,13 +74,13 @@ class Pipeline:
         return self._watch.of(model.name).fingerprint
 
     @property
-    def news(self) -> News[FleetReport | HandOff]:
+    def fleet_events(self) -> Broadcaster[FleetReport | HandOff]:
         """The fleet's pictures as they come, and hand-offs."""
-        return self._watch.news
+        return self._watch.events
 
-    async def picture(self) -> FleetReport:
+    async def fleet_report(self) -> FleetReport:
         """The latest of them, for somebody who listens."""
-        return await self._watch.whole_picture()
+        return await self._watch.full_report()
 
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Take a worker out of service, or back. Raises NotFound, WeftError."""
@@ -109,17 +109,17 @@ class Pipeline:
         metrics.IN_FLIGHT.set(self.num_in_flight)
         task = asyncio.current_task()
         assert task is not None
-        self._under_way[task] = whose
+        self._in_flight[task] = whose
         try:
             yield
         except asyncio.CancelledError:
             # as a timeout does it: a cancellation that is not ours goes on
-            if (why := self._ended.get(task)) is None or task.uncancel() > 0:
+            if (why := self._abort_errors.get(task)) is None or task.uncancel() > 0:
                 raise
             raise why from None
         finally:
-            del self._under_way[task]
-            self._ended.pop(task, None)
+            del self._in_flight[task]
+            self._abort_errors.pop(task, None)
             self._held[whose.tenant] -= 1
             if not self._held[whose.tenant]:
                 del self._held[whose.tenant]
@@ -132,36 +132,38 @@ class Pipeline:
         """What one tenant may hold where there are several: half of what the others leave, so that each finds some."""
         return max(1, (self._max_requests - (self.num_in_flight - held)) // 2)
 
-    async def until_idle(self, seconds: float) -> None:
+    async def wait_idle(self, seconds: float) -> None:
         """Until nothing is under way, but no longer than this."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
-    def give_up(self) -> None:
+    def abort_all(self) -> None:
         """What is under way ends now, wherever it waits, with an error that its client can read."""
-        for task in self._under_way:
-            self._end(task, PeerLost("the gateway is shutting down"))
+        for task in self._in_flight:
+            self._abort(task, PeerLost("the gateway is shutting down"))
 
-    def end_revoked(self) -> None:
+    def abort_revoked(self) -> None:
         """So does what was asked for with a key that counts no more."""
-        for task, whose in self._under_way.items():
+        for task, whose in self._in_flight.items():
             if whose.is_revoked:
-                self._end(task, Unauthenticated("this API key was revoked"))
+                self._abort(task, Unauthenticated("this API key was revoked"))
 
-    def _end(self, task: asyncio.Task[object], why: WeftError) -> None:
-        if task not in self._ended:
-            self._ended[task] = why
+    def _abort(self, task: asyncio.Task[object], why: WeftError) -> None:
+        if task not in self._abort_errors:
+            self._abort_errors[task] = why
             task.cancel()
 
-    async def prepare(self, parse: Callable[[bytes], Generation], body: bytes, num_earlier_bytes: int = 0) -> Prepared:
+    async def prepare(
+        self, parse: Callable[[bytes], Generation], body: bytes, num_earlier_bytes: int = 0
+    ) -> PreparedRequest:
         """Validate, render, tokenize and hash. Raises InvalidRequest, NotFound or RateLimited.
 
         A request counts against its key's limits whether it is right or wrong, its tokens only when it is right.
         `num_earlier_bytes`: of what `parse` reads beside the body.
         """
         if len(body) + num_earlier_bytes > SHORT_BYTES:
-            prepared = await self.judged(lambda: self._prepare(parse(body)))
+            prepared = await self.compute_charged(lambda: self._prepare(parse(body)))
         else:
             prepared = await self._prepare_short(parse, body)
         await visitor.get().take(prepared.num_prompt_tokens)
@@ -175,19 +177,19 @@ class Pipeline:
             model = self.models.meant(generation.model)
             return model, count(generation, model, self.max_context_tokens(model))
 
-        counted = await self.judged(work)
+        counted = await self.compute_charged(work)
         await visitor.get().take(0)
         return counted
 
-    async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> Prepared:
+    async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> PreparedRequest:
         """Here and now, but for grammars: little text can mean a lot of work there."""
-        with counted():
+        with charge_on_error():
             generation = parse(body)
             if generation.answer_format is None and generation.tool_use is None:
                 return self._prepare(generation)
-        return await self.judged(lambda: self._prepare(generation))
+        return await self.compute_charged(lambda: self._prepare(generation))
 
-    def _prepare(self, generation: Generation) -> Prepared:
+    def _prepare(self, generation: Generation) -> PreparedRequest:
         model = self.models.meant(generation.model)
         if not generation.model:
             generation = replace(generation, model=model.name)
@@ -201,38 +203,40 @@ class Pipeline:
             model = self.models.meant(asked.model)
             return prepare_embedding(replace(asked, model=model.name), model, self.max_context_tokens(model))
 
-        prepared = await self.judged(work)
+        prepared = await self.compute_charged(work)
         await visitor.get().take(prepared.num_tokens)
         return prepared
 
-    async def judged(self, work: Callable[[], ResultT]) -> ResultT:
+    async def compute_charged(self, work: Callable[[], ResultT]) -> ResultT:
         """In a thread, as part of a request."""
-        with counted():
-            return await self.beside(work)
+        with charge_on_error():
+            return await self.compute(work)
 
-    async def do(self, work: Callable[[], ResultT]) -> ResultT:
+    async def compute_counted(self, work: Callable[[], ResultT]) -> ResultT:
         """Other work on texts, in the same threads."""
         await visitor.get().take(0)
-        return await self.beside(work)
+        return await self.compute(work)
 
-    async def beside(self, work: Callable[[], ResultT]) -> ResultT:
+    async def compute(self, work: Callable[[], ResultT]) -> ResultT:
         """For a request that has been counted already."""
-        return await self._workshop.do(work)
+        return await self._text_pool.run(work)
 
-    def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
+    def start_run(self, prepared: PreparedRequest, session: ClientHints, timeout_seconds: float) -> GenerationRun:
         """The request on the mesh; enter it to begin. What is said beside the request goes before its own."""
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         is_chat = isinstance(prepared.generation.prompts[0], Conversation)
         codec = prepared.model.chat_codec if is_chat else prepared.model.codec
-        standing = session.of(visitor.get()).standing(prepared.generation.session, prepared.generation.priority)
-        return Run(self._mesh, prepared, codec, standing, deadline)
+        standing = session.with_principal(visitor.get()).routing_hints(
+            prepared.generation.session, prepared.generation.priority
+        )
+        return GenerationRun(self._mesh, prepared, codec, standing, deadline)
 
     def close(self) -> None:
         """Stop the threads."""
-        self._workshop.close()
+        self._text_pool.close()
 
 
-class counted:
+class charge_on_error:
     """What is wrong counts as a request all the same, and so does what nobody waits for any more."""
 
     __slots__ = ()
@@ -247,7 +251,7 @@ class counted:
             visitor.get().charge(requests=1)
 
 
-def session_named(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Session:
+def client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHints:
     """What came beside a request that has its place. Raises InvalidRequest."""
-    with counted():
-        return session_of(headers)
+    with charge_on_error():
+        return read_client_hints(headers)

@@ -17,38 +17,38 @@ from weft.kv.block_keys import block_keys
 from weft.request import Grammar, SamplingParams
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing
-from weft_services.gateway.grammar.request_grammar import grammar_of
+from weft_services.gateway.grammar.request_grammar import request_grammar
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK, AnswerReader, in_thoughts
 from weft_services.gateway.text.parts import Parts, new_call_id
-from weft_services.gateway.text.stop_strings import Stops, StopScanner, VisibleStops
+from weft_services.gateway.text.stop_strings import StopMatcher, StopScanner, VisibleStops
 from weft_services.gateway.text.tool_parsers import Parser, plain
 
 # logprobs of prompt tokens and of their alternatives, in one request: some 10 MB of JSON
-MAX_SCORES = 262_144
+MAX_PROMPT_LOGPROBS = 262_144
 # of all answers to one request, where they are not streamed; as JSON some hundred bytes each
-MAX_ANSWER_SCORES = 2_097_152
+MAX_ANSWER_LOGPROBS = 2_097_152
 
 
-def check_prompt_scores(generation: Generation, num_tokens: int) -> None:
+def check_prompt_logprobs(generation: Generation, num_tokens: int) -> None:
     """Those of prompts of so many tokens together. Raises InvalidRequest."""
     if generation.num_scored is None:
         return
     num_scores = num_tokens * (1 + generation.num_scored)
-    if num_scores > MAX_SCORES:
+    if num_scores > MAX_PROMPT_LOGPROBS:
         field = "logprobs" if generation.num_prompt_logprobs is None else "prompt_logprobs"
-        message = f"{field}: {num_scores} logprobs of prompts, at most {MAX_SCORES} in one request"
+        message = f"{field}: {num_scores} logprobs of prompts, at most {MAX_PROMPT_LOGPROBS} in one request"
         raise InvalidRequest(message, field, "invalid_value")
 
 
-def most_scored_tokens(generation: Generation, num_sequences: int) -> int:
+def max_logprob_tokens(generation: Generation, num_sequences: int) -> int:
     """To how many tokens each of so many answers is bound by it."""
     if generation.stream or generation.in_pieces or generation.num_logprobs is None:
         return sys.maxsize
-    return MAX_ANSWER_SCORES // (num_sequences * (1 + generation.num_logprobs))
+    return MAX_ANSWER_LOGPROBS // (num_sequences * (1 + generation.num_logprobs))
 
 
-def too_many_scores(generation: Generation, scored_tokens: int) -> InvalidRequest:
+def too_many_logprobs(generation: Generation, scored_tokens: int) -> InvalidRequest:
     """For who asks for longer answers than that."""
     field = generation.max_tokens_field
     what = f"at most {scored_tokens} tokens for each of so many answers with so many logprobs, unless they are streamed"
@@ -103,7 +103,7 @@ class PreparedSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A request ready to be placed. Sequence i becomes choice i."""
 
     generation: Generation
@@ -129,7 +129,7 @@ class Prepared:
         parts = Parts(new_id, is_parallel, holds_space=parser is not plain or self.model.thinks)
         return AnswerReader(parser, parts, self.model.thinks, is_thinking, ends_thoughts)
 
-    def stops(self, index: int) -> Stops | None:
+    def stops(self, index: int) -> StopMatcher | None:
         """What looks for the stop strings of a choice; None where there are none."""
         stops = self.generation.stop
         if not stops:
@@ -155,7 +155,7 @@ class PreparedEmbedding:
         return sum(map(len, self.inputs))
 
 
-def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, limit: int) -> Prepared:
+def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, limit: int) -> PreparedRequest:
     """Render, tokenize, check against the limits, hash. `block_tokens` None: the fleet has not said; nothing is hashed.
 
     `limit`: tokens of prompt and answer. Raises InvalidRequest naming the field.
@@ -173,19 +173,19 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         context = token_ids[-CONTEXT_TOKENS:] if goes_on else ()
         prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking, repeated, context))
     _check_named_tokens(generation, model)
-    check_prompt_scores(generation, sum(len(prompt.token_ids) for prompt in prompts))
-    grammar = grammar_of(generation, model, prompts[0].is_thinking)
+    check_prompt_logprobs(generation, sum(len(prompt.token_ids) for prompt in prompts))
+    grammar = request_grammar(generation, model, prompts[0].is_thinking)
     seed = new_seed() if generation.seed is None else generation.seed
     sequences = []
     num_sequences = len(prompts) * generation.num_candidates
-    scored_tokens = most_scored_tokens(generation, num_sequences)
+    scored_tokens = max_logprob_tokens(generation, num_sequences)
     for index in range(num_sequences):
         place, candidate = divmod(index, generation.num_candidates)
         max_tokens = _max_tokens(generation, len(prompts[place].token_ids), limit, scored_tokens)
         sampling = _sampling(generation, model, max(1, max_tokens), _derive(seed, index), grammar)
         scored = generation.num_scored if candidate == 0 or generation.stream else None
         sequences.append(PreparedSequence(place, sampling, max_tokens, scored))
-    return Prepared(generation, model, tuple(prompts), tuple(sequences), cache_salt)
+    return PreparedRequest(generation, model, tuple(prompts), tuple(sequences), cache_salt)
 
 
 def _repeated(prompt: Prompt, model: ServedModel) -> str:
@@ -209,12 +209,12 @@ def _token_ids(
         return token_ids
     if len(text) > limit * model.codec.longest_token_bytes:  # surely too long: no need to tokenize it
         raise _too_long(f"a text of {len(text)} characters", field, limit)
-    token_ids = _filled(encode(text), field)
+    token_ids = _not_empty(encode(text), field)
     _check_size(len(token_ids), field, limit)
     return token_ids
 
 
-def _filled(token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
+def _not_empty(token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
     if not token_ids:
         raise InvalidRequest(f"{field} is empty", field, "invalid_value")
     return token_ids
@@ -224,24 +224,24 @@ def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ..
     """The ids that a prompt would have, also of one that is longer than the context. Raises what `prepare` raises."""
     codec = model.written if isinstance(asked.prompt, Conversation) else model.codec
     encode = partial(codec.encode, add_special_tokens=asked.add_special_tokens)
-    return _counted(_text(asked.prompt, asked.field, model), asked.field, model, limit, encode)
+    return _count_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, encode)
 
 
 def count(generation: Generation, model: ServedModel, limit: int) -> int:
     """How many tokens the prompts have; nothing else of the request is looked at. Raises what `prepare` raises."""
     salt, field = visitor.get().cache_salt, generation.prompt_field
     prompts = [(_text(prompt, field, model), _encoder(prompt, model, salt)) for prompt in generation.prompts]
-    return sum(len(_counted(text, field, model, limit, encode)) for text, encode in prompts)
+    return sum(len(_count_ids(text, field, model, limit, encode)) for text, encode in prompts)
 
 
-def _counted(
+def _count_ids(
     text: str | tuple[int, ...], field: str, model: ServedModel, limit: int, encode: Encode
 ) -> tuple[int, ...]:
     if isinstance(text, tuple):
         return text
     if len(text) > max(MAX_COUNTED_CHARS, limit * model.codec.longest_token_bytes):
         raise _too_long(f"a text of {len(text)} characters", field, limit)
-    return _filled(encode(text), field)
+    return _not_empty(encode(text), field)
 
 
 def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> PreparedEmbedding:
@@ -290,7 +290,7 @@ def _context_is(limit: int) -> str:
 def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int, scored_tokens: int) -> int:
     max_tokens = min(_length(generation, num_prompt_tokens, limit), scored_tokens)
     if max_tokens < (generation.max_tokens or 0):
-        raise too_many_scores(generation, scored_tokens)
+        raise too_many_logprobs(generation, scored_tokens)
     if generation.min_tokens > max_tokens:
         message = f"min_tokens: {generation.min_tokens} is more than the {max_tokens} tokens that the answer may have"
         raise InvalidRequest(message, "min_tokens", "invalid_value")

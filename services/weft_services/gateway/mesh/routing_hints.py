@@ -28,23 +28,23 @@ _NUMBER = re.compile(r"\s*[+-]?[0-9]{1,3}\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Urgency:
+class PriorityHint:
     """What the headers say: a number, if there is one, and what the named class is worth."""
 
     number: int | None = None
     by_class: int = 0
 
-    def level(self, own: int | None) -> int:
+    def priority(self, own: int | None) -> int:
         """A number in the header goes before the request's own, as in vLLM; a class counts where there is no number."""
         if self.number is not None:
             return self.number
         return self.by_class if own is None else own
 
 
-UNSAID = Urgency()
+NO_PRIORITY_HINT = PriorityHint()
 
 
-def urgency_of(headers: Mapping[str, str]) -> Urgency:
+def read_priority_hint(headers: Mapping[str, str]) -> PriorityHint:
     """A class that nobody knows is the usual one, as in the router that the header comes from.
 
     Raises InvalidRequest for a number that is none.
@@ -52,15 +52,15 @@ def urgency_of(headers: Mapping[str, str]) -> Urgency:
     by_class = CLASSES.get(headers.get(CLASS_HEADER, "").strip().lower(), 0)
     number = headers.get(NUMBER_HEADER)
     if number is None:
-        return Urgency(None, by_class)
+        return PriorityHint(None, by_class)
     if not _NUMBER.fullmatch(number) or abs(int(number)) > MAX_PRIORITY:
         message = f"{NUMBER_HEADER}: expected an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
         raise InvalidRequest(message, NUMBER_HEADER, "invalid_value")
-    return Urgency(int(number), by_class)
+    return PriorityHint(int(number), by_class)
 
 
 # one signal under many names; the first usable one counts, and those of the body come after them
-HEADERS = (
+SESSION_HEADERS = (
     "x-session-affinity",
     "x-session-id",
     "session-id",
@@ -74,15 +74,15 @@ PARENT_HEADERS = ("x-parent-session-id", "x-dynamo-parent-session-id")
 CREDENTIALS = ("authorization", "x-api-key")
 MAX_HINT_CHARS = 256
 # nothing else is looked at; by their names in HTTP and in gRPC
-READ: dict[str | bytes, str] = {
+HINT_HEADERS: dict[str | bytes, str] = {
     spelled: name
-    for name in (*HEADERS, *PARENT_HEADERS, *CREDENTIALS, NUMBER_HEADER, CLASS_HEADER)
+    for name in (*SESSION_HEADERS, *PARENT_HEADERS, *CREDENTIALS, NUMBER_HEADER, CLASS_HEADER)
     for spelled in (name, name.encode())
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RoutingHints:
     """What the mesh is told of it: digests, both perhaps empty, and a priority as engines count, higher goes first."""
 
     session: bytes = b""
@@ -91,26 +91,26 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ClientHints:
     """What came beside a request: whose it is, the session it names, how urgent it is, how urgent it may be at most
     (lower is sooner), and the session that it was started from. All names may be empty."""
 
     tenant: str = ""
     hint: str = ""
-    urgency: Urgency = UNSAID
+    priority_hint: PriorityHint = NO_PRIORITY_HINT
     most_urgent: int = -MAX_PRIORITY
     parent: str = ""
 
-    def of(self, whose: Visitor) -> Session:
+    def with_principal(self, whose: Visitor) -> ClientHints:
         """With what is known of the client by its key, which counts more than what it says."""
         if whose.key is None:
             return self
         return replace(self, tenant=whose.tenant, most_urgent=whose.most_urgent)
 
-    def standing(self, own_hint: str, own_priority: int | None) -> Standing:
+    def routing_hints(self, own_hint: str, own_priority: int | None) -> RoutingHints:
         """Together with what the request says of itself."""
-        level = max(self.urgency.level(own_priority), self.most_urgent)
-        return Standing(self.digest(own_hint), self.tenant_digest, -level)
+        level = max(self.priority_hint.priority(own_priority), self.most_urgent)
+        return RoutingHints(self.digest(own_hint), self.tenant_digest, -level)
 
     def digest(self, own_hint: str) -> bytes:
         """What the scheduler is told; `own_hint` is the request's own, which comes second. Empty without a session."""
@@ -128,14 +128,16 @@ class Session:
         return hashlib.blake2b(self.tenant.encode(), digest_size=16, person=b"weft-who-asks").digest()
 
 
-def session_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Session:
+def read_client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHints:
     """From HTTP headers or gRPC metadata, names in lower case. Raises InvalidRequest for a priority that is none."""
     given: dict[str, str] = {}
     for name, value in headers:
-        if (known := READ.get(name)) is not None:
+        if (known := HINT_HEADERS.get(name)) is not None:
             given.setdefault(known, _text(value))
     tenant = next((given[name] for name in CREDENTIALS if given.get(name)), "")
-    return Session(tenant, _first(HEADERS, given), urgency_of(given), parent=_first(PARENT_HEADERS, given))
+    return ClientHints(
+        tenant, _first(SESSION_HEADERS, given), read_priority_hint(given), parent=_first(PARENT_HEADERS, given)
+    )
 
 
 def _first(names: Iterable[str], given: Mapping[str, str]) -> str:

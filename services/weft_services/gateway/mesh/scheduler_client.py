@@ -48,15 +48,15 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
 from weft_services.gateway.mesh.scheduler_types import (
-    Arrival,
     FleetReport,
     Forecast,
-    Placement,
-    RouteQuery,
+    LoadingWorker,
+    PlacementQuery,
+    SequencePlacement,
     Settlement,
-    StoreUse,
-    Work,
-    Worker,
+    StoreUsage,
+    WorkerLoad,
+    WorkerStatus,
 )
 
 MAX_BATCH = 256
@@ -76,34 +76,34 @@ class RouteStream:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = SchedulerServiceStub(channel)
         self._gateway_id = uuid.uuid4().hex
-        self._asked: OrderedDict[tuple[str, int], pb.RouteRequest] = OrderedDict()  # and not sent yet
+        self._unsent: OrderedDict[tuple[str, int], pb.RouteRequest] = OrderedDict()  # and not sent yet
         self._withdrawn: deque[common_pb2.RequestKey] = deque()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
-        self._is_greeted = False
+        self._has_sent_id = False
         self._outgoing: Outgoing[pb.RouteManyRequest] | None = None  # while a stream is open
-        self._is_wanted = asyncio.Event()
+        self._has_request = asyncio.Event()
         self.num_answers = 0  # messages of them, over all streams
 
     async def route(
-        self, query: RouteQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
-    ) -> Placement:
+        self, query: PlacementQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> SequencePlacement:
         """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request. `meanwhile` is done
         while the scheduler looks for a place."""
-        return placement_from_wire(await self.ask(query_to_wire(query, remaining_seconds), meanwhile))
+        return placement_from_wire(await self.request(query_to_wire(query, remaining_seconds), meanwhile))
 
-    async def ask(self, request: pb.RouteRequest, meanwhile: Callable[[], None] = lambda: None) -> pb.RouteResponse:
+    async def request(self, request: pb.RouteRequest, meanwhile: Callable[[], None] = lambda: None) -> pb.RouteResponse:
         """The same on the wire."""
         key = _key_of(request.key)
         place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
         self._waiting[key] = place
-        self._asked[key] = request
+        self._unsent[key] = request
         self._push()
         try:
             meanwhile()
             return await place
         finally:
             self._waiting.pop(key, None)
-            was_sent = self._asked.pop(key, None) is None
+            was_sent = self._unsent.pop(key, None) is None
             if was_sent and place.cancelled():
                 self._withdrawn.append(request.key)
                 self._push()
@@ -111,12 +111,12 @@ class RouteStream:
     async def run(self) -> None:
         """For ever. A stream that breaks is opened anew, asked or not: the scheduler gives up what is booked for a
         gateway that holds none."""
-        await self._is_wanted.wait()
+        await self._has_request.wait()
         while True:
             error = StreamLost("the scheduler is going away")
             try:
                 async with speaking(self._stub.RouteMany(), self._next_message) as (call, self._outgoing):
-                    self._is_greeted = False
+                    self._has_sent_id = False
                     self._outgoing.push()
                     async for answer in call:
                         self.num_answers += 1
@@ -127,33 +127,33 @@ class RouteStream:
             self._fail_all(error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REOPEN_SECONDS):
-                    await self._is_wanted.wait()
+                    await self._has_request.wait()
 
-    def doubt(self, num_answers: int) -> None:
+    def reopen_if_silent(self, num_answers: int) -> None:
         """Somebody has waited for long, since there were so many: where none has come after that, the stream is opened
         anew. Its other end may be gone without a word, and the connection as good as ever."""
         if self._outgoing is not None and self.num_answers == num_answers:
             self._outgoing.give_up(TimeoutError("the scheduler does not answer"))
 
     def _push(self) -> None:
-        self._is_wanted.set()
+        self._has_request.set()
         if self._outgoing is not None:
             self._outgoing.push()
 
     def _next_message(self) -> pb.RouteManyRequest | None:
-        if not self._is_greeted:
-            self._is_greeted = True
+        if not self._has_sent_id:
+            self._has_sent_id = True
             return pb.RouteManyRequest(gateway_id=self._gateway_id)
-        if not self._asked and not self._withdrawn:
+        if not self._unsent and not self._withdrawn:
             return None
-        return pb.RouteManyRequest(requests=self._next_asked(), withdrawn=_some(self._withdrawn))
+        return pb.RouteManyRequest(requests=self._next_batch(), withdrawn=_take_batch(self._withdrawn))
 
-    def _next_asked(self) -> list[pb.RouteRequest]:
+    def _next_batch(self) -> list[pb.RouteRequest]:
         """As many as a message takes; of the largest, one."""
         batch: list[pb.RouteRequest] = []
         room = MAX_BATCH_BYTES
-        while self._asked and len(batch) < MAX_BATCH and room > 0:
-            batch.append(self._asked.popitem(last=False)[1])
+        while self._unsent and len(batch) < MAX_BATCH and room > 0:
+            batch.append(self._unsent.popitem(last=False)[1])
             room -= batch[-1].ByteSize()
         return batch
 
@@ -164,13 +164,13 @@ class RouteStream:
         if result.WhichOneof("outcome") == "placed":
             place.set_result(result.placed)
         else:
-            place.set_exception(_refusal(result.refused))
+            place.set_exception(_to_error(result.refused))
 
     def _fail_all(self, error: StreamLost) -> None:
         self._outgoing = None
-        self._asked.clear()
+        self._unsent.clear()
         self._withdrawn.clear()
-        self._is_wanted.clear()
+        self._has_request.clear()
         for place in self._waiting.values():
             if not place.done():
                 place.set_exception(error)
@@ -180,11 +180,11 @@ def _key_of(key: common_pb2.RequestKey) -> tuple[str, int]:
     return key.request_id, key.generation
 
 
-def _some(items: deque[common_pb2.RequestKey]) -> list[common_pb2.RequestKey]:
+def _take_batch(items: deque[common_pb2.RequestKey]) -> list[common_pb2.RequestKey]:
     return [items.popleft() for _ in range(min(len(items), MAX_BATCH))]
 
 
-def _refusal(refused: pb.RouteRefusal) -> WeftError:
+def _to_error(refused: pb.RouteRefusal) -> WeftError:
     if refused.reason == ModelLoading.reason:
         return ModelLoading(refused.message)
     if refused.reason == NoWorker.reason:
@@ -199,7 +199,7 @@ def _refusal(refused: pb.RouteRefusal) -> WeftError:
     return error
 
 
-def query_to_wire(query: RouteQuery, remaining_seconds: float) -> pb.RouteRequest:
+def query_to_wire(query: PlacementQuery, remaining_seconds: float) -> pb.RouteRequest:
     """As much of an attempt as the scheduler wants to know."""
     return pb.RouteRequest(
         key=wire.key_to_wire(query.key),
@@ -225,9 +225,9 @@ def _priority_to_wire(priority: int) -> pb.Priority.ValueType:
     return pb.PRIORITY_INTERACTIVE if priority > 0 else pb.PRIORITY_BATCH
 
 
-def placement_from_wire(response: pb.RouteResponse) -> Placement:
+def placement_from_wire(response: pb.RouteResponse) -> SequencePlacement:
     """Where it goes."""
-    return Placement(
+    return SequencePlacement(
         decode=wire.address_from_wire(response.decode),
         prefill=wire.address_from_wire(response.prefill) if response.HasField("prefill") else None,
         forecast=Forecast(
@@ -245,7 +245,7 @@ SETTLE_SECONDS = 5.0
 POLL_SECONDS = 2.0
 
 
-class Scheduler:
+class SchedulerClient:
     """The scheduler's two services over one channel; `run` must be running."""
 
     def __init__(self, address: str) -> None:
@@ -255,8 +255,8 @@ class Scheduler:
         self._routes = RouteStream(self._channel)
 
     async def route(
-        self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
-    ) -> Placement:
+        self, query: PlacementQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> SequencePlacement:
         """Raises Overloaded, StreamLost (no scheduler), PeerLost (no worker for it), DeadlineExceeded. `meanwhile` is
         done while a place is looked for, perhaps more than once."""
         num_answers = self._routes.num_answers
@@ -270,10 +270,12 @@ class Scheduler:
         except TimeoutError as error:
             if timeout_seconds <= ROUTE_SECONDS:
                 raise DeadlineExceeded("the request took too long") from error
-            self._routes.doubt(num_answers)
+            self._routes.reopen_if_silent(num_answers)
             raise StreamLost("the scheduler does not answer") from error
 
-    async def _route(self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None]) -> Placement:
+    async def _route(
+        self, query: PlacementQuery, timeout_seconds: float, meanwhile: Callable[[], None]
+    ) -> SequencePlacement:
         """Again where the stream breaks: another scheduler may answer at the same address, at the next try or the one
         after it, since a connection that ends can take one more stream with it."""
         for pause in RETRY_PAUSES_SECONDS:
@@ -329,9 +331,9 @@ def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:
     )
 
 
-def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
+def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> WorkerStatus:
     hello = status.hello
-    return Worker(
+    return WorkerStatus(
         address=wire.address_from_wire(hello.worker),
         role=wire.role_from_wire(hello.role),
         model=hello.model,
@@ -343,14 +345,14 @@ def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
         is_parked=status.report.parked,
         can_change_role=hello.can_change_role,
         transport=hello.transport,
-        work=_work_from_wire(status),
+        load=_work_from_wire(status),
         is_full=status.report.full,
     )
 
 
-def _work_from_wire(status: scheduler_pb.WorkerStatus) -> Work:
+def _work_from_wire(status: scheduler_pb.WorkerStatus) -> WorkerLoad:
     report = status.report
-    return Work(
+    return WorkerLoad(
         num_blocks=status.hello.num_blocks,
         free_blocks=report.free_blocks,
         cached_blocks=report.cached_blocks,
@@ -368,8 +370,8 @@ def _work_from_wire(status: scheduler_pb.WorkerStatus) -> Work:
     )
 
 
-def _arrival_from_wire(arrival: scheduler_pb.WorkerArrival) -> Arrival:
-    return Arrival(
+def _arrival_from_wire(arrival: scheduler_pb.WorkerArrival) -> LoadingWorker:
+    return LoadingWorker(
         worker_id=arrival.worker_id,
         role=wire.role_from_wire(arrival.role),
         model=arrival.model,
@@ -380,17 +382,17 @@ def _arrival_from_wire(arrival: scheduler_pb.WorkerArrival) -> Arrival:
     )
 
 
-def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUse:
-    return StoreUse(store.memory_bytes, store.memory_used_bytes, store.disk_bytes, store.disk_used_bytes)
+def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUsage:
+    return StoreUsage(store.memory_bytes, store.memory_used_bytes, store.disk_bytes, store.disk_used_bytes)
 
 
 # there may be as many tenants as clients make up
-MAX_REMEMBERED = 4096
+MAX_REJECTIONS = 4096
 metrics.from_zero(metrics.PLACEMENTS, ("overloaded",))
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Rejection:
     """Words and numbers only: an exception would keep the frames that it has passed by, and their prompts with them."""
 
     message: str
@@ -400,24 +402,24 @@ class _Held:
     max_tokens: int
 
 
-class Refusals:
+class RejectionCache:
     """Those that still hold, MAX_REMEMBERED at most."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: OrderedDict[tuple[str, bytes, int], _Held] = OrderedDict()
+        self._held: OrderedDict[tuple[str, bytes, int], _Rejection] = OrderedDict()
 
-    def remember(self, query: RouteQuery, refused: RoomClosed) -> None:
+    def add(self, query: PlacementQuery, refused: RoomClosed) -> None:
         """The scheduler's newest word counts."""
         kind = _kind(query)
         until = self._clock() + refused.hold_seconds
         sizes = query.num_prompt_tokens, query.max_tokens
-        self._held[kind] = _Held(str(refused), refused.retry_after_seconds, until, *sizes)
+        self._held[kind] = _Rejection(str(refused), refused.retry_after_seconds, until, *sizes)
         self._held.move_to_end(kind)
-        if len(self._held) > MAX_REMEMBERED:
+        if len(self._held) > MAX_REJECTIONS:
             self._held.popitem(last=False)
 
-    def check(self, query: RouteQuery) -> None:
+    def check(self, query: PlacementQuery) -> None:
         """Raises Overloaded. Who had a place before is for the scheduler to judge."""
         held = self._held.get(_kind(query))
         if held is None or query.key.generation > 0 or self._clock() >= held.until:
@@ -427,5 +429,5 @@ class Refusals:
             raise Overloaded(held.message, held.retry_after_seconds)
 
 
-def _kind(query: RouteQuery) -> tuple[str, bytes, int]:
+def _kind(query: PlacementQuery) -> tuple[str, bytes, int]:
     return query.model, query.tenant, query.priority

@@ -12,7 +12,7 @@ from weft.worker_stats import NO_TALLIES, Tallies
 
 
 @dataclass(frozen=True, slots=True)
-class RouteQuery:
+class PlacementQuery:
     """What routing needs to know of one attempt. `priority` as engines count: higher goes first;
     `num_resumed_tokens` of the prompt's are what earlier attempts generated; `computes_prompt`: whoever decodes has to
     compute all of it."""
@@ -42,7 +42,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SequencePlacement:
     """Where an attempt goes; without `prefill` the decode worker computes the prompt."""
 
     decode: WorkerAddress
@@ -65,7 +65,7 @@ class StartCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedOrder:
+class EmbedCommand:
     """A prompt of which a prefill worker is to give the mean hidden state."""
 
     key: RequestKey
@@ -86,7 +86,7 @@ class Settlement:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkerLoad:
     """What a worker last said of itself, and what the scheduler has booked on it. Blocks add up to the pool."""
 
     num_blocks: int = 0
@@ -105,11 +105,11 @@ class Work:
     tallies: Tallies = NO_TALLIES
 
 
-NO_WORK = Work()
+NO_LOAD = WorkerLoad()
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerStatus:
     """One line of the fleet's list."""
 
     address: WorkerAddress
@@ -123,7 +123,7 @@ class Worker:
     is_parked: bool = False
     can_change_role: bool = False
     transport: str = ""
-    work: Work = NO_WORK
+    load: WorkerLoad = NO_LOAD
     is_full: bool = False
 
     @property
@@ -133,7 +133,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreUse:
+class StoreUsage:
     """Memory and disk of the shared store, and what blocks take of them."""
 
     memory_bytes: int
@@ -143,7 +143,7 @@ class StoreUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class LoadingWorker:
     """A worker that loads its model and has not joined. `total_bytes` 0: what it does is not counted in bytes."""
 
     worker_id: str
@@ -159,10 +159,10 @@ class Arrival:
 class FleetReport:
     """One answer of the scheduler. `store` None: there is none, or it does not answer."""
 
-    workers: tuple[Worker, ...] = ()
-    store: StoreUse | None = None
+    workers: tuple[WorkerStatus, ...] = ()
+    store: StoreUsage | None = None
     num_waiting: int = 0
-    arrivals: tuple[Arrival, ...] = ()
+    loading: tuple[LoadingWorker, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

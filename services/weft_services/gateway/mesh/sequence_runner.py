@@ -20,18 +20,31 @@ from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, Pe
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey, WorkerAddress
 from weft.request_stage import Stage
 from weft.stall_clock import AwakeClock
-from weft_services.gateway.mesh.decode_connection import DecodeLink, DecodeLinks, Delta, Inbox, StartMessage, compose
-from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.routing_hints import Standing
-from weft_services.gateway.mesh.scheduler_client import Refusals, Scheduler, StreamLost
-from weft_services.gateway.mesh.scheduler_types import Forecast, HandOff, Placement, RouteQuery, StartCommand
-from weft_services.gateway.mesh.settlement_queue import Booking, Settler
+from weft_services.gateway.mesh.decode_connection import (
+    DecodeConnection,
+    DecodeConnectionPool,
+    DeltaQueue,
+    SequenceUpdate,
+    StartMessage,
+    to_start_message,
+)
+from weft_services.gateway.mesh.prepare import PreparedRequest
+from weft_services.gateway.mesh.routing_hints import RoutingHints
+from weft_services.gateway.mesh.scheduler_client import RejectionCache, SchedulerClient, StreamLost
+from weft_services.gateway.mesh.scheduler_types import (
+    Forecast,
+    HandOff,
+    PlacementQuery,
+    SequencePlacement,
+    StartCommand,
+)
+from weft_services.gateway.mesh.settlement_queue import PlacementReservation, SettlementQueue
 from weft_services.gateway.text.codec import Codec
-from weft_services.gateway.text.stop_strings import Stops
+from weft_services.gateway.text.stop_strings import StopMatcher
 
 
 @dataclass(slots=True)  # not frozen: there is one a token
-class Piece:
+class ChoiceUpdate:
     """What a batch of deltas added to choice `index`. The last piece has a finish reason, and the stop string if that
     was it; the first one what was asked of the prompt's logprobs."""
 
@@ -44,14 +57,14 @@ class Piece:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
-class Sequence:
+class ChoiceText:
     """Text state of one choice. `token_ids` is everything generated so far: what moving it elsewhere would need.
 
     It ends with `max_tokens`, whether the worker that generates says so or not.
     """
 
     def __init__(
-        self, index: int, codec: Codec, stops: Stops | None, max_tokens: int, context: Items[int] = ()
+        self, index: int, codec: Codec, stops: StopMatcher | None, max_tokens: int, context: Items[int] = ()
     ) -> None:
         """`context`: the last tokens of a text that is gone on with."""
         self.index = index
@@ -63,7 +76,7 @@ class Sequence:
         self._detokenizer = codec.detokenizer(context)
         self._stops = stops
 
-    def accept(self, deltas: Items[Delta]) -> Piece:
+    def accept(self, deltas: Items[SequenceUpdate]) -> ChoiceUpdate:
         """Take the deltas in, in order; those after the end are dropped."""
         texts: list[str] = []
         start = len(self.token_ids)
@@ -79,7 +92,7 @@ class Sequence:
             if delta.logprobs:
                 logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
         tokens = tuple(self.token_ids[start:])
-        piece = Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
+        piece = ChoiceUpdate(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
         if self._prompt_logprobs and (tokens or self.finish_reason is not None):
             piece.prompt_logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
@@ -91,7 +104,7 @@ class Sequence:
             self._prompt_logprobs.clear()
         self._prompt_logprobs.append(piece)
 
-    def _accept_one(self, delta: Delta) -> str:
+    def _accept_one(self, delta: SequenceUpdate) -> str:
         room = self._max_tokens - len(self.token_ids)
         ids, reason = delta.token_ids, delta.finish_reason
         if len(ids) > room or (len(ids) == room and reason is None):
@@ -109,7 +122,7 @@ class Sequence:
         self.token_ids.extend(ids)
         return self._detokenizer.push(ids)
 
-    def _scan(self, ids: tuple[int, ...], stops: Stops) -> str:
+    def _scan(self, ids: tuple[int, ...], stops: StopMatcher) -> str:
         """Token by token: the one that completes a stop string must be told from those after it."""
         texts: list[str] = []
         for token_id in ids:
@@ -137,44 +150,44 @@ class Sequence:
 logger = logging.getLogger(__name__)
 
 # moves in a row without a token in between: a request that kills its workers must not kill the fleet
-MAX_FRUITLESS = {PeerLost: 2, Overloaded: 2, EngineFailed: 1}
-MAX_MOVES = 32
+MAX_EMPTY_ATTEMPTS = {PeerLost: 2, Overloaded: 2, EngineFailed: 1}
+MAX_MIGRATIONS = 32
 # for so long a process that failed a sequence is not asked for it again; another boot of the worker is
 SUSPECT_SECONDS = 3.0
 # processes that the scheduler is asked to pass over; it takes no longer list
 MAX_EXCLUDED = 64
 # the scheduler looks no further, and refuses more: a million tokens of 16 to a block
 MAX_BLOCK_KEYS = 65_536
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 0.5
 _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
 metrics.from_zero(metrics.SEQUENCE_MIGRATIONS, _CAUSES.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class MeshContext:
     """The peers a sequence needs, the group that owns its moves, how long one may wait for a worker, who is told of
     hand-offs, and what has just been refused. `misses`: a model's worker was there within that time, and may be back
     soon."""
 
-    scheduler: Scheduler
-    links: DecodeLinks
-    settler: Settler
+    scheduler: SchedulerClient
+    connections: DecodeConnectionPool
+    settlements: SettlementQueue
     tasks: asyncio.TaskGroup
-    move_seconds: float
+    migration_seconds: float
     on_hand_off: Callable[[HandOff], None] = lambda hand_off: None
-    refusals: Refusals = field(default_factory=Refusals)
-    misses: Callable[[str], bool] = lambda model: False
+    rejections: RejectionCache = field(default_factory=RejectionCache)
+    was_served_recently: Callable[[str], bool] = lambda model: False
     clock: AwakeClock = field(default_factory=AwakeClock)
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class RequestContext:
     """What all sequences of a request have in common; `deadline` in the loop's time."""
 
-    prepared: Prepared
-    standing: Standing
+    prepared: PreparedRequest
+    hints: RoutingHints
     deadline: float
-    inbox: Inbox
+    updates: DeltaQueue
 
     def remaining_seconds(self) -> float:
         """Raises DeadlineExceeded when nothing is left."""
@@ -184,15 +197,15 @@ class Shared:
         return remaining
 
 
-class Flight:
+class SequenceRunner:
     """A sequence under way. The key's generation counts placements; messages of older ones are late.
 
     `usage` is that of the first attempt that spoke: what the client's prompt cost; `forecast` that of the first
     placement. `failure` is set when no attempt is left, and the inbox woken.
     """
 
-    def __init__(self, mesh: Mesh, shared: Shared, request_id: str, sequence: Sequence) -> None:
-        self.sequence = sequence
+    def __init__(self, mesh: MeshContext, shared: RequestContext, request_id: str, sequence: ChoiceText) -> None:
+        self.choice = sequence
         self.key = RequestKey(request_id)
         self.usage: PromptUsage | None = None
         self.forecast: Forecast | None = None
@@ -206,17 +219,17 @@ class Flight:
         self._num_prompt_logprobs = spec.num_prompt_logprobs
         self._suspects: dict[str, float] = {}  # boot id -> until when
         self._num_resumed = 0
-        self._num_fruitless = 0
+        self._num_empty_attempts = 0
         self._decode: WorkerAddress | None = None
-        self._booking: Booking | None = None
-        self._link: DecodeLink | None = None
+        self._reservation: PlacementReservation | None = None
+        self._connection: DecodeConnection | None = None
         self._start_message: StartMessage | None = None
-        self._move: asyncio.Task[None] | None = None
+        self._migration: asyncio.Task[None] | None = None
 
     @property
     def is_done(self) -> bool:
         """The sequence has come to its own end."""
-        return self.sequence.finish_reason is not None
+        return self.choice.finish_reason is not None
 
     @property
     def decode_id(self) -> str:
@@ -227,7 +240,7 @@ class Flight:
         """The first placement. Waits for a worker up to `move_seconds`, where one was there a moment ago."""
         await self._place(None)
 
-    def spoke(self, usage: PromptUsage | None) -> None:
+    def on_tokens(self, usage: PromptUsage | None) -> None:
         """Tokens have come; `usage` with the first of an attempt."""
         if usage is not None and usage.prefill_worker_id != self.decode_id:
             hand_off = HandOff(
@@ -235,10 +248,10 @@ class Flight:
             )
             self._mesh.on_hand_off(hand_off)
         self.usage = self.usage or usage
-        if self._booking is not None:
-            self._booking.first_token(usage.failed_worker_id if usage else "")
+        if self._reservation is not None:
+            self._reservation.first_token(usage.failed_worker_id if usage else "")
 
-    def move(self, error: WeftError, worker_id: str) -> None:
+    def migrate(self, error: WeftError, worker_id: str) -> None:
         """The attempt has failed: begin the next in the background. Raises the error when it must be the last."""
         logger.warning("attempt=%s failed worker=%s error=%s", self.key, worker_id or "unknown", error)
         assert self._decode is not None
@@ -248,30 +261,34 @@ class Flight:
         else:
             self._suspect(self._decode)
             self._try_again(Stage.FAILED, _at_fault(error, worker_id))
-            self._num_fruitless = 0 if len(self.sequence.token_ids) > self._num_resumed else self._num_fruitless + 1
-        has_tried = self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES
-        if has_tried or self._mesh.links.is_closed:
+            self._num_empty_attempts = (
+                0 if len(self.choice.token_ids) > self._num_resumed else self._num_empty_attempts + 1
+            )
+        has_tried = (
+            self._num_empty_attempts > MAX_EMPTY_ATTEMPTS.get(type(error), -1) or self.num_attempts > MAX_MIGRATIONS
+        )
+        if has_tried or self._mesh.connections.is_closed:
             raise error
         metrics.SEQUENCE_MIGRATIONS.labels(_CAUSES[type(error)]).inc()
-        self._move = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
+        self._migration = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
 
     def end(self, stage: Stage, failed_worker_id: str = "", cancel: bool = True) -> None:
         """Give back what the attempt holds. Idempotent."""
-        if self._link is not None:
+        if self._connection is not None:
             if cancel:
-                self._link.cancel(self.key)
+                self._connection.cancel(self.key)
             else:
-                self._link.forget(self.key)
-            self._link = None
-        if self._booking is not None:
-            num_tokens = len(self.sequence.token_ids) - self._num_resumed if stage is Stage.FINISHED else None
-            self._booking.close(stage, failed_worker_id, num_tokens)
-            self._booking = None
+                self._connection.forget(self.key)
+            self._connection = None
+        if self._reservation is not None:
+            num_tokens = len(self.choice.token_ids) - self._num_resumed if stage is Stage.FINISHED else None
+            self._reservation.close(stage, failed_worker_id, num_tokens)
+            self._reservation = None
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Nobody waits for it any more."""
-        if self._move is not None:
-            self._move.cancel()
+        if self._migration is not None:
+            self._migration.cancel()
         self.end(Stage.CANCELLED)
 
     async def _move_on(self, failed: WeftError) -> None:
@@ -283,7 +300,7 @@ class Flight:
             logger.exception("a move failed by a bug")
             self.failure = EngineFailed("internal error")
         if self.failure is not None:
-            self._shared.inbox.wake()
+            self._shared.updates.wake()
 
     async def _place(self, failed: WeftError | None) -> None:
         """Until it has been started somewhere. `failed` is what the attempt before died of.
@@ -292,7 +309,7 @@ class Flight:
         refusal where nothing was begun.
         """
         clock, pause = self._mesh.clock, FIRST_PAUSE_SECONDS
-        give_up_at = clock() + self._mesh.move_seconds
+        give_up_at = clock() + self._mesh.migration_seconds
         while True:
             try:
                 placement = await self._route()
@@ -303,10 +320,10 @@ class Flight:
                     raise failed from refusal
                 if pause == FIRST_PAUSE_SECONDS:
                     logger.warning("sequence=%s waits for a worker: %s", self.key, refusal)
-                if self._booking is not None or failed is not None:
+                if self._reservation is not None or failed is not None:
                     self._try_again(Stage.CANCELLED)
                 await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), self._shared.remaining_seconds()))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 continue
             try:
                 await self._start(placement)
@@ -316,7 +333,7 @@ class Flight:
                 self._suspect(placement.decode)
                 self._try_again(Stage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
                 # there may always be another that cannot be reached; once this gateway is leaving nobody can
-                if self._mesh.links.is_closed or clock() > give_up_at:
+                if self._mesh.connections.is_closed or clock() > give_up_at:
                     raise failed from None
             else:
                 return
@@ -324,24 +341,24 @@ class Flight:
     @property
     def _num_scored(self) -> int | None:
         """Once an attempt has spoken, all that was asked of the prompt is there."""
-        return None if self.sequence.token_ids else self._num_prompt_logprobs
+        return None if self.choice.token_ids else self._num_prompt_logprobs
 
     def _may_wait(self, refusal: WeftError, failed: WeftError | None) -> bool:
         """Not once this gateway is leaving, and not for a full worker before anything was begun: that is the client's
         choice. Nor then for a worker that has long been away, never was there, or that an operator withdrew."""
-        if self._mesh.links.is_closed:
+        if self._mesh.connections.is_closed:
             return False
         if failed is None:
             generation = self._shared.prepared.generation
             is_away = isinstance(refusal, NoWorker | StreamLost) and not generation.reject_if_busy
-            return is_away and self._mesh.misses(generation.model)
-        return bool(self.sequence.token_ids) or not isinstance(failed, Overloaded)
+            return is_away and self._mesh.was_served_recently(generation.model)
+        return bool(self.choice.token_ids) or not isinstance(failed, Overloaded)
 
-    async def _route(self) -> Placement:
+    async def _route(self) -> SequencePlacement:
         """Book and choose, passing over processes that have just failed this sequence."""
         now = asyncio.get_running_loop().time()
-        num_generated, standing = len(self.sequence.token_ids), self._shared.standing
-        query = RouteQuery(
+        num_generated, standing = len(self.choice.token_ids), self._shared.hints
+        query = PlacementQuery(
             key=self.key,
             model=self._shared.prepared.generation.model,
             num_prompt_tokens=len(self._prompt.token_ids) + num_generated,
@@ -356,39 +373,39 @@ class Flight:
             num_resumed_tokens=num_generated,
             computes_prompt=self._num_scored is not None,
         )
-        self._mesh.refusals.check(query)
+        self._mesh.rejections.check(query)
         # booked before the call: if it breaks half-way, the scheduler is told in any case
-        self._booking = Booking(self.key, self._mesh.settler)
+        self._reservation = PlacementReservation(self.key, self._mesh.settlements)
         try:
             placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds(), self._compose)
         except (Overloaded, NoWorker) as error:
-            self._booking = None  # a refused request holds nothing: a fleet that is full need not be told
+            self._reservation = None  # a refused request holds nothing: a fleet that is full need not be told
             if isinstance(error, RoomClosed):
-                self._mesh.refusals.remember(query, error)
+                self._mesh.rejections.add(query, error)
             raise
         self.forecast = self.forecast or placement.forecast
         return placement
 
     def _compose(self) -> None:
-        generated = self.sequence.token_ids
+        generated = self.choice.token_ids
         command = StartCommand(
             key=self.key,
             token_ids=(*self._prompt.token_ids, *generated),
             sampling=self._sampling,
             cache_salt=self._shared.prepared.cache_salt,
             resumed_tokens=len(generated),
-            priority=self._shared.standing.priority,
+            priority=self._shared.hints.priority,
             retention=self._shared.prepared.generation.retention,
             num_prompt_logprobs=self._num_scored,
         )
-        self._start_message = compose(command)
+        self._start_message = to_start_message(command)
 
-    async def _start(self, placement: Placement) -> None:
-        link = await self._mesh.links.get(placement.decode)
+    async def _start(self, placement: SequencePlacement) -> None:
+        link = await self._mesh.connections.get(placement.decode)
         assert self._start_message is not None, "composed while the scheduler was asked"
-        link.start(self.key, self._start_message, placement, self._shared.remaining_seconds(), self._shared.inbox)
-        self._link, self._decode = link, placement.decode
-        self._num_resumed = num_generated = len(self.sequence.token_ids)
+        link.start(self.key, self._start_message, placement, self._shared.remaining_seconds(), self._shared.updates)
+        self._connection, self._decode = link, placement.decode
+        self._num_resumed = num_generated = len(self.choice.token_ids)
         self.num_attempts += 1
         if self.num_attempts > 1:
             logger.info("sequence=%s goes on at worker=%s tokens=%d", self.key, link.worker.worker_id, num_generated)

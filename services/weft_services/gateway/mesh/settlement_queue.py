@@ -9,7 +9,7 @@ from collections import deque
 from weft.errors import InvalidRequest, WeftError
 from weft.request import RequestKey
 from weft.request_stage import Stage
-from weft_services.gateway.mesh.scheduler_client import Scheduler
+from weft_services.gateway.mesh.scheduler_client import SchedulerClient
 from weft_services.gateway.mesh.scheduler_types import Settlement
 
 logger = logging.getLogger(__name__)
@@ -18,14 +18,14 @@ MAX_BATCH = 1024
 MAX_PENDING = 65_536
 RETRY_SECONDS = 0.5
 # what is settled meanwhile travels together: a call for each short request is a third of what that costs the scheduler
-PAUSE_SECONDS = 0.02
+BATCH_DELAY_SECONDS = 0.02
 FIRST_TOKEN = "first_token"
 
 
-class Settler:
+class SettlementQueue:
     """A bounded outbox. Settlements are idempotent, so a batch is repeated until the scheduler has taken it."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
         self._pending: deque[Settlement] = deque(maxlen=MAX_PENDING)  # a scheduler away for so long has forgotten us
         self._filled = asyncio.Event()
@@ -43,7 +43,7 @@ class Settler:
             while self._pending:
                 if not await self._send_batch():
                     await asyncio.sleep(RETRY_SECONDS)
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(BATCH_DELAY_SECONDS)
 
     async def flush(self) -> None:
         """At the end of the process: one last try for everything. `run` must have ended."""
@@ -67,10 +67,10 @@ class Settler:
         return True
 
 
-class Booking:
+class PlacementReservation:
     """What the scheduler has booked for one attempt, given back exactly once."""
 
-    def __init__(self, key: RequestKey, settler: Settler) -> None:
+    def __init__(self, key: RequestKey, settler: SettlementQueue) -> None:
         self.key = key
         self._settler = settler
         self._has_first_token = False

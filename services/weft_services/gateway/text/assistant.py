@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft_services.gateway.text.incremental_reader import Feed, Reading, begins_with, copy_until, next_letter
+from weft_services.gateway.text.incremental_reader import Parse, TextBuffer, begins_with, copy_until, next_letter
 from weft_services.gateway.text.parts import Part, PartKind, Parts
 from weft_services.gateway.text.tool_parsers import Parser, plain
 
@@ -27,7 +27,7 @@ class AnswerReader:
         """`ends_thoughts`: what a call begins with, where models go from thoughts to it without a word."""
         self.is_thinking = self.has_thought = is_thinking
         self.is_plain = False  # there is nothing to look for any more
-        self._feed = Feed()
+        self._buffer = TextBuffer()
         self._parts = parts
         self._ends_thoughts = (END_THINK, *ends_thoughts)
         self._reading = self._read(parser, thinks)
@@ -45,14 +45,14 @@ class AnswerReader:
     @property
     def num_held(self) -> int:
         """Letters that are held back: what a marker may begin with, and white space."""
-        return len(self._feed.text) + self._parts.num_held
+        return len(self._buffer.text) + self._parts.num_held
 
     def push(self, text: str) -> list[Part]:
         """What is new; what might still become something else is held back."""
         if self.is_plain:
             return [Part(PartKind.TEXT, text)] if text else []
         for piece in (text,) if len(text) <= MAX_CHARS else _cut(text):
-            self._feed.text += piece
+            self._buffer.text += piece
             next(self._reading, None)
         return self._found()
 
@@ -63,27 +63,27 @@ class AnswerReader:
             self._reading.close()
             self._parts.drop_space()
         else:
-            self._feed.is_over = True
+            self._buffer.is_over = True
             for _ in self._reading:
                 pass
             self._parts.end()
         return self._found()
 
-    def _read(self, parser: Parser, thinks: bool) -> Reading[None]:
+    def _read(self, parser: Parser, thinks: bool) -> Parse[None]:
         if thinks and not self.is_thinking:
-            self.is_thinking = self.has_thought = yield from begins_with(self._feed, THINK)
+            self.is_thinking = self.has_thought = yield from begins_with(self._buffer, THINK)
         if self.is_thinking:
-            yield from begins_with(self._feed, THINK)
-            mark = yield from copy_until(self._feed, self._ends_thoughts, self._parts.reasoning)
+            yield from begins_with(self._buffer, THINK)
+            mark = yield from copy_until(self._buffer, self._ends_thoughts, self._parts.reasoning)
             if mark and mark != END_THINK:
-                self._feed.give_back(mark)
+                self._buffer.unread(mark)
             self._parts.drop_space()
             self.is_thinking = False
-            yield from next_letter(self._feed)
+            yield from next_letter(self._buffer)
         if parser is plain:
             self._parts.hold_nothing()
             self.is_plain = True
-        yield from parser(self._feed, self._parts)
+        yield from parser(self._buffer, self._parts)
 
     def _found(self) -> list[Part]:
         found, self._parts.found = self._parts.found, []

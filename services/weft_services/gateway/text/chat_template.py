@@ -19,9 +19,9 @@ import minijinja
 
 from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft_services.gateway.generation import Conversation
-from weft_services.gateway.text.history_rewrite import Histories
+from weft_services.gateway.text.history_rewrite import HistoryRewriter
 from weft_services.gateway.text.jinja_reference import JinjaReference, TemplateFault, TemplateRefused
-from weft_services.gateway.text.special_tokens import Seal
+from weft_services.gateway.text.special_tokens import SpecialTokenGuard
 
 # A 4096-message conversation needs well under a tenth of this; a loop bomb is stopped after some 100 ms.
 FUEL = 10_000_000
@@ -166,17 +166,17 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         tool_source: str | None = None,
-        seal: Seal | None = None,
+        seal: SpecialTokenGuard | None = None,
     ) -> None:
         """`tool_source`: another template, for conversations that have tools. `seal`: is on the special tokens of what
         is rendered, but on nobody else's."""
-        self._opened = seal.opened if seal else str
+        self._opened = seal.unescape if seal else str
         if seal:
-            source, tool_source = seal.closed(source), seal.closed(tool_source or "")
-            special_tokens = {name: seal.closed(token) for name, token in special_tokens.items()}
+            source, tool_source = seal.escape(source), seal.escape(tool_source or "")
+            special_tokens = {name: seal.escape(token) for name, token in special_tokens.items()}
         self.all_sources = f"{source}\n{tool_source}" if tool_source else source
         sources = {"chat": source, "tool_use": tool_source or source}
-        self._histories = {name: Histories(partial(self._sample, name)) for name in sources}
+        self._histories = {name: HistoryRewriter(partial(self._sample, name)) for name in sources}
         self._knows_developers = "developer" in self.all_sources
         self._asks_for_none = IS_NONE.search(self.all_sources) is not None
         self._special_tokens = dict(special_tokens)
@@ -225,11 +225,11 @@ class ChatTemplate:
         """Render the messages, changed only where the template refuses them or would leave words out."""
         name = _name(conversation)
         histories = self._histories[name]
-        whole = histories.whole(messages)
+        whole = histories.without_losses(messages)
         try:
             return self._rendered_by(name, conversation, whole, field)
         except (InvalidRequest, ModelFailed) as error:
-            if (taken := histories.taken(messages)) == whole:
+            if (taken := histories.acceptable(messages)) == whole:
                 raise
             try:
                 return self._rendered_by(name, conversation, taken, field)

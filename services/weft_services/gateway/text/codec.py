@@ -35,7 +35,7 @@ class Codec:
         self._tokenizer = tokenizer
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special = special
-        self._silent = special - spoken if special & spoken else None
+        self._hidden = special - spoken if special & spoken else None
         self._spells_bytes = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._spelling: dict[int, bytes] = {}  # of the tokens that answers have had so far
         self._texts: dict[int, str] = {}  # of those that logprobs have shown
@@ -46,7 +46,7 @@ class Codec:
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         """All ids of a text; with `add_special_tokens` whatever the tokenizer puts around one, such as BOS."""
         # `encode` would hold the interpreter's lock, for 0.4 s with 160,000 tokens; a batch is encoded without it
-        (encoding,) = _told(self._tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        (encoding,) = _call(self._tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def segmented(self, template: str) -> SegmentedEncoder:
@@ -56,10 +56,10 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens, those that are spoken excepted."""
-        if self._silent is None:
-            return str(_told(self._tokenizer.decode, token_ids, skip_special_tokens=True))
-        spoken = [token for token in token_ids if token not in self._silent]
-        return str(_told(self._tokenizer.decode, spoken, skip_special_tokens=False))
+        if self._hidden is None:
+            return str(_call(self._tokenizer.decode, token_ids, skip_special_tokens=True))
+        spoken = [token for token in token_ids if token not in self._hidden]
+        return str(_call(self._tokenizer.decode, spoken, skip_special_tokens=False))
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """For one answer: what `decode` says of all of it, as it comes. `context`: the last tokens before it, where it
@@ -86,7 +86,7 @@ class Codec:
     def _spell(self, token_id: int) -> bytes:
         spelled = self._spelling.get(token_id)
         if spelled is None:
-            is_silent = token_id in (self._special if self._silent is None else self._silent)
+            is_silent = token_id in (self._special if self._hidden is None else self._hidden)
             spelled = b"" if is_silent else spell(self._tokenizer.id_to_token(token_id) or "")
             self._spelling[token_id] = spelled
         return spelled
@@ -95,7 +95,7 @@ class Codec:
         """Is it one of those that end or mark what is said."""
         return token_id in self._special
 
-    def speaking(self, spoken: Iterable[int]) -> Codec:
+    def with_visible_tokens(self, spoken: Iterable[int]) -> Codec:
         """The same, with these special tokens as text."""
         return Codec(self._tokenizer, frozenset(spoken))
 
@@ -118,9 +118,9 @@ class Codec:
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """All that is written there, special tokens included."""
         if len(token_ids) <= FEW_IDS:
-            return str(_told(self._tokenizer.decode, token_ids, skip_special_tokens=False))
+            return str(_call(self._tokenizer.decode, token_ids, skip_special_tokens=False))
         # as with `encode`: without the interpreter's lock
-        return str(_told(self._tokenizer.decode_batch, [token_ids], skip_special_tokens=False)[0])
+        return str(_call(self._tokenizer.decode_batch, [token_ids], skip_special_tokens=False)[0])
 
     def entries(self, token_ids: Iterable[int]) -> list[str]:
         """The tokens as the vocabulary has them; ids beyond it, as padded embeddings have, are empty."""
@@ -137,7 +137,7 @@ class Codec:
         return spell(piece) if all(letter in _BYTE_OF_LETTER for letter in piece) else text.encode()
 
 
-def _told(ask: Callable[..., Any], *given: Any, **options: Any) -> Any:
+def _call(ask: Callable[..., Any], *given: Any, **options: Any) -> Any:
     """The library's answer. A panic of its own, as where a regex takes too long over a text, is no Exception and would
     pass by everybody who tells clients of failures: it is made one."""
     try:

@@ -171,7 +171,7 @@ def _with_object(call: Message) -> Message:
     return call if is_object else {**call, "function": {**function, "arguments": {"arguments": arguments}}}
 
 
-class Need(Enum):
+class TemplateVerdict(Enum):
     """What a template makes of a step's samples as they are, where it renders all words after the step."""
 
     NONE = auto()  # all words, or the step does not help
@@ -180,7 +180,7 @@ class Need(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class HistoryRewrite:
     """A change of form, and short conversations by which it shows whether a template needs it."""
 
     apply: Callable[[Messages], Messages]
@@ -208,9 +208,9 @@ def _call(*ids: str, arguments: Any = None) -> Messages:
 
 _USER, _TALK = _say("user:asked"), _say("user:asked", "assistant:said")
 _ID, _OTHER_ID = "123456789", "abcdefghi"
-STEPS = (
-    Step(user_behind_system, (_say("system:rule"),)),
-    Step(
+REWRITES = (
+    HistoryRewrite(user_behind_system, (_say("system:rule"),)),
+    HistoryRewrite(
         one_system,
         (
             _say("system:first", "system:second", "user:asked"),
@@ -218,14 +218,14 @@ STEPS = (
             _say("user:asked", "system:second"),
         ),
     ),
-    Step(no_system, (_say("system:rule", "user:asked"),)),
-    Step(short_ids, (_USER + _call("call_0123456789abcdef"),)),
-    Step(named_ids, (_USER + _call("call_0123456789abcdef"),)),
-    Step(single_calls, (_USER + _call(_ID, _OTHER_ID),)),
-    Step(object_arguments, (_USER + _call(_ID, arguments="broken"),)),
-    Step(no_empty_turns, (_say("user:asked", "assistant:", "user:more"),)),
-    Step(some_user, (_say("system:rule", "assistant:said"),)),
-    Step(
+    HistoryRewrite(no_system, (_say("system:rule", "user:asked"),)),
+    HistoryRewrite(short_ids, (_USER + _call("call_0123456789abcdef"),)),
+    HistoryRewrite(named_ids, (_USER + _call("call_0123456789abcdef"),)),
+    HistoryRewrite(single_calls, (_USER + _call(_ID, _OTHER_ID),)),
+    HistoryRewrite(object_arguments, (_USER + _call(_ID, arguments="broken"),)),
+    HistoryRewrite(no_empty_turns, (_say("user:asked", "assistant:", "user:more"),)),
+    HistoryRewrite(some_user, (_say("system:rule", "assistant:said"),)),
+    HistoryRewrite(
         alternating,
         (
             _say("user:asked", "user:more"),
@@ -236,43 +236,43 @@ STEPS = (
 )
 
 
-class Histories:
+class HistoryRewriter:
     """The steps that one template needs. `render` renders messages by it, or raises InvalidRequest or ModelFailed."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
         self._render = render
 
-    def whole(self, messages: Messages) -> Messages:
+    def without_losses(self, messages: Messages) -> Messages:
         """The same, changed where the template would leave words out and say nothing of it."""
-        return self._through(messages, (Need.LOST,))
+        return self._through(messages, (TemplateVerdict.LOST,))
 
-    def taken(self, messages: Messages) -> Messages:
+    def acceptable(self, messages: Messages) -> Messages:
         """The same, changed in all that the template refuses."""
-        return self._through(messages, (Need.LOST, Need.REFUSED))
+        return self._through(messages, (TemplateVerdict.LOST, TemplateVerdict.REFUSED))
 
-    def _through(self, messages: Messages, needs: tuple[Need, ...]) -> Messages:
-        for step, need in zip(STEPS, self._needs, strict=True):
+    def _through(self, messages: Messages, needs: tuple[TemplateVerdict, ...]) -> Messages:
+        for step, need in zip(REWRITES, self._needs, strict=True):
             if need in needs:
                 messages = step.apply(messages)
         return messages
 
     @cached_property
-    def _needs(self) -> list[Need]:
-        return [max((self._judged(step, each) for each in step.samples), key=_WORST.index) for step in STEPS]
+    def _needs(self) -> list[TemplateVerdict]:
+        return [max((self._verdict(step, each) for each in step.samples), key=_WORST.index) for step in REWRITES]
 
-    def _judged(self, step: Step, sample: Messages) -> Need:
+    def _verdict(self, step: HistoryRewrite, sample: Messages) -> TemplateVerdict:
         words = {word for message in sample for word in _words(message)}
-        is_refused = (text := self._tried(sample)) is None
+        is_refused = (text := self._try_render(sample)) is None
         if text is not None and all(word in text for word in words):
-            return Need.NONE
+            return TemplateVerdict.NONE
         changed = step.apply(sample)
         for messages in (changed, alternating(changed)):
-            text = self._tried(messages)
+            text = self._try_render(messages)
             if text is not None and all(word in text for word in words):
-                return Need.REFUSED if is_refused else Need.LOST
-        return Need.NONE
+                return TemplateVerdict.REFUSED if is_refused else TemplateVerdict.LOST
+        return TemplateVerdict.NONE
 
-    def _tried(self, messages: Messages) -> str | None:
+    def _try_render(self, messages: Messages) -> str | None:
         try:
             return self._render(messages)
         except (InvalidRequest, ModelFailed):
@@ -280,7 +280,7 @@ class Histories:
 
 
 # of several samples the worst counts
-_WORST = (Need.NONE, Need.REFUSED, Need.LOST)
+_WORST = (TemplateVerdict.NONE, TemplateVerdict.REFUSED, TemplateVerdict.LOST)
 
 
 def _words(message: Message) -> list[str]:

@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 
 import orjson
 
-from weft_services.gateway.text.json_repair import SPACE, JsonMender
+from weft_services.gateway.text.json_repair import SPACE, JsonRepairer
 
 ResultT = TypeVar("ResultT")
-Reading = Generator[None, None, ResultT]
+Parse = Generator[None, None, ResultT]
 Emit = Callable[[str], None]
 # what comes after more white space than this does not begin with anything: looking for it must not take ever longer
 MAX_SPACE = 1024
 
 
-class Feed:
+class TextBuffer:
     """What has come and has not been read. `taken` is what was read since `mark`."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Feed:
         self._taken.append(text)
         return text
 
-    def give_back(self, text: str) -> None:
+    def unread(self, text: str) -> None:
         """What was read last comes next."""
         self.text = text + self.text
         self._taken.pop()
@@ -48,70 +48,70 @@ class Feed:
         return "".join(self._taken)
 
 
-def copy_until(feed: Feed, markers: Iterable[str], emit: Emit) -> Reading[str | None]:
+def copy_until(buffer: TextBuffer, markers: Iterable[str], emit: Emit) -> Parse[str | None]:
     """Text up to the first of the markers, which is read too and returned; None at the end of the answer."""
     markers = tuple(markers)
     while True:
-        found = [(at, marker) for marker in markers if (at := feed.text.find(marker)) >= 0]
+        found = [(at, marker) for marker in markers if (at := buffer.text.find(marker)) >= 0]
         if found:
             at, marker = min(found)
-            _emit(feed, at, emit)
-            feed.take(len(marker))
+            _emit(buffer, at, emit)
+            buffer.take(len(marker))
             return marker
-        if feed.is_over:
-            _emit(feed, len(feed.text), emit)
+        if buffer.is_over:
+            _emit(buffer, len(buffer.text), emit)
             return None
-        held = max((overlap(feed.text, marker) for marker in markers), default=0)
-        _emit(feed, len(feed.text) - held, emit)
+        held = max((overlap(buffer.text, marker) for marker in markers), default=0)
+        _emit(buffer, len(buffer.text) - held, emit)
         yield
 
 
-def begins_with(feed: Feed, marker: str) -> Reading[bool]:
+def begins_with(buffer: TextBuffer, marker: str) -> Parse[bool]:
     """Does the marker come next, white space aside; if so, both are read."""
     while True:
-        text = feed.text.lstrip(SPACE)
-        num_space = len(feed.text) - len(text)
+        text = buffer.text.lstrip(SPACE)
+        num_space = len(buffer.text) - len(text)
         if num_space > MAX_SPACE:
             return False
         if text.startswith(marker):
-            feed.take(num_space + len(marker))
+            buffer.take(num_space + len(marker))
             return True
-        if feed.is_over or not marker.startswith(text):
+        if buffer.is_over or not marker.startswith(text):
             return False
         yield
 
 
-def next_letter(feed: Feed) -> Reading[str]:
+def next_letter(buffer: TextBuffer) -> Parse[str]:
     """The next letter that is no white space, not read yet; empty at the end."""
     while True:
-        feed.take(len(feed.text) - len(feed.text.lstrip(SPACE)))
-        if feed.text or feed.is_over:
-            return feed.text[:1]
+        buffer.take(len(buffer.text) - len(buffer.text.lstrip(SPACE)))
+        if buffer.text or buffer.is_over:
+            return buffer.text[:1]
         yield
 
 
-def is_next(feed: Feed, marker: str) -> Reading[bool]:
+def is_next(buffer: TextBuffer, marker: str) -> Parse[bool]:
     """Does the marker come next; nothing is read."""
-    while len(feed.text) < len(marker) and marker.startswith(feed.text) and not feed.is_over:
+    while len(buffer.text) < len(marker) and marker.startswith(buffer.text) and not buffer.is_over:
         yield
-    return feed.text.startswith(marker)
+    return buffer.text.startswith(marker)
 
 
-def peek_letter(feed: Feed) -> Reading[str]:
+def peek_letter(buffer: TextBuffer) -> Parse[str]:
     """The next letter that is no white space, empty where that is too far away; nothing is read."""
-    while not (text := feed.text.lstrip(SPACE)) and not feed.is_over and len(feed.text) <= MAX_SPACE:
+    while not (text := buffer.text.lstrip(SPACE)) and not buffer.is_over and len(buffer.text) <= MAX_SPACE:
         yield
-    return text[:1] if len(feed.text) - len(text) <= MAX_SPACE else ""
+    return text[:1] if len(buffer.text) - len(text) <= MAX_SPACE else ""
 
 
-def copy_json(feed: Feed, emit: Emit) -> Reading[None]:
+def copy_json(buffer: TextBuffer, emit: Emit) -> Parse[None]:
     """One value as valid JSON, see `JsonMender`; it is closed where the answer ends before it does."""
-    yield from next_letter(feed)
-    mender = JsonMender()
+    yield from next_letter(buffer)
+    mender = JsonRepairer()
     while True:
-        text, num_read = mender.read(feed.text)
-        feed.take(num_read)
-        if feed.is_over and not mender.is_done:
+        text, num_read = mender.read(buffer.text)
+        buffer.take(num_read)
+        if buffer.is_over and not mender.is_done:
             text += mender.close()
         if text:
             emit(text)
@@ -120,10 +120,10 @@ def copy_json(feed: Feed, emit: Emit) -> Reading[None]:
         yield
 
 
-def json_text(feed: Feed) -> Reading[str]:
+def json_text(buffer: TextBuffer) -> Parse[str]:
     """One value, as `copy_json` gives it out."""
     pieces: list[str] = []
-    yield from copy_json(feed, pieces.append)
+    yield from copy_json(buffer, pieces.append)
     return "".join(pieces)
 
 
@@ -132,9 +132,9 @@ def parse_json(text: str) -> Any:
     return orjson.loads(text)
 
 
-def _emit(feed: Feed, count: int, emit: Emit) -> None:
+def _emit(buffer: TextBuffer, count: int, emit: Emit) -> None:
     if count:
-        emit(feed.take(count))
+        emit(buffer.take(count))
 
 
 def overlap(text: str, stop: str) -> int:

@@ -23,12 +23,12 @@ HALF_PAIR = "\\ufffd"
 ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
-class JsonMender:
+class JsonRepairer:
     """State of one value. `is_done`: it has ended; `is_invented`: more was mended than strings, literals and commas."""
 
     def __init__(self) -> None:
         self.is_done = False
-        self.is_invented = False
+        self.is_guessed = False
         self._closers: list[str] = []  # of the containers that are open
         self._expects = "value"  # or "key", "colon", "more": a comma or the container's end
         self._comma = ""  # one that waits for what follows, with the white space behind it
@@ -144,12 +144,12 @@ class JsonMender:
     def _begin(self) -> bool:
         """Before a key or a value; is it a key."""
         if self._expects == "more":
-            self.is_invented |= not self._comma
+            self.is_guessed |= not self._comma
             self._out.append(self._comma or ", ")
             self._comma = ""
             self._expects = "key" if self._closers[-1] == "}" else "value"
         elif self._expects == "colon":
-            self.is_invented = True
+            self.is_guessed = True
             self._out.append(": ")
             self._expects = "value"
         return self._expects == "key"
@@ -173,7 +173,7 @@ class JsonMender:
 
     def _open(self, letter: str) -> None:
         if self._begin():
-            self.is_invented = True
+            self.is_guessed = True
             self._out.append('"": ')
         self._out.append(letter)
         self._closers.append("}" if letter == "{" else "]")
@@ -181,7 +181,7 @@ class JsonMender:
 
     def _close(self, letter: str) -> None:
         """The innermost container of this kind, and those within it."""
-        self.is_invented |= letter != self._closers[-1]
+        self.is_guessed |= letter != self._closers[-1]
         if letter not in self._closers:
             return
         while self._close_one() != letter:
@@ -200,25 +200,25 @@ class JsonMender:
     def _fill(self) -> None:
         """A key without its value has null."""
         if self._closers[-1] == "}" and self._expects in ("colon", "value"):
-            self.is_invented = True
+            self.is_guessed = True
             self._out.append(": null" if self._expects == "colon" else "null")
             self._expects = "more"
 
     def _close_all(self) -> None:
-        self.is_invented |= bool(self._closers)
+        self.is_guessed |= bool(self._closers)
         while self._closers:
             self._close_one()
         self.is_done = True
 
 
-def mended_object(text: str) -> str | None:
+def repaired_object(text: str) -> str | None:
     """The JSON of an object that is written in all of the text; None where it would have to be guessed."""
-    mender = JsonMender()
+    mender = JsonRepairer()
     text = text.strip()
     if not text.startswith("{"):
         return None
     mended, num_read = mender.read(text)
-    return mended if mender.is_done and not mender.is_invented and num_read == len(text) else None
+    return mended if mender.is_done and not mender.is_guessed and num_read == len(text) else None
 
 
 def _may_go_on(chunk: str) -> bool:

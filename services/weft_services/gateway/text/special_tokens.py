@@ -41,11 +41,11 @@ SAMPLES = (
 Ids = Callable[[Conversation], Sequence[int]]
 
 
-class CannotSeal(Exception):
+class GuardImpossible(Exception):
     """This tokenizer's or template's special tokens cannot be told from a user's."""
 
 
-class Seal:
+class SpecialTokenGuard:
     """One model's, new in each process: ids alone leave it."""
 
     def __init__(self, tokenizer_json: bytes, plain: Tokenizer) -> None:
@@ -68,14 +68,14 @@ class Seal:
         self.tokenizer = _loaded(description)
         self._check(plain, _unknown(description["model"]))
 
-    def closed(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """A template's own text, or a value that it is given: special tokens begin with the secret."""
         first, then = self._rounds
         pieces = first.split(text)
         pieces[::2] = ["".join(self._renamed(then.split(between))) for between in pieces[::2]]
         return "".join(self._renamed(pieces))
 
-    def opened(self, text: str) -> str:
+    def unescape(self, text: str) -> str:
         """The same without the secret, for others to read."""
         return self._written.sub("", text)
 
@@ -89,10 +89,10 @@ class Seal:
         special = {plain.token_to_id(name) for name, new in self._names.items() if new != unknown}
         for number, token in plain.get_added_tokens_decoder().items():
             if self.tokenizer.token_to_id(self._names.get(token.content, token.content)) != number:
-                raise CannotSeal(f"another id for {token.content!r}")
+                raise GuardImpossible(f"another id for {token.content!r}")
         for name in self._names:
             if special & {*self.tokenizer.encode(f"a{name} {name}", add_special_tokens=False).ids}:
-                raise CannotSeal(f"the tokenizer has {name!r} among its words")
+                raise GuardImpossible(f"the tokenizer has {name!r} among its words")
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -121,10 +121,10 @@ def _loaded(description: dict[str, Any]) -> Tokenizer:
     try:
         return Tokenizer.from_str(orjson.dumps(description).decode())
     except Exception as error:  # the library raises bare Exception
-        raise CannotSeal(str(error)) from error
+        raise GuardImpossible(str(error)) from error
 
 
-def try_out(plain: Ids, sealed: Ids) -> None:
+def check_samples(plain: Ids, sealed: Ids) -> None:
     """Conversations without special tokens have the same ids under a seal. Raises CannotSeal where they do not: a
     template may put special tokens together from parts, which have no secret."""
     for sample in SAMPLES:
@@ -135,6 +135,6 @@ def try_out(plain: Ids, sealed: Ids) -> None:
         try:
             found = sealed(sample)
         except InvalidRequest as error:
-            raise CannotSeal(f"the template refuses what it takes without: {error}") from error
+            raise GuardImpossible(f"the template refuses what it takes without: {error}") from error
         if found != expected:
-            raise CannotSeal("the template makes them of parts")
+            raise GuardImpossible("the template makes them of parts")

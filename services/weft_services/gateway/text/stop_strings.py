@@ -14,7 +14,7 @@ from weft_services.gateway.text.incremental_reader import overlap
 from weft_services.gateway.text.parts import Part, PartKind
 
 
-class Stops(Protocol):
+class StopMatcher(Protocol):
     """Stop strings of one sequence."""
 
     def push(self, text: str) -> tuple[str, str | None]:

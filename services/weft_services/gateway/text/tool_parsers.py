@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weft_services.gateway.text.incremental_reader import (
-    Feed,
-    Reading,
+    Parse,
+    TextBuffer,
     begins_with,
     copy_json,
     copy_until,
@@ -19,10 +19,10 @@ from weft_services.gateway.text.incremental_reader import (
     parse_json,
     peek_letter,
 )
-from weft_services.gateway.text.json_repair import mended_object
+from weft_services.gateway.text.json_repair import repaired_object
 from weft_services.gateway.text.parts import Parts
 
-Parser = Callable[[Feed, Parts], Reading[None]]
+Parser = Callable[[TextBuffer, Parts], Parse[None]]
 MAX_PYTHON_CHARS = 64 * 1024
 # of a call; an object with others in front of its name is none, where no marker says that it is
 FIELDS = ("name", "type", "id", "arguments", "parameters")
@@ -32,51 +32,51 @@ class Malformed(Exception):
     """Not a call after all, and nothing of it has been given out."""
 
 
-def plain(feed: Feed, parts: Parts) -> Reading[None]:
+def plain(buffer: TextBuffer, parts: Parts) -> Parse[None]:
     """Text and nothing else."""
-    yield from copy_until(feed, (), parts.text)
+    yield from copy_until(buffer, (), parts.text)
 
 
-def hermes(feed: Feed, parts: Parts) -> Reading[None]:
+def hermes(buffer: TextBuffer, parts: Parts) -> Parse[None]:
     """Hermes, Qwen, weft-nano: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, text around and between."""
     opening, closing = "<tool_call>", "</tool_call>"
     is_unclosed = False  # the last call's closing tag has not come: where it does, it is no text
-    while mark := (yield from copy_until(feed, (opening, closing) if is_unclosed else (opening,), parts.text)):
+    while mark := (yield from copy_until(buffer, (opening, closing) if is_unclosed else (opening,), parts.text)):
         if mark == closing:
             is_unclosed = False
-        elif (yield from _object_or_text(feed, parts, opening)):
-            is_unclosed = not (yield from begins_with(feed, closing))
+        elif (yield from _object_or_text(buffer, parts, opening)):
+            is_unclosed = not (yield from begins_with(buffer, closing))
 
 
-def mistral(feed: Feed, parts: Parts) -> Reading[None]:
+def mistral(buffer: TextBuffer, parts: Parts) -> Parse[None]:
     """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, newer ones `[TOOL_CALLS]name[ARGS]{...}`."""
-    while (yield from copy_until(feed, ("[TOOL_CALLS]",), parts.text)):
-        if (yield from next_letter(feed)) == "{":  # without its list
-            yield from _object_or_text(feed, parts, "[TOOL_CALLS]")
+    while (yield from copy_until(buffer, ("[TOOL_CALLS]",), parts.text)):
+        if (yield from next_letter(buffer)) == "{":  # without its list
+            yield from _object_or_text(buffer, parts, "[TOOL_CALLS]")
             continue
-        if feed.text[:1] != "[":
-            yield from _named_call(feed, parts, "[TOOL_CALLS]", ("[ARGS]",), _mistral_name)
+        if buffer.text[:1] != "[":
+            yield from _named_call(buffer, parts, "[TOOL_CALLS]", ("[ARGS]",), _mistral_name)
             continue
-        feed.take(1)
-        if (yield from next_letter(feed)) not in ("{", "]"):
+        buffer.take(1)
+        if (yield from next_letter(buffer)) not in ("{", "]"):
             parts.text("[TOOL_CALLS][")
-        while (yield from next_letter(feed)) == "{":
-            yield from _object_or_text(feed, parts, "")
-            if (yield from next_letter(feed)) == ",":
-                feed.take(1)
-        if feed.text.startswith("]"):
-            feed.take(1)
+        while (yield from next_letter(buffer)) == "{":
+            yield from _object_or_text(buffer, parts, "")
+            if (yield from next_letter(buffer)) == ",":
+                buffer.take(1)
+        if buffer.text.startswith("]"):
+            buffer.take(1)
 
 
-def deepseek(feed: Feed, parts: Parts) -> Reading[None]:
+def deepseek(buffer: TextBuffer, parts: Parts) -> Parse[None]:
     """DeepSeek V3 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON), each call in its own tags."""
     marks = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>")
-    while mark := (yield from copy_until(feed, marks, parts.text)):
+    while mark := (yield from copy_until(buffer, marks, parts.text)):
         if mark == marks[3]:
-            yield from _deepseek_call(feed, parts, marks)
+            yield from _deepseek_call(buffer, parts, marks)
 
 
-def kimi(feed: Feed, parts: Parts) -> Reading[None]:
+def kimi(buffer: TextBuffer, parts: Parts) -> Parse[None]:
     """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` in a section."""
     marks = (
         "<|tool_calls_section_begin|>",
@@ -84,88 +84,88 @@ def kimi(feed: Feed, parts: Parts) -> Reading[None]:
         "<|tool_call_end|>",
         "<|tool_call_begin|>",
     )
-    while mark := (yield from copy_until(feed, marks, parts.text)):
+    while mark := (yield from copy_until(buffer, marks, parts.text)):
         if mark == marks[3]:
-            yield from _named_call(feed, parts, mark, ("<|tool_call_argument_begin|>",), _kimi_name)
+            yield from _named_call(buffer, parts, mark, ("<|tool_call_argument_begin|>",), _kimi_name)
 
 
 def llama(names: frozenset[str]) -> Parser:
     """Llama 3 and 4: the answer is a JSON object with name and parameters, several with `;` between, or Python calls
     in brackets. As nothing else marks a call, only those of known tools are taken for one."""
 
-    def parse(feed: Feed, parts: Parts) -> Reading[None]:
+    def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
         for tag in ("<|python_tag|>", "<|python_start|>"):
-            yield from begins_with(feed, tag)
-        if (yield from peek_letter(feed)) == "[":
-            yield from _python_calls(feed, parts, names)
-        while (yield from peek_letter(feed)) == "{":
-            if not (yield from _object_or_text(feed, parts, "", names)):
+            yield from begins_with(buffer, tag)
+        if (yield from peek_letter(buffer)) == "[":
+            yield from _python_calls(buffer, parts, names)
+        while (yield from peek_letter(buffer)) == "{":
+            if not (yield from _object_or_text(buffer, parts, "", names)):
                 break
-            yield from begins_with(feed, ";")
-        yield from begins_with(feed, "<|python_end|>")
-        yield from copy_until(feed, (), parts.text)
+            yield from begins_with(buffer, ";")
+        yield from begins_with(buffer, "<|python_end|>")
+        yield from copy_until(buffer, (), parts.text)
 
     return parse
 
 
-def _object_or_text(feed: Feed, parts: Parts, opening: str, names: frozenset[str] | None = None) -> Reading[bool]:
+def _object_or_text(buffer: TextBuffer, parts: Parts, opening: str, names: frozenset[str] | None = None) -> Parse[bool]:
     """One JSON object that is a call; if it is none, it is text, and so is the marker before it."""
-    feed.mark()
+    buffer.mark()
     num_calls = parts.num_calls
     try:
-        yield from _object(feed, parts, names)
+        yield from _object(buffer, parts, names)
     except (Malformed, ValueError):
         if parts.num_calls == num_calls:  # what has been given out cannot be taken back
-            parts.text(opening + feed.taken)
+            parts.text(opening + buffer.taken)
             return False
-    yield from _skip_closers(feed)
+    yield from _skip_closers(buffer)
     return True
 
 
-def _skip_closers(feed: Feed) -> Reading[None]:
+def _skip_closers(buffer: TextBuffer) -> Parse[None]:
     """Models write a bracket too many behind a call: that is no text."""
-    while (yield from begins_with(feed, "}")):
+    while (yield from begins_with(buffer, "}")):
         pass
 
 
-def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[None]:
+def _object(buffer: TextBuffer, parts: Parts, names: frozenset[str] | None) -> Parse[None]:
     """Arguments stream from the moment that the name is known."""
-    if (yield from next_letter(feed)) != "{":
+    if (yield from next_letter(buffer)) != "{":
         raise Malformed
-    feed.take(1)
+    buffer.take(1)
     fields: dict[str, Any] = {}
     written: dict[str, str] = {}
     is_begun = False
-    while (letter := (yield from next_letter(feed))) != "}":
+    while (letter := (yield from next_letter(buffer))) != "}":
         if letter == ",":
-            feed.take(1)
+            buffer.take(1)
             continue
-        key = yield from _key(feed)
+        key = yield from _key(buffer)
         if names is not None and "name" not in fields and key not in FIELDS:
             raise Malformed
         is_it = key in ("arguments", "parameters") and "name" in fields and not is_begun
-        if is_it and (yield from next_letter(feed)) == "{":
+        if is_it and (yield from next_letter(buffer)) == "{":
             parts.begin_call(fields["name"], str(fields.get("id") or ""))
             is_begun = True
-            yield from copy_json(feed, parts.arguments)
+            yield from copy_json(buffer, parts.arguments)
             parts.end_call()
             continue
-        written[key] = yield from json_text(feed)
+        written[key] = yield from json_text(buffer)
         fields[key] = parse_json(written[key])
         if key == "name" and not _is_name(fields[key], names):
             raise Malformed
-    feed.take(1)
+    buffer.take(1)
     if not is_begun:
         _whole_call(parts, fields, written)
 
 
-def _key(feed: Feed) -> Reading[Any]:
-    if (yield from next_letter(feed)) not in ("'", '"'):
+def _key(buffer: TextBuffer) -> Parse[Any]:
+    if (yield from next_letter(buffer)) not in ("'", '"'):
         raise Malformed
-    key = parse_json((yield from json_text(feed)))
-    if (yield from next_letter(feed)) != ":":
+    key = parse_json((yield from json_text(buffer)))
+    if (yield from next_letter(buffer)) != ":":
         raise Malformed
-    feed.take(1)
+    buffer.take(1)
     return key
 
 
@@ -188,7 +188,7 @@ def _as_object(value: Any, written: str) -> str:
         return "{}"
     if isinstance(value, dict):
         return written
-    found = mended_object(value) if isinstance(value, str) else None
+    found = repaired_object(value) if isinstance(value, str) else None
     if found is None:
         raise Malformed
     return found
@@ -201,37 +201,41 @@ def _say_call(parts: Parts, name: str, call_id: str, arguments: str) -> None:
 
 
 def _named_call(
-    feed: Feed, parts: Parts, opening: str, separators: tuple[str, ...], read_name: Callable[[str], tuple[str, str]]
-) -> Reading[None]:
+    buffer: TextBuffer,
+    parts: Parts,
+    opening: str,
+    separators: tuple[str, ...],
+    read_name: Callable[[str], tuple[str, str]],
+) -> Parse[None]:
     """Name, separator, JSON. The name may say the call's id too. Without one it is no call, and all of it is text."""
     header: list[str] = []
-    feed.mark()
-    separator = yield from copy_until(feed, (*separators, "{"), header.append)
+    buffer.mark()
+    separator = yield from copy_until(buffer, (*separators, "{"), header.append)
     name, call_id = read_name("".join(header).strip())
     if separator is None or not name:
-        parts.text(opening + feed.taken)
+        parts.text(opening + buffer.taken)
         return
     if separator == "{":
-        feed.give_back(separator)
-    yield from _arguments(feed, parts, opening, name, call_id)
+        buffer.unread(separator)
+    yield from _arguments(buffer, parts, opening, name, call_id)
 
 
-def _arguments(feed: Feed, parts: Parts, opening: str, name: str, call_id: str = "") -> Reading[None]:
+def _arguments(buffer: TextBuffer, parts: Parts, opening: str, name: str, call_id: str = "") -> Parse[None]:
     """They are JSON, or there are none. Where they can be made no object, all that was read since the mark is text."""
-    letter = yield from next_letter(feed)
+    letter = yield from next_letter(buffer)
     if letter == "{":
         parts.begin_call(name, call_id)
-        yield from copy_json(feed, parts.arguments)
+        yield from copy_json(buffer, parts.arguments)
         parts.end_call()
-        yield from _skip_closers(feed)
+        yield from _skip_closers(buffer)
         return
     written = ""
-    if letter and letter not in "<`" and not (yield from is_next(feed, "[TOOL_CALLS]")):
-        written = yield from json_text(feed)
+    if letter and letter not in "<`" and not (yield from is_next(buffer, "[TOOL_CALLS]")):
+        written = yield from json_text(buffer)
     try:
         _say_call(parts, name, call_id, _as_object(parse_json(written) if written else None, written))
     except (Malformed, ValueError):
-        parts.text(opening + feed.taken)
+        parts.text(opening + buffer.taken)
 
 
 def _mistral_name(header: str) -> tuple[str, str]:
@@ -245,40 +249,40 @@ def _kimi_name(header: str) -> tuple[str, str]:
     return name.rpartition(":")[0] or name, header
 
 
-def _deepseek_call(feed: Feed, parts: Parts, marks: tuple[str, ...]) -> Reading[None]:
+def _deepseek_call(buffer: TextBuffer, parts: Parts, marks: tuple[str, ...]) -> Parse[None]:
     before: list[str] = []
-    feed.mark()
-    mark = yield from copy_until(feed, ("<｜tool▁sep｜>", *marks), before.append)
+    buffer.mark()
+    mark = yield from copy_until(buffer, ("<｜tool▁sep｜>", *marks), before.append)
     if mark != "<｜tool▁sep｜>":  # no call after all; what comes next may be one
         parts.text("".join(before))
         if mark:
-            feed.give_back(mark)
+            buffer.unread(mark)
         return
     name = "".join(before).strip()
-    if name == "function" and (yield from next_letter(feed)) != "{":  # V3: this was the type, now comes the name
+    if name == "function" and (yield from next_letter(buffer)) != "{":  # V3: this was the type, now comes the name
         lines: list[str] = []
-        fence = yield from copy_until(feed, ("```json", "{", "<｜tool▁call▁end｜>"), lines.append)
+        fence = yield from copy_until(buffer, ("```json", "{", "<｜tool▁call▁end｜>"), lines.append)
         name = "".join(lines).strip() or name
         if fence and fence != "```json":  # V3.1's without arguments ends here
-            feed.give_back(fence)
+            buffer.unread(fence)
     if not name:
         parts.text("".join(before))
         return
-    yield from begins_with(feed, "```json")
-    yield from _arguments(feed, parts, marks[3], name)
-    yield from begins_with(feed, "```")
+    yield from begins_with(buffer, "```json")
+    yield from _arguments(buffer, parts, marks[3], name)
+    yield from begins_with(buffer, "```")
 
 
-def _python_calls(feed: Feed, parts: Parts, names: frozenset[str]) -> Reading[None]:
+def _python_calls(buffer: TextBuffer, parts: Parts, names: frozenset[str]) -> Parse[None]:
     """`[f(a=1), g()]`, given out when it is complete; a list that does not begin with a tool's call is text at once."""
-    while not feed.is_over and _may_be_python(text := feed.text.lstrip(), names, is_whole=False):
+    while not buffer.is_over and _may_be_python(text := buffer.text.lstrip(), names, is_whole=False):
         if any(text.startswith(f"[{name}(") for name in names):
             break
         yield
-    if not _may_be_python(feed.text.lstrip(), names, is_whole=True):
+    if not _may_be_python(buffer.text.lstrip(), names, is_whole=True):
         return
     held: list[str] = []
-    yield from copy_until(feed, ("<|python_end|>",), held.append)
+    yield from copy_until(buffer, ("<|python_end|>",), held.append)
     try:
         calls = _python("".join(held), names)
     except (Malformed, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):

@@ -13,13 +13,13 @@ from typing import Any
 from weft_services.gateway.text.incremental_reader import (
     MAX_SPACE,
     Emit,
-    Feed,
-    Reading,
+    Parse,
+    TextBuffer,
     begins_with,
     copy_until,
     parse_json,
 )
-from weft_services.gateway.text.json_repair import SPACE, mended_object
+from weft_services.gateway.text.json_repair import SPACE, repaired_object
 from weft_services.gateway.text.parts import Parts
 from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS, Parser
 
@@ -42,24 +42,24 @@ def qwen_xml(schemas: Schemas) -> Parser:
     """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`, text around and between;
     models do forget the outer tag."""
 
-    def parse(feed: Feed, parts: Parts) -> Reading[None]:
-        while mark := (yield from copy_until(feed, (CALL, FUNCTION), parts.text)):
-            feed.mark()
+    def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
+        while mark := (yield from copy_until(buffer, (CALL, FUNCTION), parts.text)):
+            buffer.mark()
             if mark == FUNCTION:
-                yield from _call(feed, parts, schemas, is_tagged=False)
-            elif (yield from begins_with(feed, FUNCTION)):
-                yield from _call(feed, parts, schemas, is_tagged=True)
+                yield from _call(buffer, parts, schemas, is_tagged=False)
+            elif (yield from begins_with(buffer, FUNCTION)):
+                yield from _call(buffer, parts, schemas, is_tagged=True)
             else:
                 parts.text(mark)
 
     return parse
 
 
-def _call(feed: Feed, parts: Parts, schemas: Schemas, is_tagged: bool) -> Reading[None]:
+def _call(buffer: TextBuffer, parts: Parts, schemas: Schemas, is_tagged: bool) -> Parse[None]:
     """Without the outer tag only a call of a known tool is one: texts speak of such tags, too."""
-    name, is_named = yield from _name(feed)
+    name, is_named = yield from _name(buffer)
     if not is_named or not (is_tagged or name in schemas):
-        parts.text((CALL if is_tagged else FUNCTION) + feed.taken)
+        parts.text((CALL if is_tagged else FUNCTION) + buffer.taken)
         return
     parts.begin_call(name)
     root = schemas.get(name, {})
@@ -68,41 +68,41 @@ def _call(feed: Feed, parts: Parts, schemas: Schemas, is_tagged: bool) -> Readin
     properties = properties if isinstance(properties, dict) else {}
     missing = set(properties) if properties else None
     separator = "{"
-    while (yield from copy_until(feed, (PARAMETER, END_FUNCTION, END_CALL), _nothing)) == PARAMETER:
-        key, is_named = yield from _name(feed)
+    while (yield from copy_until(buffer, (PARAMETER, END_FUNCTION, END_CALL), _nothing)) == PARAMETER:
+        key, is_named = yield from _name(buffer)
         if not is_named:
             continue
         if missing:
             missing.discard(key)
         parts.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        yield from _value(feed, parts, resolved(properties.get(key), root), missing)
+        yield from _value(buffer, parts, resolved(properties.get(key), root), missing)
     parts.arguments("}" if separator == ", " else "{}")
     parts.end_call()
-    yield from begins_with(feed, END_CALL)
+    yield from begins_with(buffer, END_CALL)
 
 
-def _name(feed: Feed) -> Reading[tuple[str, bool]]:
+def _name(buffer: TextBuffer) -> Parse[tuple[str, bool]]:
     """What stands before the bracket that closes the tag, and whether there is one on the same line."""
     written: list[str] = []
-    mark = yield from copy_until(feed, (">", "\n"), written.append)
+    mark = yield from copy_until(buffer, (">", "\n"), written.append)
     name = "".join(written)
     return (name.strip(), bool(name.strip())) if mark == ">" else (name + (mark or ""), False)
 
 
-def _value(feed: Feed, parts: Parts, schema: Any, missing: Missing) -> Reading[None]:
+def _value(buffer: TextBuffer, parts: Parts, schema: Any, missing: Missing) -> Parse[None]:
     """One line break on either side is not its own. Text streams unless it may be null."""
-    while not feed.text and not feed.is_over:
+    while not buffer.text and not buffer.is_over:
         yield
-    if feed.text.startswith("\n"):
-        feed.take(1)
+    if buffer.text.startswith("\n"):
+        buffer.take(1)
     if is_text(schema) and not is_nullable(schema):
         parts.arguments('"')
-        yield from _until_end(feed, lambda text: parts.arguments(_escaped(text)), missing)
+        yield from _until_end(buffer, lambda text: parts.arguments(_escaped(text)), missing)
         parts.arguments('"')
         return
     written: list[str] = []
-    yield from _until_end(feed, written.append, missing)
+    yield from _until_end(buffer, written.append, missing)
     value = "".join(written)
     if is_text(schema):
         parts.arguments("null" if LITERALS.get(value, value) == "null" else json.dumps(value, ensure_ascii=False))
@@ -110,46 +110,46 @@ def _value(feed: Feed, parts: Parts, schema: Any, missing: Missing) -> Reading[N
         parts.arguments(_as_json(value))
 
 
-def _until_end(feed: Feed, emit: Emit, missing: Missing) -> Reading[None]:
+def _until_end(buffer: TextBuffer, emit: Emit, missing: Missing) -> Parse[None]:
     """Up to the tag that closes a value. Values have such tags within them, so one counts where it stands as the format
     has it: with the next parameter or the function's end behind it, as many as were opened in the value aside. Models
     forget it, and then the next tag on a line of its own ends the value too. `missing`: the parameters that may follow.
     """
     num_inner = 0
-    while mark := (yield from copy_until(feed, VALUE_TAGS, emit)):
+    while mark := (yield from copy_until(buffer, VALUE_TAGS, emit)):
         if mark in VALUE_TAGS[:2]:
-            if (yield from _is_closing(feed, num_inner, missing)):
+            if (yield from _is_closing(buffer, num_inner, missing)):
                 return
             num_inner = max(0, num_inner - 1)
-        elif not num_inner and (yield from _is_forgotten(feed, mark, missing)):
-            feed.give_back(mark)
+        elif not num_inner and (yield from _is_forgotten(buffer, mark, missing)):
+            buffer.unread(mark)
             return
         else:
             num_inner += mark.endswith(PARAMETER)
         emit(mark)
 
 
-def _is_closing(feed: Feed, num_inner: int, missing: Missing) -> Reading[bool]:
+def _is_closing(buffer: TextBuffer, num_inner: int, missing: Missing) -> Parse[bool]:
     """Is a parameter's closing tag the value's own, by what stands behind it."""
     if not num_inner:
-        return (yield from _is_before(feed, (PARAMETER, END_FUNCTION, END_CALL)))
-    if missing and (yield from _is_before(feed, (PARAMETER,))):
-        return (yield from _is_missing(feed, PARAMETER, missing))
-    return (yield from _is_before(feed, (END_FUNCTION,), (END_CALL,)))
+        return (yield from _is_before(buffer, (PARAMETER, END_FUNCTION, END_CALL)))
+    if missing and (yield from _is_before(buffer, (PARAMETER,))):
+        return (yield from _is_missing(buffer, PARAMETER, missing))
+    return (yield from _is_before(buffer, (END_FUNCTION,), (END_CALL,)))
 
 
-def _is_forgotten(feed: Feed, mark: str, missing: Missing) -> Reading[bool]:
+def _is_forgotten(buffer: TextBuffer, mark: str, missing: Missing) -> Parse[bool]:
     """Does the value end before this tag, without a tag of its own."""
     if mark == f"\n{PARAMETER}":
-        return (yield from _is_missing(feed, "", missing))
-    return mark == f"\n{END_CALL}" or (mark != PARAMETER and (yield from _is_before(feed, (END_CALL,))))
+        return (yield from _is_missing(buffer, "", missing))
+    return mark == f"\n{END_CALL}" or (mark != PARAMETER and (yield from _is_before(buffer, (END_CALL,))))
 
 
-def _is_before(feed: Feed, *steps: tuple[str, ...]) -> Reading[bool]:
+def _is_before(buffer: TextBuffer, *steps: tuple[str, ...]) -> Parse[bool]:
     """Do tags come next, one of each step, white space aside, as far as the answer goes; nothing is read."""
-    while (found := _follows(feed.text, steps)) is None and not feed.is_over and len(feed.text) <= MAX_SPACE:
+    while (found := _follows(buffer.text, steps)) is None and not buffer.is_over and len(buffer.text) <= MAX_SPACE:
         yield
-    return feed.is_over if found is None else found
+    return buffer.is_over if found is None else found
 
 
 def _follows(text: str, steps: Iterable[tuple[str, ...]]) -> bool | None:
@@ -163,12 +163,12 @@ def _follows(text: str, steps: Iterable[tuple[str, ...]]) -> bool | None:
     return True
 
 
-def _is_missing(feed: Feed, tag: str, missing: Missing) -> Reading[bool]:
+def _is_missing(buffer: TextBuffer, tag: str, missing: Missing) -> Parse[bool]:
     """Is the key that comes next, with this tag before it, one that is expected; without a schema each of them is."""
     while True:
-        text = feed.text.lstrip(SPACE)[len(tag) :]
+        text = buffer.text.lstrip(SPACE)[len(tag) :]
         key, bracket, _ = text.partition(">")
-        if bracket or feed.is_over or "\n" in key or len(key) > MAX_KEY_CHARS:
+        if bracket or buffer.is_over or "\n" in key or len(key) > MAX_KEY_CHARS:
             return bool(bracket) and "\n" not in key and (missing is None or key.strip() in missing)
         yield
 
@@ -251,7 +251,7 @@ def _as_json(written: str) -> str:
 
 def _mended(text: str) -> str | None:
     """Objects and lists; words are strings."""
-    found = mended_object(f'{{"": {text}}}') if text.startswith(("{", "[")) else None
+    found = repaired_object(f'{{"": {text}}}') if text.startswith(("{", "[")) else None
     return found and found[len('{"": ') : -1]
 
 
