@@ -79,7 +79,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """One sequence's place in its grammar: a `weft.engine.history.Constraint`."""
+    """One sequence's place in its grammar: a `weft.engine.token_history.Constraint`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher

@@ -15,7 +15,7 @@ import torch
 
 from loadtest.engine.limits import measure, seconds
 from weft.capacity.gpus import Gpu
-from weft.capacity.limits import TERA
+from weft.capacity.roofline import TERA
 from weft_kernels.paged_attention import PagedBatch, paged_attention
 
 NUM_LAYERS = 4

@@ -38,7 +38,7 @@ from loadtest.engine.cpu_model import make_model
 from loadtest.engine.cpu_task import Task, add_arguments, to_task
 from loadtest.engine.limits import limits_of, read_bandwidth
 from weft.capacity.gpus import Gpu
-from weft.capacity.limits import TERA
+from weft.capacity.roofline import TERA
 from weft.cli.mesh import worker_waits
 from weft.model.config import read_config
 

@@ -170,7 +170,7 @@ class Bench:
         while len(reserved) < batch:
             reserved += self._hear()[1].reserved
         for each in reserved:
-            self.engine.filled(each.key, context, FirstToken(self._source.randrange(self.config.vocab_size)))
+            self.engine.complete_kv(each.key, context, FirstToken(self._source.randrange(self.config.vocab_size)))
 
     def _spec(self, prompt: int, new_tokens: int, wait_for_kv: bool = False) -> SequenceSpec:
         name = f"bench-{next(self._names)}"

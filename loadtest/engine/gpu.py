@@ -30,7 +30,7 @@ from loadtest.engine.shapes import SHAPES, Shape, weight_bytes
 from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, ShapeFailed, Sweep, facts
 from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB
-from weft.capacity.sizes import Wanted, choose
+from weft.capacity.sizes import RequestedSizes, choose_sizes
 
 FULL = Grid(GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, (8, 32), 24, 30.0)
 # layers of larger models: where bandwidth and arithmetic meet, not every corner
@@ -42,7 +42,7 @@ TINY = Grid((1, 4), (128, 1024), (300,), (2,), 6, 10.0)
 
 def settings_for(device: str, is_tiny: bool) -> Settings:
     """As a worker would run whose settings say nothing; a tiny one has little KV."""
-    sizes = choose(Wanted(), has_cuda=device != "cpu")
+    sizes = choose_sizes(RequestedSizes(), has_cuda=device != "cpu")
     machine, limits = sizes.machine, (sizes.chunk_tokens, sizes.max_seqs)
     kv_gib = 0.05 if is_tiny else 0.0
     return Settings(device, machine.dtype, machine.block_tokens, *limits, kv_gib, mixed_tokens=sizes.mixed_tokens)

@@ -17,7 +17,7 @@ import triton
 from loadtest.engine.gpu_parts import SHAPE, attention_loop, host_seconds, least_ms, parts_of, peer_seconds, plan_of
 from loadtest.kernels.packed_bounds import COPIED, ISSUED, MULTIPLIED
 from loadtest.made import made_at
-from weft.capacity.limits import TERA
+from weft.capacity.roofline import TERA
 from weft_kernels.paged_attention import decode
 
 CONTEXT = 1024
@@ -36,7 +36,7 @@ def decode_table() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|---|"
     plan = plan_of(CONTEXT)
     for batch, bar in DECODE_BARS.items():
-        products, attention = parts_of(plan, plan.limits.decode_step(plan.stages[0], batch))
+        products, attention = parts_of(plan, plan.roofline.decode_step(plan.stages[0], batch))
         least, asked = products.ms + attention.ms, batch / bar * 1e3
         total = (products.operations + attention.operations) / TERA
         yield (
@@ -52,7 +52,7 @@ def prefill_table() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for prompt in PROMPTS:
         plan = plan_of(prompt)
-        products, attention = parts_of(plan, plan.limits.prefill_step(plan.stages[0]))
+        products, attention = parts_of(plan, plan.roofline.prefill_step(plan.stages[0]))
         least, asked = products.ms + attention.ms, prompt / PREFILL_BAR * 1e3
         yield (
             f"| {prompt:,} | {products.operations / TERA:.1f} | {attention.operations / TERA:.2f} | {least:.1f} | "
@@ -142,7 +142,7 @@ def page() -> str:
     loop, plan = attention_loop(), plan_of(CONTEXT)
     seconds = {batch: host_seconds(batch) for batch in DECODE_BARS}
     bar_ms, bound_ms = 32 / DECODE_BARS[32] * 1e3, least_ms(plan, 32)
-    _, cached = parts_of(plan, plan.limits.decode_step(plan.stages[0], 32))
+    _, cached = parts_of(plan, plan.roofline.decode_step(plan.stages[0], 32))
     num_kernels = LAYER_KERNELS * SHAPE.layers + 3  # embedding, last norm, head
     return PAGE.format(
         made_at=made_at(),

@@ -19,11 +19,11 @@ from loadtest.engine.shapes import SHAPES
 from loadtest.kernels.packed_bounds import COPIED, ISSUED, MULTIPLIED, largest_loop
 from weft.capacity.gpus import Gpu
 from weft.capacity.layout import Demand, Layout
-from weft.capacity.limits import TERA, Step
-from weft.capacity.plan import Plan, make_plan
-from weft.engine.batch import Work
+from weft.capacity.plan import CapacityPlan, make_plan
+from weft.capacity.roofline import TERA, StepShape
 from weft.engine.config import EngineConfig
-from weft.engine.packed import Packer
+from weft.engine.step_input import StepInputBuilder
+from weft.engine.step_scheduler import ScheduledChunk
 from weft_kernels.paged_attention import decode
 from weft_kernels.paged_attention.device_batch import AttentionShape
 
@@ -44,16 +44,16 @@ class Part:
         return max(self.read / COPIED, self.operations / MULTIPLIED) * 1e3
 
 
-def plan_of(context: int) -> Plan:
+def plan_of(context: int) -> CapacityPlan:
     """The 8B on one H200, prompts in one chunk."""
     return make_plan(SHAPE.config(), Layout(), Demand(H200, 1, context, "bfloat16", context))
 
 
-def parts_of(plan: Plan, step: Step) -> tuple[Part, Part]:
+def parts_of(plan: CapacityPlan, step: StepShape) -> tuple[Part, Part]:
     """Products with weights, and attention: one runs after the other."""
     stage, alone = plan.stages[0], replace(step, keys=0.0, kv_bytes=0.0)
-    products = Part(plan.limits.read_bytes(stage, alone), plan.limits.operations(stage, alone))
-    return products, Part(step.kv_bytes, plan.limits.operations(stage, step) - products.operations)
+    products = Part(plan.roofline.read_bytes(stage, alone), plan.roofline.operations(stage, alone))
+    return products, Part(step.kv_bytes, plan.roofline.operations(stage, step) - products.operations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,11 @@ class Packing(NoModel):
     """Brings each step's rows and block tables together, as the runner does before it launches."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.packer = Packer(config.paging, lambda sequence: 0)
+        self.packer = StepInputBuilder(config.paging, lambda sequence: 0)
 
-    def launch(self, works: Items[Work]) -> Done:
+    def launch(self, works: Items[ScheduledChunk]) -> Done:
         """No device."""
-        self.packer.pack(works)
+        self.packer.build(works)
         return Done(works)
 
 
@@ -114,9 +114,9 @@ def host_seconds(batch: int) -> float:
     return microseconds(0, config, Packing(config)) / 1e6
 
 
-def least_ms(plan: Plan, batch: int) -> float:
+def least_ms(plan: CapacityPlan, batch: int) -> float:
     """Of a step in which everybody generates."""
-    return sum(part.ms for part in parts_of(plan, plan.limits.decode_step(plan.stages[0], batch)))
+    return sum(part.ms for part in parts_of(plan, plan.roofline.decode_step(plan.stages[0], batch)))
 
 
 def peer_seconds(batch: int = 32, steps: int = 20) -> float:

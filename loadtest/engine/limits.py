@@ -15,8 +15,8 @@ import torch
 from weft.capacity.footprint import footprint
 from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB, Demand, Layout
-from weft.capacity.limits import TERA, Limits
 from weft.capacity.plan import make_plan
+from weft.capacity.roofline import TERA, Roofline
 from weft.engine.runner import DTYPES
 from weft.model.spec import ModelConfig
 
@@ -68,7 +68,7 @@ def measure(device: str, of_products: str | None = None) -> Gpu:
     return Gpu(torch.cuda.get_device_name(device), memory / GIB, bandwidth / TERA, rate, rate)
 
 
-def limits_of(config: ModelConfig, gpu: Gpu, dtype: str, context: int, chunk_tokens: int) -> Limits:
+def limits_of(config: ModelConfig, gpu: Gpu, dtype: str, context: int, chunk_tokens: int) -> Roofline:
     """The planner's rooflines on measured rates. On a CPU weights are read in the dtype in which they are stored."""
     plan = make_plan(config, Layout(), Demand(gpu, 1, context, dtype, chunk_tokens))
-    return replace(plan.limits, weights=footprint(config))
+    return replace(plan.roofline, weights=footprint(config))

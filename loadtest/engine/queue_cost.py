@@ -9,11 +9,11 @@ import statistics
 import time
 from collections.abc import Sequence as Items
 
-from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
-from weft.engine.loop import Loop, Runner
+from weft.engine.loop import EngineLoop, Runner
 from weft.engine.messages import PoolMemory, SequenceMode, SequenceSpec
 from weft.engine.sequence import Sequence
+from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 from weft.request import RequestKey, SamplingParams
 
 RUNNING = 64
@@ -24,12 +24,12 @@ TURNS = 400
 class Step:
     """Done already."""
 
-    def __init__(self, works: Items[Work]) -> None:
-        self.num_sampled = sum(work.samples for work in works)
+    def __init__(self, works: Items[ScheduledChunk]) -> None:
+        self.num_sampled = sum(work.has_sample for work in works)
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[SampledToken]:
         """Token 1, for everyone."""
-        return [Sampled(1)] * self.num_sampled
+        return [SampledToken(1)] * self.num_sampled
 
 
 class NoModel:
@@ -37,7 +37,7 @@ class NoModel:
 
     pool_memory = PoolMemory(0, 1, 1)
 
-    def launch(self, works: Items[Work]) -> Step:
+    def launch(self, works: Items[ScheduledChunk]) -> Step:
         """At once."""
         return Step(works)
 
@@ -56,7 +56,7 @@ def config_for(num_running: int, steps_ahead: int) -> EngineConfig:
 
 def microseconds(num_waiting: int, config: EngineConfig, runner: Runner) -> float:
     """Median of a turn with all sequences that the engine takes, so many behind them; they come and go meanwhile."""
-    loop = Loop(runner, config, lambda output: None)
+    loop = EngineLoop(runner, config, lambda output: None)
     sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
     prompt = list(range(PROMPT_TOKENS))
     entering = []
@@ -64,11 +64,11 @@ def microseconds(num_waiting: int, config: EngineConfig, runner: Runner) -> floa
         salt = number.to_bytes(4, "big")
         spec = SequenceSpec(RequestKey(salt.hex()), tuple(prompt), sampling, SequenceMode.GENERATE, salt)
         entering.append(Sequence(spec, list(prompt), float(number)))
-    loop.turn(entering)
+    loop.run_step(entering)
     seconds = []
     for _ in range(TURNS):
         began = time.perf_counter()
-        loop.turn([])
+        loop.run_step([])
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds) * 1e6
 

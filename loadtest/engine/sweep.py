@@ -25,7 +25,7 @@ from loadtest.engine.results import Point, Results
 from loadtest.engine.shapes import SHAPES, Shape
 from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB
-from weft.capacity.sizes import Wanted, choose
+from weft.capacity.sizes import RequestedSizes, choose_sizes
 
 CPU_BATCHES, CPU_CONTEXTS, CPU_PROMPTS = (1, 2, 4, 8, 16, 32, 64), (128, 1024, 8192, 32_768), (512, 2048, 8192)
 GPU_BATCHES, GPU_CONTEXTS = (1, 8, 32, 64, 128, 256), (128, 1024, 8192, 32_768)
@@ -206,7 +206,7 @@ def main() -> None:
     block_tokens = 16 if options.device == "cpu" else 64
     max_seqs = max([*options.batches, *options.mixed], default=1) + 1
     limits = (block_tokens, options.chunk_tokens, max_seqs, options.kv_gib)
-    mixed_tokens = choose(Wanted(), has_cuda=options.device != "cpu").mixed_tokens  # as a worker would
+    mixed_tokens = choose_sizes(RequestedSizes(), has_cuda=options.device != "cpu").mixed_tokens  # as a worker would
     is_resident = options.weight_format == "packed12"
     settings = Settings(options.device, options.dtype, *limits, mixed_tokens=mixed_tokens, is_resident=is_resident)
     results = Results.open(options.out / "results.json" if options.out else None, options.limit_seconds)

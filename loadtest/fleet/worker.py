@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from loadtest.fleet.machine import Machine
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
-from weft.engine.waiting import LEVEL_SECONDS
+from weft.engine.wait_queue import LEVEL_SECONDS
 
 EPSILON = 1e-9
 
@@ -230,7 +230,7 @@ class SimulatedWorker:
         self.next_at = self._now + max(turns, 0.0) * self._step if self._step else float("inf")
 
     def _need(self, job: Job) -> float:
-        """As in `weft.engine.waiting`."""
+        """As in `weft.engine.wait_queue`."""
         waited = self._now - job.queued_at
         return waited / (job.steps * job.chunk) if waited <= LEVEL_SECONDS else float("inf")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.kv.tiers import Tier
 from weft.kv.transfer_protocol import PrefillOrder
@@ -95,7 +95,7 @@ class Prefill:
             async with asyncio.timeout(REQUEST_SECONDS):
                 reserved = await waiting.reserved
                 found = await self.prefix.fetch(token_ids, b"", reserved)
-                self.engine.filled(key, reserved.num_hit_tokens + sum(found.values()))
+                self.engine.complete_kv(key, reserved.num_hit_tokens + sum(found.values()))
                 first = await waiting.first
             seconds = time.perf_counter() - started
         finally:

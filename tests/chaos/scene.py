@@ -14,7 +14,7 @@ from tests.services.workers import Pair, Worker, start_pair, start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background
 from weft.engine.messages import EngineLoad
-from weft.engine.sequence import State
+from weft.engine.sequence import SequenceState
 from weft.request import RequestKey, SamplingParams, WorkerAddress
 from weft.rpc.server import RpcServer
 from weft_mesh.v1 import prefill_service_pb2_grpc
@@ -51,8 +51,8 @@ class Scene:
         await self.reached(self.halt)
         assert self.answer is not None
         assert not self.answer.has_ended.is_set()
-        sequence = self.pair.decode.engine._loop._planner.live[key]
-        assert sequence.state is State.RUNNING
+        sequence = self.pair.decode.engine._loop._scheduler.live[key]
+        assert sequence.state is SequenceState.RUNNING
         assert len(sequence.token_ids) == len(VICTIM) + 2
 
     async def expect_text(self) -> None:
@@ -94,10 +94,10 @@ class Scene:
         engine = self.pair.decode.engine
         if self.halt.is_reached.is_set():
             async with asyncio.timeout(20):
-                while not engine._inbox._items:  # noqa: ASYNC110 (until decode has told the engine, which stands)
+                while not engine._commands._items:  # noqa: ASYNC110 (until decode has told the engine, which stands)
                     await asyncio.sleep(0.005)
             self.halt.opening.set()
-        live = engine._loop._planner.live
+        live = engine._loop._scheduler.live
         await self.pair.decode.until_load(lambda _: self.key not in live)
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from tests.grammars.schemas import random_schema
 from tests.weft.engine.harness import Driver, Heard, hand_over, prefill
-from weft.engine.history import Constraint
+from weft.engine.token_history import Constraint
 from weft.errors import InvalidRequest
 from weft.grammar import Grammars, load_grammars
 from weft.model.config import read_config
@@ -127,7 +127,7 @@ def test_the_same_text_comes_of_it_wherever_it_is_continued(nano: Any, grammars:
             reserved = target.wait_reserved(key)
             first, lent = prefill(source, name, so_far, **fields, **options())
             hand_over(source, lent, target, reserved, len(so_far))
-            target.engine.filled(key, len(so_far), first)
+            target.engine.complete_kv(key, len(so_far), first)
             assert whole[:num_resumed] + target.wait_end(key).tokens == whole
 
 

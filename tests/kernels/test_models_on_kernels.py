@@ -19,7 +19,7 @@ from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import make_family
 from weft.model import attention, decoder, latent, loading, mlp
 from weft.model.config import ModelConfig
-from weft.model.step import Rows
+from weft.model.step import TokenBatch
 from weft_kernels import packed
 from weft_kernels.moe import PackedExperts
 from weft_kernels.packed import F12, Fp8, Int4, Stored, pack_f12, stack
@@ -118,7 +118,7 @@ def test_logits_on_resident_weights_are_those_of_transformers(tmp_path: Path, mo
 def forward_silently_too(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The first chunk without logits as well, as one in the midst of its prompt."""
 
-    def call(model: decoder.Decoder, rows: Rows, batches: Sequence[PagedBatch]) -> Tensor:
+    def call(model: decoder.Decoder, rows: TokenBatch, batches: Sequence[PagedBatch]) -> Tensor:
         if not rows.positions[0]:
             logits = forward(model, replace(rows, logit_rows=rows.logit_rows[:0]), batches)
             assert logits.shape == (0, model.config.vocab_size)

@@ -13,7 +13,7 @@ from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.engine.messages import EngineLoad, StepOutput
 from weft.kv.local_transport import NearTransport
 from weft.kv.memory import HostBlocks

@@ -19,7 +19,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 F12_SHARE = 0.755
 
 
-class Kind(StrEnum):
+class TensorKind(StrEnum):
     """Who holds how much of a tensor."""
 
     EMBEDDING = "embedding"  # divided by TP
@@ -41,7 +41,7 @@ class Weight:
 
 # A layer's number, or one of these two.
 FIRST, LAST = -1, -2
-Footprint = Mapping[tuple[int, Kind], Weight]
+Footprint = Mapping[tuple[int, TensorKind], Weight]
 
 # by safetensors' names
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -51,13 +51,13 @@ _MATRICES, _PACKED = (".weight", ".weight_packed"), (".weight_packed", ".weight_
 _FACTORS = (".weight_scale", ".weight_scale_inv", ".weight_shape")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PATTERNS = (
-    (Kind.EXPERTS, re.compile(r"\.experts\.")),
-    (Kind.EMBEDDING, re.compile(r"embed_tokens\.")),
-    (Kind.HEAD, re.compile(r"lm_head\.")),
-    (Kind.KEYS_VALUES, re.compile(r"\.[kv]_proj\.")),
-    (Kind.ATTENTION, re.compile(r"\.(q_proj|o_proj|q_b_proj|kv_b_proj)\.")),
-    (Kind.MLP, re.compile(r"\.(gate_proj|up_proj|down_proj)\.")),
-    (Kind.WHOLE, re.compile("")),
+    (TensorKind.EXPERTS, re.compile(r"\.experts\.")),
+    (TensorKind.EMBEDDING, re.compile(r"embed_tokens\.")),
+    (TensorKind.HEAD, re.compile(r"lm_head\.")),
+    (TensorKind.KEYS_VALUES, re.compile(r"\.[kv]_proj\.")),
+    (TensorKind.ATTENTION, re.compile(r"\.(q_proj|o_proj|q_b_proj|kv_b_proj)\.")),
+    (TensorKind.MLP, re.compile(r"\.(gate_proj|up_proj|down_proj)\.")),
+    (TensorKind.WHOLE, re.compile("")),
 )
 
 
@@ -68,11 +68,11 @@ def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -
     With `is_resident`, bfloat16 matrices as F12, should it suit them all.
     """
     shapes = expected_tensors(config)
-    found: defaultdict[tuple[int, Kind], Weight] = defaultdict(Weight)
+    found: defaultdict[tuple[int, TensorKind], Weight] = defaultdict(Weight)
     for name, shape in shapes.items():
         kind = next(kind for kind, pattern in _PATTERNS if pattern.search(name))
         layer = _LAYER.search(name)
-        place = int(layer[1]) if layer else FIRST if kind is Kind.EMBEDDING else LAST
+        place = int(layer[1]) if layer else FIRST if kind is TensorKind.EMBEDDING else LAST
         weight = found[place, kind]
         stored = stored_dtypes(name, shapes)
         num_items = math.prod(shape)
@@ -107,7 +107,7 @@ def cpu_bytes(config: ModelConfig, dtype: str) -> int:
     return total
 
 
-def as_stored(config: ModelConfig, tensors: Iterable[tuple[str, int]]) -> ModelConfig:
+def with_stored_dtype(config: ModelConfig, tensors: Iterable[tuple[str, int]]) -> ModelConfig:
     """With the dtype that most of the plain tensors have, whatever config.json says; they are told by safetensors'
     name of their dtype, and bytes."""
     found: Counter[str] = Counter()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.capacity.footprint import FIRST, LAST, Footprint, Kind, Weight
+from weft.capacity.footprint import FIRST, LAST, Footprint, TensorKind, Weight
 from weft.capacity.gpus import Gpu
 from weft.errors import WeftError
 from weft.kv.layer_groups import Paging
@@ -68,7 +68,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """Bytes on each GPU of one pipeline stage. KV of a token is `growing` bytes, and `bounded` more within windows.
 
     `bounded`: (bytes a token, tokens at most) of the layers of each window. `page`: bytes of what the pool hands out.
@@ -89,15 +89,15 @@ class Stage:
         """What is left for KV; below 0: the stage does not fit."""
         return self.memory - self.weights - self.activations - self.reserve
 
-    def seen(self, context: int) -> int:
+    def kv_bytes_read(self, context: int) -> int:
         """KV bytes that the last of so many tokens looks at."""
         return self.growing * context + sum(size * min(context, window) for size, window in self.bounded)
 
-    def sequence(self, context: int) -> int:
+    def kv_bytes_per_sequence(self, context: int) -> int:
         """KV bytes that a sequence takes while it generates up to so many tokens: whole pages."""
         return self.page * self.paging.num_pages(context)
 
-    def longest(self) -> int:
+    def max_context(self) -> int:
         """Tokens of the one sequence that the KV memory can take through its life, as the engine counts."""
         return self.paging.longest(max(0, self.kv) // self.page, UNBOUNDED)
 
@@ -142,7 +142,7 @@ def _problem(config: ModelConfig, layout: Layout) -> str:
     return ""
 
 
-def on_stage(config: ModelConfig, weights: Footprint, layers: range) -> list[tuple[Kind, Weight]]:
+def on_stage(config: ModelConfig, weights: Footprint, layers: range) -> list[tuple[TensorKind, Weight]]:
     """The weights that a stage holds: its layers', the first stage's embedding, the last one's head."""
     has_first, has_last = layers.start == 0, layers.stop == config.num_layers
     found = []
@@ -154,11 +154,11 @@ def on_stage(config: ModelConfig, weights: Footprint, layers: range) -> list[tup
     return found
 
 
-def share(config: ModelConfig, layout: Layout, kind: Kind, size: int) -> int:
+def share(config: ModelConfig, layout: Layout, kind: TensorKind, size: int) -> int:
     """How much of `size` one GPU of a stage holds."""
-    if kind is Kind.WHOLE:
+    if kind is TensorKind.WHOLE:
         return size
-    if kind is Kind.EXPERTS:
+    if kind is TensorKind.EXPERTS:
         return -(-size // layout.stage_gpus)
-    parts = min(layout.tp, config.num_kv_heads) if kind is Kind.KEYS_VALUES else layout.tp
+    parts = min(layout.tp, config.num_kv_heads) if kind is TensorKind.KEYS_VALUES else layout.tp
     return -(-size // parts)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from weft.capacity.footprint import ITEM_BYTES, Footprint, footprint
-from weft.capacity.layout import GIB, Demand, Layout, Stage, on_stage, share
-from weft.capacity.limits import Limits
+from weft.capacity.layout import GIB, Demand, Layout, PipelineStage, on_stage, share
+from weft.capacity.roofline import Roofline
 from weft.kv.layer_groups import Paging
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import WORKSPACE_BYTES, ModelConfig
@@ -23,30 +23,30 @@ FUSED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """One layout. `decode` is (sequences, tokens a second in all) at the demand's context, for some batch sizes."""
 
     layout: Layout
-    stages: tuple[Stage, ...]
-    limits: Limits
+    stages: tuple[PipelineStage, ...]
+    roofline: Roofline
     kv_gib: float
-    longest: int
+    max_context: int
     sequences: int
     decode: tuple[tuple[int, float], ...]
     prefill: float
 
     @property
-    def tightest(self) -> Stage:
+    def tightest(self) -> PipelineStage:
         """The stage with the least room."""
         return min(self.stages, key=lambda stage: stage.kv)
 
     @property
     def fits(self) -> bool:
         """Every stage has room for its weights and at least one token."""
-        return self.longest > 0
+        return self.max_context > 0
 
 
-def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> Plan:
+def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> CapacityPlan:
     """The figures of one layout."""
     weights = footprint(config, demand.dtype, demand.is_resident)
     bounds = [config.num_layers * index // layout.pp for index in range(layout.pp + 1)]
@@ -54,29 +54,31 @@ def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> Plan:
     room = min(stage.kv for stage in stages)
     sequences = 0
     if room > 0:
-        sequences = layout.replicas * min(stage.kv // max(1, stage.sequence(demand.context)) for stage in stages)
-    limits = Limits(config, layout, demand, weights, stages)
+        sequences = layout.replicas * min(
+            stage.kv // max(1, stage.kv_bytes_per_sequence(demand.context)) for stage in stages
+        )
+    limits = Roofline(config, layout, demand, weights, stages)
     batches = sorted({size for size in (1, demand.batch, sequences) if 0 < size <= sequences})
-    return Plan(
+    return CapacityPlan(
         layout=layout,
         stages=stages,
-        limits=limits,
+        roofline=limits,
         kv_gib=sum(max(0, stage.kv) for stage in stages) * layout.stage_gpus / GIB,
-        longest=min(stage.longest() for stage in stages) if room > 0 else 0,
+        max_context=min(stage.max_context() for stage in stages) if room > 0 else 0,
         sequences=sequences,
         decode=tuple((size, limits.decode(size)) for size in batches),
         prefill=limits.prefill(),
     )
 
 
-def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footprint, layers: range) -> Stage:
+def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footprint, layers: range) -> PipelineStage:
     item = ITEM_BYTES[demand.dtype]
     token = -(-config.num_kv_heads // layout.tp) * config.kv_parts * config.head_dim * item
     spans = [config.layers[index].window or config.layers[index].chunk for index in layers]
     windows = sorted({span for span in spans if span})
     groups = kv_groups(replace(config, layers=config.layers[layers.start : layers.stop]))
     reserve = RUNTIME_BYTES + (COMMUNICATION_BYTES if layout.num_gpus > 1 else 0)
-    return Stage(
+    return PipelineStage(
         layers=layers,
         weights=sum(share(config, layout, kind, each.size_bytes) for kind, each in on_stage(config, weights, layers)),
         activations=_activations(config, layout, demand),
@@ -116,12 +118,12 @@ def _scratch(config: ModelConfig, layout: Layout, demand: Demand) -> int:
 
 def _made_keys(config: ModelConfig, layout: Layout, demand: Demand) -> int:
     """Latent attention of a long prompt, at its longest: the vectors of its context, and keys and values of some heads,
-    first by head and then by block; one prompt at a time. See `weft.model.expansion`."""
+    first by head and then by block; one prompt at a time. See `weft.model.latent_plan`."""
     latent = config.latent
     if latent is None or demand.chunk_tokens < latent.min_expanded_rows:
         return 0
     item, tokens = ITEM_BYTES[demand.dtype], -(-config.max_positions // demand.block_tokens) * demand.block_tokens
-    head = 2 * tokens * latent.made_dim * item
+    head = 2 * tokens * latent.expanded_dim * item
     workspace = min(config.num_heads // layout.tp * head, max(WORKSPACE_BYTES, head))
-    products = workspace * (latent.nope_dim + latent.value_dim) // (2 * latent.made_dim)
+    products = workspace * (latent.nope_dim + latent.value_dim) // (2 * latent.expanded_dim)
     return workspace + products + tokens * (latent.kv_rank + latent.rope_dim) * item

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from weft.capacity.room import Machine, Room, measure_room
+from weft.capacity.memory_budget import Machine, MemoryBudget, estimate_budget
 from weft.config import ConfigError, variable_name
 from weft.kv.layer_groups import Paging
 from weft.model.kv_layout import block_bytes, kv_groups
@@ -32,7 +32,7 @@ LEAST_CONTEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedSizes:
     """The settings of a worker that decide what it takes, called as its WEFT_* variables; 0 and auto: it chooses."""
 
     dtype: str = "auto"
@@ -70,7 +70,7 @@ class Sizes:
         steps = 1 if self.machine.device == "cpu" else 2
         return Paging(kv_groups(model).reaches, self.machine.block_tokens, self.chunk_tokens * steps)
 
-    def least(self, model: ModelConfig) -> tuple[int, str]:
+    def min_pool(self, model: ModelConfig) -> tuple[int, str]:
         """Bytes of the smallest pool that is of use, and what it would hold."""
         num_blocks, what = self.num_blocks, f"{self.num_blocks} blocks of KV (WEFT_NUM_BLOCKS)"
         if not num_blocks:
@@ -78,12 +78,12 @@ class Sizes:
             num_blocks, what = self.paging(model).max_pages(num_tokens), f"KV of {num_tokens} tokens"
         return num_blocks * block_bytes(model, self.machine.dtype, self.machine.block_tokens), what
 
-    def room(self, model: ModelConfig, free: int) -> Room:
+    def memory_budget(self, model: ModelConfig, free: int) -> MemoryBudget:
         """For this model, with so many bytes free before anything is loaded; not checked."""
-        return measure_room(model, self.machine, self.burst_tokens, self.max_seqs, free)
+        return estimate_budget(model, self.machine, self.burst_tokens, self.max_seqs, free)
 
 
-def choose(wanted: Wanted, has_cuda: bool) -> Sizes:
+def choose_sizes(wanted: RequestedSizes, has_cuda: bool) -> Sizes:
     """Fill in what the settings leave open."""
     device = "cuda" if has_cuda else "cpu"
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if wanted.dtype == "auto" else wanted.dtype

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.capacity.footprint import as_stored, footprint
+from weft.capacity.footprint import footprint, with_stored_dtype
+from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
-from weft.capacity.memory import available_bytes
-from weft.capacity.sizes import Sizes, Wanted, choose
+from weft.capacity.sizes import RequestedSizes, Sizes, choose_sizes
 from weft.cli.gpus import VISIBLE, Card, cards, tell_memory
 from weft.cli.layout import MeshOptions
 from weft.config import read_config as read_settings
@@ -39,8 +39,8 @@ def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int
         "WEFT_WEIGHT_FORMAT": options.weight_format,
         "WEFT_MAX_SEQS": str(options.max_seqs),
     }
-    wanted = read_settings(Wanted, {**environ, **said})
-    sizes = choose(wanted, bool(options.gpus) and not is_for_cpus_only())
+    wanted = read_settings(RequestedSizes, {**environ, **said})
+    sizes = choose_sizes(wanted, bool(options.gpus) and not is_for_cpus_only())
     found = {name: _read(directory) for name, directory in options.models.items()}
     models = {name: config for name, (config, _) in found.items()}
     total = sum(size_bytes for _, size_bytes in found.values())
@@ -59,7 +59,7 @@ def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int
 def _worker_bytes(model: ModelConfig, sizes: Sizes) -> int:
     if sizes.machine.device == "cuda":
         return CUDA_HOST_BYTES  # weights and activations are the GPU's
-    room = sizes.room(model, 0)
+    room = sizes.memory_budget(model, 0)
     return room.weights + room.activations + WORKER_BYTES
 
 
@@ -90,8 +90,8 @@ def _check_memory(
     """Each worker holds its weights once more, in the order in which its kernels read them."""
     needed = images
     for model in options.workers.values():
-        room = sizes.room(models[model], free)
-        needed += room.weights + room.activations + sizes.least(models[model])[0]
+        room = sizes.memory_budget(models[model], free)
+        needed += room.weights + room.activations + sizes.min_pool(models[model])[0]
     if needed > free:
         what = f"{options.num_workers} workers and the weights in shared memory ({_gib(images)})"
         names = " and ".join(models)
@@ -109,7 +109,7 @@ def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes:
         part = float(share["WEFT_GPU_SHARE"])
         free = card.free_bytes if part == 1 else min(card.free_bytes, int(part * card.total_bytes))
         try:
-            sizes.room(models[model], free).check(*sizes.least(models[model]))
+            sizes.memory_budget(models[model], free).check(*sizes.min_pool(models[model]))
         except BadCheckpoint as error:
             raise BadCheckpoint(f"{model}: {name} on {card.name}: {error}: {ADVICE}") from None
 
@@ -143,7 +143,7 @@ def _read(directory: Path) -> tuple[ModelConfig, int]:
 def stored_config(checkpoint: Checkpoint) -> ModelConfig:
     """With the dtype of its files, which workers go by, as some say another in config.json."""
     tensors = ((each.entry.dtype, each.entry.size_bytes) for each in checkpoint.tensors)
-    return as_stored(read_config(checkpoint.directory), tensors)
+    return with_stored_dtype(read_config(checkpoint.directory), tensors)
 
 
 def _gib(size: int) -> str:

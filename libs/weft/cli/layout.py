@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.capacity.processors import granted_cores
+from weft.capacity.host_limits import granted_cores
 from weft.cli.gpus import gpu_settings
 from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
-from weft.capacity.memory import available_bytes
 from weft.cli.child import Child
 
 PROC = Path("/proc")

@@ -11,11 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.capacity.footprint import ITEM_BYTES, Kind
+from weft.capacity.footprint import ITEM_BYTES, TensorKind
 from weft.capacity.gpus import GPUS
-from weft.capacity.layout import GIB, UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts, on_stage, share
-from weft.capacity.limits import TERA, Step
-from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan
+from weft.capacity.layout import (
+    GIB,
+    UNBOUNDED,
+    BadPlan,
+    Demand,
+    Layout,
+    PipelineStage,
+    check_layout,
+    layouts,
+    on_stage,
+    share,
+)
+from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, CapacityPlan, make_plan
+from weft.capacity.roofline import TERA, StepShape
 from weft.errors import BadCheckpoint, Unreadable
 from weft.foreign_files import foreign_path
 from weft.model.config import read_config
@@ -66,8 +77,8 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> int:
     return 0 if best.fits else 1
 
 
-def _best(plans: list[Plan]) -> Plan:
-    return max(plans, key=lambda plan: (plan.longest, -plan.layout.pp, -plan.layout.ep))
+def _best(plans: list[CapacityPlan]) -> CapacityPlan:
+    return max(plans, key=lambda plan: (plan.max_context, -plan.layout.pp, -plan.layout.ep))
 
 
 def _read(model: Path) -> ModelConfig:
@@ -110,8 +121,8 @@ def _layouts(options: PlanOptions, config: ModelConfig) -> list[Layout]:
     return found
 
 
-def _heading(config: ModelConfig, demand: Demand, plan: Plan) -> str:
-    weights = plan.limits.weights.values()
+def _heading(config: ModelConfig, demand: Demand, plan: CapacityPlan) -> str:
+    weights = plan.roofline.weights.values()
     stored = sum(weight.size_bytes for weight in weights)
     params = sum(weight.params for weight in weights)
     kind = config.quantization.packing.upper() if config.quantization else demand.dtype
@@ -120,7 +131,7 @@ def _heading(config: ModelConfig, demand: Demand, plan: Plan) -> str:
     return f"[bold]{name}[/bold]: {params / 1e9:.2f} B parameters, {_gib(stored)} as {kind}, KV in {demand.dtype}"
 
 
-def _comparison(plans: list[Plan], demand: Demand) -> Table:
+def _comparison(plans: list[CapacityPlan], demand: Demand) -> Table:
     title = (
         f"Layouts: GiB a GPU in the fullest stage; limits, not promises, for sequences of {demand.context:,} tokens,"
         f" decode at batch {demand.batch} or all that fit"
@@ -137,7 +148,7 @@ def _comparison(plans: list[Plan], demand: Demand) -> Table:
             str(plan.layout),
             *(f"{part / GIB:.2f}" for part in (stage.weights, stage.kv)),
             f"{plan.kv_gib:,.0f}",
-            _tokens(plan.longest) if plan.fits else "none",
+            _tokens(plan.max_context) if plan.fits else "none",
             f"{plan.sequences:,}",
             decode[-1] if decode else "-",
             f"{plan.prefill:,.0f}" if plan.fits else "-",
@@ -146,7 +157,7 @@ def _comparison(plans: list[Plan], demand: Demand) -> Table:
     return table
 
 
-def _arithmetic(config: ModelConfig, demand: Demand, plan: Plan) -> Table:
+def _arithmetic(config: ModelConfig, demand: Demand, plan: CapacityPlan) -> Table:
     stage, layout = plan.tightest, plan.layout
     title = f"{layout}, one GPU of the fullest stage (layers {stage.layers.start} to {stage.layers.stop - 1})"
     table = Table(title=title, box=SIMPLE_HEAD, show_header=False)
@@ -166,9 +177,9 @@ def _arithmetic(config: ModelConfig, demand: Demand, plan: Plan) -> Table:
     return table
 
 
-def _weight_lines(config: ModelConfig, plan: Plan, stage: Stage) -> list[tuple[str, str, str]]:
-    total: dict[Kind, int] = {}
-    for kind, weight in on_stage(config, plan.limits.weights, stage.layers):
+def _weight_lines(config: ModelConfig, plan: CapacityPlan, stage: PipelineStage) -> list[tuple[str, str, str]]:
+    total: dict[TensorKind, int] = {}
+    for kind, weight in on_stage(config, plan.roofline.weights, stage.layers):
         total[kind] = total.get(kind, 0) + weight.size_bytes
     lines = []
     for kind, size in total.items():
@@ -177,7 +188,9 @@ def _weight_lines(config: ModelConfig, plan: Plan, stage: Stage) -> list[tuple[s
     return [*lines, ("weights", "sum of these", _gib(stage.weights))]
 
 
-def _kv_lines(config: ModelConfig, demand: Demand, plan: Plan, stage: Stage) -> list[tuple[str, str, str]]:
+def _kv_lines(
+    config: ModelConfig, demand: Demand, plan: CapacityPlan, stage: PipelineStage
+) -> list[tuple[str, str, str]]:
     heads = -(-config.num_kv_heads // plan.layout.tp)
     each = f"{heads} heads x {config.kv_parts} x {config.head_dim} x {ITEM_BYTES[demand.dtype]} B"
     token = heads * config.kv_parts * config.head_dim * ITEM_BYTES[demand.dtype]
@@ -193,17 +206,17 @@ def _kv_lines(config: ModelConfig, demand: Demand, plan: Plan, stage: Stage) -> 
         number = paging.reaches.count(reach)
         made_of = f"{number} x {group_layers} layers that see {reach.width:,} tokens, at most {most:,} pages each"
         lines.append(("KV within windows", made_of, f"{_gib(number * most * stage.page)} a sequence"))
-    if plan.fits and growing and plan.longest != UNBOUNDED:
-        bounded = paging.max_pages(plan.longest) - growing * paging.num_blocks(plan.longest)
+    if plan.fits and growing and plan.max_context != UNBOUNDED:
+        bounded = paging.max_pages(plan.max_context) - growing * paging.num_blocks(plan.max_context)
         pages = f"{_gib(stage.kv)} are {stage.kv // stage.page:,} pages"
         left = f"({pages}, {bounded:,} for a prompt's windows)" if bounded else pages
         made_of = f"{left} / {growing} x {size}" + (", least of all stages" if len(plan.stages) > 1 else "")
-        lines.append(("context that fits", made_of, f"{_tokens(plan.longest)} tokens"))
-        if plan.longest > config.max_positions:
+        lines.append(("context that fits", made_of, f"{_tokens(plan.max_context)} tokens"))
+        if plan.max_context > config.max_positions:
             lines.append(
                 ("the model's own", "what it was made for, config.json says", f"{config.max_positions:,} tokens")
             )
-    sequence = stage.sequence(demand.context)
+    sequence = stage.kv_bytes_per_sequence(demand.context)
     made_of = f"{_gib(max(0, stage.kv))} / {_gib(sequence)}"
     if plan.layout.replicas > 1:
         made_of += f" x {plan.layout.replicas} replicas of the attention"
@@ -211,16 +224,16 @@ def _kv_lines(config: ModelConfig, demand: Demand, plan: Plan, stage: Stage) -> 
     return lines
 
 
-def _limit_lines(demand: Demand, plan: Plan, stage: Stage) -> list[tuple[str, str, str]]:
-    limits = plan.limits
+def _limit_lines(demand: Demand, plan: CapacityPlan, stage: PipelineStage) -> list[tuple[str, str, str]]:
+    limits = plan.roofline
     steps = [(f"decode, batch {batch:,}", limits.decode_step(stage, batch), rate) for batch, rate in plan.decode]
     if plan.fits:
         steps.append((f"prefill, chunk {demand.chunk_tokens:,}", limits.prefill_step(stage), plan.prefill))
     return [(name, _roofline(demand, plan, stage, step), f"{rate:,.0f} tok/s") for name, step, rate in steps]
 
 
-def _roofline(demand: Demand, plan: Plan, stage: Stage, step: Step) -> str:
-    read, computed = plan.limits.read_bytes(stage, step), plan.limits.operations(stage, step)
+def _roofline(demand: Demand, plan: CapacityPlan, stage: PipelineStage, step: StepShape) -> str:
+    read, computed = plan.roofline.read_bytes(stage, step), plan.roofline.operations(stage, step)
     rate = demand.gpu.fp32_tflops if demand.dtype == "float32" else demand.gpu.tflops
     memory, arithmetic = read / demand.gpu.bandwidth_tb / TERA * 1e3, computed / rate / TERA * 1e3
     return (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES, ModelRunner
 from weft.model.config import ModelConfig

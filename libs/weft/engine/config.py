@@ -1,32 +1,36 @@
-"""The engine's limits. Knows nothing of the model but its vocabulary, its end tokens and its context."""
+"""Size limits and scheduling options of the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weft.engine.manners import MAX_NICENESS
+from weft.engine.niceness import MAX_NICENESS
 from weft.kv.layer_groups import Paging, Reach
 
-MAX_PINNED_SHARE = 8  # one in so many blocks
+MAX_PINNED_SHARE = 8  # at most one block in 8 is pinned for copying
 MIN_PINNED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Bounds of one engine; blocks are counted in blocks, everything else in tokens or sequences.
+    """Limits of one engine. Blocks are counted in blocks, all other sizes in tokens or sequences.
 
-    `chunk_tokens`: of a prompt, computed in one step at most. `mixed_tokens`: maximum prompt tokens of a step that also
-    generates (0: `chunk_tokens`). `shared_tokens`: maximum prompt tokens of a step with several prompts and no
-    generating sequence (0: `mixed_tokens`); one longer chunk runs alone. `burst_tokens`: maximum prompt tokens of a
-    step that computes a burst, see `weft.engine.burst`, but not less than a chunk. `max_waiting`: sequences not yet
-    admitted.
-    `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time
-    (0: an eighth of the pool, 64 at least).
-    `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
-    `steps_ahead`: 1 plans and launches a step while the one before runs, 0 after it; the tokens are the same.
-    `decode_graphs`: steps in which everybody generates are replayed, see `weft.engine.graphs`.
-    `niceness`: of the engine's thread and those that compute for it, 0 to 19: where steps run on everybody's cores, who
-    only has to answer goes before them.
+    - `chunk_tokens`: maximum tokens of one prompt in one step.
+    - `mixed_tokens`: maximum prompt tokens of a step that also decodes. 0 means `chunk_tokens`.
+    - `shared_tokens`: maximum prompt tokens of a step with several prompts and no decoding sequence. 0 means
+      `mixed_tokens`. One longer chunk runs alone.
+    - `burst_tokens`: maximum prompt tokens of a step that computes a burst (see `weft.engine.prefill_order`), but at
+      least `chunk_tokens`.
+    - `max_waiting`: maximum sequences that wait for admission.
+    - `steps_ahead`: 1 plans and launches a step while the previous one runs, 0 after it. The tokens are the same.
+    - `decode_graphs`: replay steps in which every sequence decodes; see `weft.engine.graphs`.
+    - `pin_sealed`: report full blocks for copying, with at most `max_pinned` reports unanswered. `max_pinned` 0 means
+      an eighth of the pool, at least 64.
+    - `niceness`: of the engine's thread and its compute threads, 0 to 19. On cores shared with event loops, the loops
+      then run first.
+    - `reaches`: attention span of each group of layers. A block is a page: one group's layers, `block_tokens` tokens.
+    - `paging`, `context_tokens`: derived. `context_tokens` bounds prompt plus generated tokens of one sequence by the
+      model's context and by the pool.
     """
 
     num_blocks: int
@@ -47,7 +51,6 @@ class EngineConfig:
     niceness: int = 0
     reaches: tuple[Reach, ...] = (Reach(),)
     paging: Paging = field(init=False)
-    # prompt and generated tokens of one sequence at most: the model's context, or all the pool can hold
     context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +66,7 @@ class EngineConfig:
             raise ValueError(f"niceness must be 0 to {MAX_NICENESS}, not {self.niceness}")
         if self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
-        # a step is planned beside the one under way, whose pages cannot have gone back yet
+        # With a step in flight, the next one is planned before the pages of the first are released.
         paging = Paging(self.reaches, self.block_tokens, self.chunk_tokens * (1 + self.steps_ahead))
         object.__setattr__(self, "paging", paging)
         object.__setattr__(self, "max_pinned", self.max_pinned or max(MIN_PINNED, self.num_blocks // MAX_PINNED_SHARE))
@@ -71,10 +74,10 @@ class EngineConfig:
 
     @property
     def max_step_tokens(self) -> int:
-        """Prompt tokens of any step at most."""
+        """Maximum prompt tokens of any step."""
         return max(self.burst_tokens, self.chunk_tokens)
 
     def prompt_budgets(self, is_mixed: bool) -> tuple[int, int]:
-        """Maximum prompt tokens of a step with one prompt, and with several. `is_mixed`: sequences generate in it."""
+        """Return the maximum prompt tokens of a step with one prompt, and with several; `is_mixed`: it also decodes."""
         mixed = min(self.mixed_tokens or self.chunk_tokens, self.chunk_tokens)
         return (mixed, mixed) if is_mixed else (self.chunk_tokens, min(self.shared_tokens or mixed, self.chunk_tokens))

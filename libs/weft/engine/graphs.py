@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
-from weft.engine.device import Link
-from weft.engine.packed import Packed, Tables
+from weft.engine.device_copy import DeviceCopier
+from weft.engine.step_input import StepInput, Tables
 from weft.model.decoder import Decoder
-from weft.model.step import Rows
+from weft.model.step import TokenBatch
 from weft_kernels.cuda_graphs import GraphRecorder
 from weft_kernels.paged_attention import PagedTensors, aligned, resident_batch
 
@@ -51,7 +51,7 @@ class DecodeGraphs:
     A padding row is token 0 at position 0, with a scratch slot for its KV and one token of a scratch page for context.
     """
 
-    def __init__(self, model: Decoder, pool: Tensor, config: EngineConfig, link: Link) -> None:
+    def __init__(self, model: Decoder, pool: Tensor, config: EngineConfig, link: DeviceCopier) -> None:
         self.sizes = graph_sizes(config.max_num_seqs)
         self._model, self._pool, self._link = model, pool, link
         self._recorder = GraphRecorder(link.device)
@@ -73,11 +73,11 @@ class DecodeGraphs:
         for group in range(num_groups):
             self._fill_tables(group, self._pages)
 
-    def fits(self, packed: Packed) -> bool:
+    def fits(self, packed: StepInput) -> bool:
         """There is a graph for such a step."""
         return packed.is_decode and packed.rows.shape[1] <= self.sizes[-1]
 
-    def forward(self, packed: Packed, fill_in: Callable[[Tensor], None]) -> Tensor:
+    def forward(self, packed: StepInput, fill_in: Callable[[Tensor], None]) -> Tensor:
         """Logits, until the next step. `fill_in` puts the tokens that the host does not know among the ids."""
         if not self._replays:
             # On padding alone. The graphs of smaller steps find their memory in that of the largest.
@@ -101,9 +101,11 @@ class DecodeGraphs:
             tensors = PagedTensors(self._starts[: size + 1], lens[:size], tables[:size], max_rows=1)
             batches.append(resident_batch(self._pool, self._model.config.num_heads, tensors))
         rows = self._rows[:, :size]
-        self._model.forward(Rows(rows[0], rows[1], rows[2:], self._logit_rows[:size]), batches, self._logits[:size])
+        self._model.forward(
+            TokenBatch(rows[0], rows[1], rows[2:], self._logit_rows[:size]), batches, self._logits[:size]
+        )
 
-    def _fill(self, packed: Packed, size: int) -> None:
+    def _fill(self, packed: StepInput, size: int) -> None:
         num_rows = packed.rows.shape[1]
         rows = self._padding[:, :size].copy()
         rows[:, :num_rows] = packed.rows

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
-from weft.engine.device import Link, Mark
+from weft.engine.device_copy import DeviceCopier, DeviceEvent
+from weft.engine.logits_processor import LogitsProcessor
 from weft.engine.sequence import Sequence
-from weft.engine.shaping import Shaper
+from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 from weft.errors import InvalidRequest, ModelFailed, WeftError
 from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
 from weft_kernels.sampling import SamplingRows, logprobs, max_logits, sample
@@ -29,24 +29,25 @@ class LaunchedStep:
     """`on_host`: tokens, the largest logits of rows, as the model gave them and as they were sampled from, and then,
     where logprobs are `asked` for, three tensors of logprobs: of the chosen, values, ids.
 
-    `order`: where in them the results stand, in the order of the works. By row: `asked`, how many logprobs, and
+    `order`: where in them the results stand, in the order of the chunks. By row: `asked`, how many logprobs, and
     `failures`, why there is no token.
     """
 
     on_host: tuple[Tensor, ...]
     order: Items[int]
-    done: Mark
+    done: DeviceEvent
     asked: dict[int, int] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[SampledToken]:
         """Wait until the step is done; without any tokens too, as peers will read the KV that it wrote."""
         self.done.wait()
         if not self.on_host:
             return []
         tokens, tops, shaped_tops, *found = (each.tolist() for each in self.on_host)
         sampled = [
-            Sampled(token, failure=self._failure(row, tops[row], shaped_tops[row])) for row, token in enumerate(tokens)
+            SampledToken(token, failure=self._failure(row, tops[row], shaped_tops[row]))
+            for row, token in enumerate(tokens)
         ]
         for at, (row, num_top) in enumerate(self.asked.items()):
             position = _position_logprobs(tokens[row], [each[at] for each in found], num_top)
@@ -67,9 +68,9 @@ class LaunchedStep:
 class Sampler:
     """Remembers the last step's tokens: by the time the next one is launched, the host may not know them."""
 
-    def __init__(self, link: Link, config: EngineConfig) -> None:
+    def __init__(self, link: DeviceCopier, config: EngineConfig) -> None:
         self.last = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=link.device)
-        self._shaper = Shaper(config.vocab_size, config.eos_token_ids, link)
+        self._shaper = LogitsProcessor(config.vocab_size, config.eos_token_ids, link)
         self._rows: dict[Sequence, int] = {}
         self._link = link
 
@@ -77,17 +78,17 @@ class Sampler:
         """Where in `last` the newest token of a sequence stands, which the last step sampled."""
         return self._rows[sequence]
 
-    def launch(self, works: Items[Work], order: Items[int], logits: Tensor) -> LaunchedStep:
+    def launch(self, chunks: Items[ScheduledChunk], order: Items[int], logits: Tensor) -> LaunchedStep:
         """One token for each row of `logits`, which are those of `works`; `order`: of the results."""
-        self._rows = {work.sequence: row for row, work in enumerate(works)}
-        if not works:
-            return LaunchedStep((), order, self._link.mark())
-        params = [work.sequence.spec.sampling for work in works]
-        shaped, failures = self._shaper.shape([work.sequence for work in works], logits)
+        self._rows = {chunk.sequence: row for row, chunk in enumerate(chunks)}
+        if not chunks:
+            return LaunchedStep((), order, self._link.record_event())
+        params = [chunk.sequence.spec.sampling for chunk in chunks]
+        shaped, failures = self._shaper.apply([chunk.sequence for chunk in chunks], logits)
         is_greedy = all(each.temperature <= 0 for each in params)
-        positions = [work.start + work.num_tokens for work in works]
+        positions = [chunk.start + chunk.num_tokens for chunk in chunks]
         tokens = sample(shaped, None if is_greedy else self._sampling_rows(params, positions))
-        self.last[: len(works)] = tokens
+        self.last[: len(chunks)] = tokens
         asked = {row: each.num_logprobs for row, each in enumerate(params) if each.num_logprobs is not None}
         found: tuple[Tensor, ...] = ()
         if asked:
@@ -96,7 +97,7 @@ class Sampler:
         raw = max_logits(logits)
         largest = (raw, raw if shaped is logits else max_logits(shaped))
         on_host = tuple(self._link.download(each) for each in (tokens, *largest, *found))
-        return LaunchedStep(on_host, order, self._link.mark(), asked, failures)
+        return LaunchedStep(on_host, order, self._link.record_event(), asked, failures)
 
     def _sampling_rows(self, params: Items[SamplingParams], positions: list[int]) -> SamplingRows:
         upload = self._link.upload

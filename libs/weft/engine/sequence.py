@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from weft.engine.history import History
 from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
+from weft.engine.token_history import TokenHistory
 from weft.kv.block_keys import block_key, reusable_blocks, root_key
 from weft.kv.layer_groups import PageRun
 from weft.request import FinishReason
 
 
-class State(Enum):
+class SequenceState(Enum):
     """waiting -> (reserved ->) running -> (held, for prefill only ->) ended; preemption leads back to waiting."""
 
     WAITING = auto()
@@ -35,21 +35,21 @@ class Sequence:
     spec: SequenceSpec
     token_ids: list[int]
     submitted_at: float
-    state: State = State.WAITING
-    runs: list[PageRun] = field(default_factory=list)
+    state: SequenceState = SequenceState.WAITING
+    page_ranges: list[PageRun] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_sealed: int = 0
     num_computed: int = 0
     num_launched: int = 0
     num_expected: int = 0
-    is_closing: bool = False  # the token expected is its last, whichever it is
+    last_token_pending: bool = False  # the token expected is its last, whichever it is
     num_cached: int = 0
-    is_filled: bool = False
+    has_received_kv: bool = False
     admitted_at: float | None = None
     started_at: float = 0.0  # when the step that computed the end of its prompt was planned, or its KV arrived
     compute_seconds: float = 0.0
-    history: History | None = None
-    turn: tuple[float, int] = (0.0, 0)  # see `weft.engine.waiting`; given when the planner takes it in
+    history: TokenHistory | None = None
+    queue_key: tuple[float, int] = (0.0, 0)  # see `weft.engine.wait_queue`; given when the planner takes it in
 
     @property
     def num_prompt(self) -> int:
@@ -64,26 +64,26 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens for steps to come. At least 1 while the sequence goes on: the last one gives logits."""
-        return 0 if self.is_closing else self.num_tokens - self.num_launched
+        return 0 if self.last_token_pending else self.num_tokens - self.num_launched
 
     @property
-    def is_in_its_prompt(self) -> bool:
+    def is_prefilling(self) -> bool:
         """It goes on as far as it has pages. A prefill does so to its last token: nobody makes way for it."""
         return self.num_pending > (0 if self.is_prefill else 1)
 
     @property
-    def is_in_its_text(self) -> bool:
+    def is_decoding(self) -> bool:
         """It goes on by one token in every step."""
         return self.num_pending == 1 and not self.is_prefill
 
     @property
-    def is_under_way(self) -> bool:
+    def has_step_in_flight(self) -> bool:
         """A step computes on it, and writes its blocks."""
         return self.num_launched > self.num_computed
 
     def set_computed(self, num_tokens: int) -> None:
         """The KV of so many leading tokens is there, by whatever way."""
-        assert not self.is_under_way
+        assert not self.has_step_in_flight
         self.num_computed = self.num_launched = num_tokens
 
     @property
@@ -97,7 +97,7 @@ class Sequence:
         return self.num_generated + self.num_expected - 1
 
     @property
-    def is_shaped_by_its_text(self) -> bool:
+    def needs_host_tokens(self) -> bool:
         """Each token must be known to the host before the next one can be sampled."""
         return self.spec.sampling.has_penalties or self.spec.constraint is not None
 
@@ -117,9 +117,9 @@ class Sequence:
         return len(self.token_ids) > self.num_prompt
 
     @property
-    def is_read(self) -> bool:
+    def has_observer(self) -> bool:
         """Somebody still wants the hidden states of its prompt."""
-        return self.spec.reader is not None and not self.has_emitted
+        return self.spec.observer is not None and not self.has_emitted
 
     def key(self, index: int, block_tokens: int) -> bytes:
         """The key of full block `index`."""
@@ -131,7 +131,7 @@ class Sequence:
 
     def reusable_keys(self, block_tokens: int) -> list[bytes]:
         """The keys under which a cache may hold leading blocks; at least one token is left to compute."""
-        if self.is_read:
+        if self.has_observer:
             return []  # blocks hold no hidden states
         count = reusable_blocks(len(self.token_ids), block_tokens)
         if count:
@@ -151,12 +151,12 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def expect(self, context_tokens: int) -> None:
+    def expect_tokens(self, context_tokens: int) -> None:
         """A step under way will give one more token."""
         self.num_expected += 1
         is_full = self.num_tokens >= context_tokens
         is_long = self.num_generated + self.num_expected >= self.spec.sampling.max_tokens
-        self.is_closing = self.is_prefill or is_full or is_long
+        self.last_token_pending = self.is_prefill or is_full or is_long
 
     def prompt_counts(self) -> PromptCounts:
         """What the prompt cost, as sent with the first token."""

@@ -9,7 +9,7 @@ from weft.model.kv_layout import kv_groups
 from weft.model.loading import Loader
 from weft.model.rotary import pairs_to_halves
 from weft.model.spec import HeadNorm, ModelConfig
-from weft.model.step import Step
+from weft.model.step import LayerInputs
 from weft_kernels.linear import linear
 from weft_kernels.paged_attention import KeySpan, paged_attention
 from weft_kernels.rope_kv import HeadTransform, rope_kv
@@ -41,7 +41,7 @@ class GroupedAttention:
         config = self.config
         return config.head_norm is not HeadNorm.PLAIN and config.temperature is None and not config.is_rotated_wide
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
         """[T, hidden]; the rows' own keys go into the pool first."""
         heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
         batch = step.batches[self.group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.model.fields import Fields
 from weft.model.quantization import read_quantization
 from weft.model.rope_fields import read_context, read_rope
-from weft.model.spec import Layer, ModelConfig
+from weft.model.spec import LayerSpec, ModelConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -15,22 +15,22 @@ def read_common(fields: Fields, **defaults: float) -> ModelConfig:
     # null is as good as absent, but for the key-value heads: then each query head has one of its own
     said = {name for name, value in fields.values.items() if value is not None or name == "num_key_value_heads"}
     fields.values = {**fields.values, **{name: value for name, value in defaults.items() if name not in said}}
-    num_heads, hidden_size = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     config = ModelConfig(
-        architecture=str(fields.words("architectures")[0]),
-        vocab_size=fields.whole("vocab_size"),
+        architecture=str(fields.strings("architectures")[0]),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.whole("intermediate_size"),
-        layers=(Layer(),) * fields.count("num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size"),
+        layers=(LayerSpec(),) * fields.count("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=fields.whole("num_key_value_heads", num_heads),
-        head_dim=fields.whole("head_dim", hidden_size // num_heads),
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=read_rope(fields),
         max_positions=read_context(fields),
-        is_tied=fields.flag("tie_word_embeddings"),
+        is_tied=fields.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos(fields),
-        dtype=fields.one_of("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
+        dtype=fields.choice("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
         quantization=read_quantization(fields),
     )
     _check(fields, config)
@@ -44,17 +44,17 @@ def read_eos(fields: Fields) -> tuple[int, ...]:
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
-        raise fields.fail("eos_token_id", f"expected token ids, found {value!r}")
+        raise fields.error("eos_token_id", f"expected token ids, found {value!r}")
     return tuple(ids)
 
 
 def _check(fields: Fields, config: ModelConfig) -> None:
     """What the forward pass takes for granted."""
     if config.num_heads % config.num_kv_heads:
-        raise fields.fail("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
+        raise fields.error("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
     activation = fields.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
+        raise fields.error("hidden_act", f"{activation!r} is not supported; supported: silu")
     for name in ("attention_bias", "mlp_bias"):
-        if fields.flag(name):
-            raise fields.fail(name, "biases are not supported")
+        if fields.boolean(name):
+            raise fields.error(name, "biases are not supported")

@@ -58,15 +58,15 @@ def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
     """Return what config.json says, with further end tokens `eos` of other files. Raises BadCheckpoint."""
     config = FAMILIES[_architecture(fields)](fields)
     if config.rotated_dim % 2:
-        raise fields.fail("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
+        raise fields.error("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
     if experts := config.experts:
         if experts.top_k > experts.num_experts:
-            raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
+            raise fields.error("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
         number = experts.num_experts * sum(layer.has_experts for layer in config.layers)
         if number > MAX_EXPERTS:
-            raise fields.fail("num_hidden_layers", f"expected at most {MAX_EXPERTS} experts in all, found {number}")
+            raise fields.error("num_hidden_layers", f"expected at most {MAX_EXPERTS} experts in all, found {number}")
     # A wrapped model's text model names end tokens of its own.
-    named = (*config.eos_token_ids, *read_eos(fields), *read_eos(fields.inner("text_config")), *eos)
+    named = (*config.eos_token_ids, *read_eos(fields), *read_eos(fields.nested("text_config")), *eos)
     known = range(config.vocab_size)
     return replace(config, eos_token_ids=tuple(dict.fromkeys(each for each in named if each in known)))
 
@@ -74,7 +74,7 @@ def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
 def _architecture(fields: Fields) -> str:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise fields.fail("architectures", f"expected a list of names, found {names!r}")
+        raise fields.error("architectures", f"expected a list of names, found {names!r}")
     if names[0] not in FAMILIES:
-        raise fields.fail("architectures", f"{names[0]} is not supported; supported: {', '.join(FAMILIES)}")
+        raise fields.error("architectures", f"{names[0]} is not supported; supported: {', '.join(FAMILIES)}")
     return names[0]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from weft.model.attention import GroupedAttention
-from weft.model.expansion import plan_latent
 from weft.model.latent import LatentAttention
+from weft.model.latent_plan import plan_latent
 from weft.model.loading import Loader, Tensors
-from weft.model.mlp import Mixture, Mlp
+from weft.model.mlp import MixtureOfExperts, Mlp
 from weft.model.rotary import cos_sin, inverse_frequencies
 from weft.model.spec import ModelConfig
-from weft.model.step import Rows, Step
+from weft.model.step import LayerInputs, TokenBatch
 from weft_kernels.fused_decoder import FusedLayer, fuse_layers
 from weft_kernels.linear import linear
 from weft_kernels.packed import embedding_rows
@@ -40,10 +40,12 @@ class DecoderLayer:
         self.mlp_norm = loader.tensor(root + "post_attention_layernorm.weight")
         mlp = f"{root}{config.mlp_name}."
         has_experts = config.layers[index].has_experts and config.experts
-        self.mlp: Mlp | Mixture = Mixture(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader)
+        self.mlp: Mlp | MixtureOfExperts = (
+            MixtureOfExperts(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader)
+        )
 
     def forward(
-        self, stream: Tensor, pending: Tensor | None, step: Step, kept: Tensor | None = None
+        self, stream: Tensor, pending: Tensor | None, step: LayerInputs, kept: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden], and what the next layer is to add to it before its own norm.
 
@@ -91,10 +93,10 @@ class Decoder:
         layers = [layer.as_dense() for layer in self.layers]
         self.dense = fuse_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device).repeat(2)  # of both halves
-        loader.finish()
+        loader.check_all_read()
         self.packed = tuple(loader.packed)
 
-    def forward(self, rows: Rows, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
+    def forward(self, rows: TokenBatch, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
         """[R, vocab] float32 logits, in `out` if given. Writes the KV of all rows into the pool at `rows.slots`."""
         return self.logits(self.hidden(rows, batches), out)
 
@@ -103,7 +105,7 @@ class Decoder:
         logits = linear(hidden, self.head)
         return logits.float() if out is None else out.copy_(logits)
 
-    def hidden(self, rows: Rows, batches: Sequence[PagedBatch]) -> Tensor:
+    def hidden(self, rows: TokenBatch, batches: Sequence[PagedBatch]) -> Tensor:
         """[R, hidden] of the rows whose logits are wanted, normed; else as `forward`."""
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
         angles = cos_sin(rows.positions, self.frequencies, dtype, self.config.rope.attention_factor)
@@ -111,7 +113,7 @@ class Decoder:
         if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:
             return normed.index_select(0, rows.logit_rows)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
-        step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
+        step = LayerInputs(rows.slots, batches, angles, self._temperature(rows.positions), latent)
         for layer in self.layers[:-1]:
             stream, pending = layer.forward(stream, pending, step)
         stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)

@@ -26,68 +26,68 @@ class Fields:
         self.values = values
         self._where = where
 
-    def fail(self, field: str, problem: str) -> BadCheckpoint:
+    def error(self, field: str, problem: str) -> BadCheckpoint:
         """The error to raise."""
         return BadCheckpoint(f"{self.path}: {self._where}{field}: {problem}")
 
-    def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, field: str, default: int | None = None, least: int = 1) -> int:
         """A whole number, `least` or above."""
         value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_WHOLE:
-            raise self.fail(field, f"expected a whole number above {least - 1}, found {value!r}")
+            raise self.error(field, f"expected a whole number above {least - 1}, found {value!r}")
         return value
 
     def count(self, field: str, default: int | None = None, least: int = 1) -> int:
         """How many there are of what takes memory for each, before any weights are looked at."""
-        if (value := self.whole(field, default, least)) > MAX_COUNT:
-            raise self.fail(field, f"expected at most {MAX_COUNT}, found {value}")
+        if (value := self.integer(field, default, least)) > MAX_COUNT:
+            raise self.error(field, f"expected at most {MAX_COUNT}, found {value}")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
         """A number above 0 that float32 can hold, and one divided by it."""
         value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, int | float) or isinstance(value, bool) or not FLOATS[0] <= value <= FLOATS[1]:
-            raise self.fail(field, f"expected a number above 0, found {value!r}")
+            raise self.error(field, f"expected a number above 0, found {value!r}")
         return float(value)
 
-    def flag(self, field: str, default: bool = False) -> bool:
+    def boolean(self, field: str, default: bool = False) -> bool:
         """True or false."""
         value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, bool):
-            raise self.fail(field, f"expected true or false, found {value!r}")
+            raise self.error(field, f"expected true or false, found {value!r}")
         return value
 
-    def one_of(self, field: str, supported: tuple[str, ...], default: str) -> str:
+    def choice(self, field: str, supported: tuple[str, ...], default: str) -> str:
         """One of the supported words."""
         value = default if (said := self.values.get(field)) is None else said
         if value not in supported:
-            raise self.fail(field, f"{value!r} is not supported; supported: {', '.join(supported)}")
+            raise self.error(field, f"{value!r} is not supported; supported: {', '.join(supported)}")
         return str(value)
 
-    def wholes(self, field: str, default: list[int] | None = None) -> list[int]:
+    def integers(self, field: str, default: list[int] | None = None) -> list[int]:
         """A list of whole numbers, 0 or above."""
         value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
-            raise self.fail(field, f"expected a list of whole numbers, found {value!r}")
+            raise self.error(field, f"expected a list of whole numbers, found {value!r}")
         return value
 
-    def words(self, field: str) -> list[str]:
+    def strings(self, field: str) -> list[str]:
         """A list of strings; absent: none."""
         value = self.values.get(field) or []
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self.fail(field, f"expected a list of names, found {value!r}")
+            raise self.error(field, f"expected a list of names, found {value!r}")
         return value
 
-    def inner(self, field: str) -> Fields:
+    def nested(self, field: str) -> Fields:
         """An object inside this one; absent: an empty one."""
         value = self.values.get(field) or {}
         if not isinstance(value, dict):
-            raise self.fail(field, f"expected an object, found {value!r}")
+            raise self.error(field, f"expected an object, found {value!r}")
         return Fields(self.path, value, f"{self._where}{field}.")
 
-    def text(self) -> Fields:
+    def text_config(self) -> Fields:
         """The text model's fields of a wrapped model."""
-        text = self.inner("text_config")
+        text = self.nested("text_config")
         outer = {name: self.values[name] for name in INHERITED if name in self.values}
         # null is a word of its own, but for what the outer object can say
         said = {name: value for name, value in text.values.items() if value is not None or name not in outer}

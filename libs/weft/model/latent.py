@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from weft.model.expansion import Expansion
 from weft.model.kv_layout import kv_groups
+from weft.model.latent_plan import ExpandedSequence
 from weft.model.loading import Loader
 from weft.model.rotary import pairs_to_halves
 from weft.model.spec import Latent, ModelConfig
-from weft.model.step import Step
+from weft.model.step import LayerInputs
 from weft_kernels.latent_attention import latent_attention
 from weft_kernels.latent_kv import latent_kv
 from weft_kernels.linear import linear
@@ -45,13 +45,13 @@ class LatentAttention:
         kv_order = self._order(1, latent.kv_rank + latent.rope_dim)
         self.kv_down = loader.linear(root + "kv_a_proj_with_mqa", order=kv_order)
         self.kv_norm = loader.tensor(root + "kv_a_layernorm.weight")
-        kv_up = plain(loader.stored(root + "kv_b_proj"), loader.dtype).to(loader.dtype)
+        kv_up = plain(loader.stored_weight(root + "kv_b_proj"), loader.dtype).to(loader.dtype)
         kv_up = kv_up.view(config.num_heads, -1, latent.kv_rank)
         self.to_latent = kv_up[:, : latent.nope_dim].contiguous()
         self.to_value = kv_up[:, latent.nope_dim :].transpose(1, 2).contiguous()
         self.output = loader.linear(root + "o_proj")
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
         """[T, hidden]; the rows' own vectors go into the pool first."""
         down, q = linear(x, self.kv_down), self._queries(x)
         plain, rotated = torch.split(q, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
@@ -65,7 +65,7 @@ class LatentAttention:
             x = rms_norm(linear(x, self.q_down), self.q_norm, LATENT_NORM_EPS)
         return linear(x, self.q_up).view(len(x), self.config.num_heads, -1)
 
-    def _attend(self, plain: Tensor, rotated: Tensor, step: Step) -> Tensor:
+    def _attend(self, plain: Tensor, rotated: Tensor, step: LayerInputs) -> Tensor:
         """[T, heads, value_dim]."""
         assert step.latent is not None
         if step.latent.absorbed is not None and not step.latent.expanded:
@@ -87,7 +87,7 @@ class LatentAttention:
         attended = latent_attention(q, self.index, batch, latent.kv_rank, latent.scale)
         return torch.bmm(attended.transpose(0, 1), self.to_value).transpose(0, 1)
 
-    def _expanded(self, q: Tensor, pool: Tensor, expansion: Expansion) -> Tensor:
+    def _expanded(self, q: Tensor, pool: Tensor, expansion: ExpandedSequence) -> Tensor:
         """Keys and values of a whole context are made from its latent vectors, some heads at a time."""
         latent, batch = self.latent, expansion.batch
         keys, values = batch.pool[:, :, 0].unbind(2)  # [blocks, heads, block_tokens, dim] each

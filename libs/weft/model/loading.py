@@ -77,7 +77,7 @@ class Loader:
 
     def linear(self, *names: str, order: Tensor | None = None) -> PackedWeight:
         """Linear modules as one, their outputs one after the other, or in another `order`."""
-        whole = stack([self.stored(name) for name in names], order, self.dtype)
+        whole = stack([self.stored_weight(name) for name in names], order, self.dtype)
         return self.pack(on_device(whole, self.dtype, self.is_resident))
 
     def pack(self, weight: Matrix) -> PackedWeight:
@@ -85,7 +85,7 @@ class Loader:
         self.packed += [] if isinstance(weight, Tensor) else [weight]
         return pack(weight, self.dtype, self.is_resident)
 
-    def stored(self, name: str) -> Stored:
+    def stored_weight(self, name: str) -> Stored:
         """The weight of a linear module as the checkpoint has it, packed or not; see `matrix` for its dtype."""
         how = self._config.quantization
         if how is not None and name + ".weight_packed" in self._weights:
@@ -100,6 +100,6 @@ class Loader:
             return read_fp8(patterns, self.tensor(name + ".weight_scale_inv", torch.float32), how.block)
         return self.matrix(name + ".weight")
 
-    def finish(self) -> None:
+    def check_all_read(self) -> None:
         """Every expected tensor must have found its place: a model without it would compute something else."""
         assert not self._unread, f"tensors that no building block read: {sorted(self._unread)[:4]}"

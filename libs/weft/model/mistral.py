@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weft.model.common import read_common
 from weft.model.fields import Fields
-from weft.model.spec import Layer, ModelConfig
+from weft.model.spec import LayerSpec, ModelConfig
 
 DEFAULT_WINDOW = 4096
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -24,12 +24,12 @@ def read_window(fields: Fields, default: int) -> int:
     """`sliding_window`, where null means none; 0 for none."""
     if fields.values.get("sliding_window", default) in (None, 0):
         return 0
-    return fields.whole("sliding_window", default)
+    return fields.integer("sliding_window", default)
 
 
-def read_layers(fields: Fields, window: int, default: list[str]) -> tuple[Layer, ...]:
+def read_layers(fields: Fields, window: int, default: list[str]) -> tuple[LayerSpec, ...]:
     """A layer for each word of `layer_types`, or of the default where it is not written out."""
-    kinds = fields.words("layer_types") or default
+    kinds = fields.strings("layer_types") or default
     if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
-        raise fields.fail("layer_types", f"expected {FULL} or {SLIDING} a layer, found {kinds!r}")
-    return tuple(Layer(window=window if kind == SLIDING else 0) for kind in kinds)
+        raise fields.error("layer_types", f"expected {FULL} or {SLIDING} a layer, found {kinds!r}")
+    return tuple(LayerSpec(window=window if kind == SLIDING else 0) for kind in kinds)

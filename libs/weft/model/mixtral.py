@@ -7,7 +7,7 @@ from dataclasses import replace
 from weft.model.common import read_common
 from weft.model.fields import Fields
 from weft.model.mistral import read_window
-from weft.model.spec import Experts, Layer, ModelConfig
+from weft.model.spec import Experts, LayerSpec, ModelConfig
 
 DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}  # transformers' class
 
@@ -17,9 +17,9 @@ def read(fields: Fields) -> ModelConfig:
     config = read_common(fields, num_key_value_heads=8, **DEFAULTS)
     experts = Experts(
         num_experts=fields.count("num_local_experts", 8),
-        top_k=fields.whole("num_experts_per_tok", 2),
+        top_k=fields.integer("num_experts_per_tok", 2),
         size=config.intermediate_size,
         projections=("w1", "w3", "w2"),
     )
-    layer = Layer(window=read_window(fields, 0), has_experts=True)
+    layer = LayerSpec(window=read_window(fields, 0), has_experts=True)
     return replace(config, layers=(layer,) * config.num_layers, experts=experts, mlp_name="block_sparse_moe")

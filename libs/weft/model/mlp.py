@@ -28,7 +28,7 @@ class Mlp:
         return linear(silu_mul(linear(x, self.gate_up)), self.down)
 
 
-class Mixture:
+class MixtureOfExperts:
     """A router, the experts that it chooses from, and the one that everybody sees, where there is one."""
 
     def __init__(self, experts: Experts, root: str, loader: Loader) -> None:
@@ -62,5 +62,5 @@ def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[
     gate, up, out = experts.projections
     for index in range(experts.num_experts):
         each = f"{root}{index}."
-        both = [loader.stored(each + gate), loader.stored(each + up)]
-        yield stack(both, dtype=loader.dtype), loader.stored(each + out)
+        both = [loader.stored_weight(each + gate), loader.stored_weight(each + up)]
+        yield stack(both, dtype=loader.dtype), loader.stored_weight(each + out)

@@ -20,11 +20,11 @@ def read_quantization(fields: Fields) -> Quantization | None:
     """Raises BadCheckpoint for methods, formats and options that are not supported."""
     if not fields.values.get("quantization_config"):
         return None
-    inner = fields.inner("quantization_config")
+    inner = fields.nested("quantization_config")
     if "quant_method" not in inner.values and {"bits", "group_size"} <= inner.values.keys():
         what = "weights packed for Apple's MLX are not read; take the checkpoint that they were made of"
-        raise fields.fail("quantization_config", what)
-    method = inner.one_of("quant_method", ("fp8", "compressed-tensors"), "")
+        raise fields.error("quantization_config", what)
+    method = inner.choice("quant_method", ("fp8", "compressed-tensors"), "")
     return _fp8(inner) if method == "fp8" else _int4(inner)
 
 
@@ -53,48 +53,48 @@ def stored_dtypes(name: str, names: Container[str]) -> tuple[str, ...]:
 
 
 def _fp8(inner: Fields) -> Quantization:
-    inner.one_of("fmt", ("e4m3",), "e4m3")
-    inner.one_of("activation_scheme", ("dynamic",), "dynamic")
-    block = inner.wholes("weight_block_size", [])
+    inner.choice("fmt", ("e4m3",), "e4m3")
+    inner.choice("activation_scheme", ("dynamic",), "dynamic")
+    block = inner.integers("weight_block_size", [])
     if len(block) != 2 or 0 in block:
-        raise inner.fail("weight_block_size", f"expected rows and columns of a block, found {block!r}")
+        raise inner.error("weight_block_size", f"expected rows and columns of a block, found {block!r}")
     # whole parts of a module's name; lists of hundreds are common, so they are one expression
-    names = "|".join(re.escape(name) for name in inner.words("modules_to_not_convert"))
+    names = "|".join(re.escape(name) for name in inner.strings("modules_to_not_convert"))
     skipped = (rf"(.*\.)?({names})(\..*)?$",) if names else ()
     return Quantization(Packing.FP8_BLOCKS, (block[0], block[1]), skipped)
 
 
 def _int4(inner: Fields) -> Quantization:
-    inner.one_of("format", ("pack-quantized",), "")
-    groups = list(inner.inner("config_groups").values)
+    inner.choice("format", ("pack-quantized",), "")
+    groups = list(inner.nested("config_groups").values)
     if len(groups) != 1:
-        raise inner.fail("config_groups", f"expected one group, found {groups!r}")
-    group = inner.inner("config_groups").inner(groups[0])
-    if group.words("targets") != ["Linear"]:
-        raise group.fail("targets", f"expected ['Linear'], found {group.words('targets')!r}")
+        raise inner.error("config_groups", f"expected one group, found {groups!r}")
+    group = inner.nested("config_groups").nested(groups[0])
+    if group.strings("targets") != ["Linear"]:
+        raise group.error("targets", f"expected ['Linear'], found {group.strings('targets')!r}")
     if group.values.get("input_activations"):
-        raise group.fail("input_activations", "quantized activations are not supported")
-    weights = group.inner("weights")
-    weights.one_of("type", ("int",), "")
-    weights.one_of("strategy", ("group",), "")
-    if weights.whole("num_bits") != 4 or not weights.flag("symmetric", True):
-        raise weights.fail("num_bits", "only symmetric 4-bit weights are supported")
+        raise group.error("input_activations", "quantized activations are not supported")
+    weights = group.nested("weights")
+    weights.choice("type", ("int",), "")
+    weights.choice("strategy", ("group",), "")
+    if weights.integer("num_bits") != 4 or not weights.boolean("symmetric", True):
+        raise weights.error("num_bits", "only symmetric 4-bit weights are supported")
     # "weight" and "static" say in which order they were rounded; the columns lie as ever
     if weights.values.get("actorder") not in (None, False, "weight", "static"):
-        raise weights.fail("actorder", "columns in another order are not supported")
+        raise weights.error("actorder", "columns in another order are not supported")
     patterns = [
         each.removeprefix("re:") if each.startswith("re:") else re.escape(each) + "$" for each in _ignore(inner)
     ]
-    return Quantization(Packing.INT4_GROUPS, (1, weights.whole("group_size")), tuple(patterns))
+    return Quantization(Packing.INT4_GROUPS, (1, weights.integer("group_size")), tuple(patterns))
 
 
 def _ignore(inner: Fields) -> list[str]:
-    names = inner.words("ignore")
+    names = inner.strings("ignore")
     for name in names:
         try:
             re.compile(name.removeprefix("re:"))
         except re.error as error:
-            raise inner.fail("ignore", f"{name!r} is no regular expression: {error}") from None
+            raise inner.error("ignore", f"{name!r} is no regular expression: {error}") from None
     return names
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from weft.model.common import read_common
 from weft.model.fields import Fields
 from weft.model.mistral import DEFAULT_WINDOW, FULL, SLIDING, read_layers, read_window
-from weft.model.spec import Experts, HeadNorm, Layer, ModelConfig
+from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:
@@ -26,22 +26,22 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
     config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=4)
     experts = Experts(
-        num_experts=fields.count("num_experts", fields.whole("num_local_experts", 128)),  # transformers 5's name
-        top_k=fields.whole("num_experts_per_tok", 8),
-        size=fields.whole("moe_intermediate_size", 768),
-        is_renormalised=fields.flag("norm_topk_prob"),
+        num_experts=fields.count("num_experts", fields.integer("num_local_experts", 128)),  # transformers 5's name
+        top_k=fields.integer("num_experts_per_tok", 8),
+        size=fields.integer("moe_intermediate_size", 768),
+        is_renormalised=fields.boolean("norm_topk_prob"),
     )
-    window = read_window(fields, DEFAULT_WINDOW) if fields.flag("use_sliding_window") else 0
-    dense, step = fields.wholes("mlp_only_layers", []), fields.whole("decoder_sparse_step", 1)
+    window = read_window(fields, DEFAULT_WINDOW) if fields.boolean("use_sliding_window") else 0
+    dense, step = fields.integers("mlp_only_layers", []), fields.integer("decoder_sparse_step", 1)
     layers = tuple(
-        Layer(window=window, has_experts=index not in dense and (index + 1) % step == 0)
+        LayerSpec(window=window, has_experts=index not in dense and (index + 1) % step == 0)
         for index in range(config.num_layers)
     )
     return replace(config, head_norm=HeadNorm.WEIGHTED, experts=experts, layers=layers)
 
 
-def _windows(fields: Fields, num_layers: int) -> tuple[Layer, ...]:
+def _windows(fields: Fields, num_layers: int) -> tuple[LayerSpec, ...]:
     """`layer_types` where it is written out; otherwise the layers from max_window_layers on, if asked for at all."""
-    window = read_window(fields, DEFAULT_WINDOW) if fields.flag("use_sliding_window") else 0
-    first = fields.whole("max_window_layers", 28, least=0)
+    window = read_window(fields, DEFAULT_WINDOW) if fields.boolean("use_sliding_window") else 0
+    first = fields.integer("max_window_layers", 28, least=0)
     return read_layers(fields, window, [FULL if index < first else SLIDING for index in range(num_layers)])

@@ -16,12 +16,12 @@ def read_context(fields: Fields) -> int:
 
     Linear scaling counts for nothing: checkpoints that have it name the stretched length. Raises BadCheckpoint.
     """
-    positions, rope = fields.whole("max_position_embeddings", 2048), read_rope(fields)
+    positions, rope = fields.integer("max_position_embeddings", 2048), read_rope(fields)
     if rope.kind == "yarn":
         positions = max(positions, int(rope.original_max_positions * rope.factor))
     # beyond this Qwen's long-context models attend in another way, which is not supported
-    dual = fields.inner("dual_chunk_attention_config")
-    return min(positions, dual.whole(ORIGINAL, positions))
+    dual = fields.nested("dual_chunk_attention_config")
+    return min(positions, dual.integer(ORIGINAL, positions))
 
 
 def read_rope(fields: Fields) -> Rope:
@@ -30,32 +30,32 @@ def read_rope(fields: Fields) -> Rope:
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
     for source in (rope, fields):
         if source.number("partial_rotary_factor", 1.0) != 1.0:
-            raise source.fail("partial_rotary_factor", "rotating a part of each head is not supported")
+            raise source.error("partial_rotary_factor", "rotating a part of each head is not supported")
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in KINDS:
-        raise rope.fail("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
+        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, "linear", rope.number("factor"))
     if (original := fields.values.get(ORIGINAL)) is not None:  # beside the object: it wins, as in transformers
         rope.values = {**rope.values, ORIGINAL: original}
-    positions = fields.whole("max_position_embeddings", 2048)
+    positions = fields.integer("max_position_embeddings", 2048)
     if kind == "yarn" and theta == 1:
-        raise fields.fail("rope_theta", "yarn cannot stretch with 1, which turns all pairs alike")
+        raise fields.error("rope_theta", "yarn cannot stretch with 1, which turns all pairs alike")
     return _llama3(rope, theta) if kind == "llama3" else _yarn(rope, theta, positions)
 
 
 def rope_object(fields: Fields) -> Fields:
     """The object that says how to rotate, by either name; empty where there is none."""
-    new, old = fields.inner("rope_parameters"), fields.inner("rope_scaling")
+    new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")
     for rope in (new, old):
         for name, value in rope.values.items():
             if isinstance(value, dict):
-                raise rope.fail(name, "one rotary embedding for each kind of layer is not supported")
+                raise rope.error(name, "one rotary embedding for each kind of layer is not supported")
     for name, value in old.values.items() if new.values else ():
         if new.values.get("rope_type" if name == "type" else name) != value:
-            raise old.fail(name, f"{value!r} is not what rope_parameters says; keep one of the two objects")
+            raise old.error(name, f"{value!r} is not what rope_parameters says; keep one of the two objects")
     return new if new.values else old
 
 
@@ -67,12 +67,12 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 def _llama3(rope: Fields, theta: float) -> Rope:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high < low:
-        raise rope.fail("high_freq_factor", f"must not be below low_freq_factor {low}, found {high}")
-    return Rope(theta, "llama3", rope.number("factor"), low, high, rope.whole(ORIGINAL))
+        raise rope.error("high_freq_factor", f"must not be below low_freq_factor {low}, found {high}")
+    return Rope(theta, "llama3", rope.number("factor"), low, high, rope.integer(ORIGINAL))
 
 
 def _yarn(rope: Fields, theta: float, max_positions: int) -> Rope:
-    original = rope.whole(ORIGINAL, max_positions)
+    original = rope.integer(ORIGINAL, max_positions)
     factor = rope.number("factor", max_positions / original)
     attention_factor = rope.values.get("attention_factor")
     if attention_factor is None:
@@ -91,5 +91,5 @@ def _yarn(rope: Fields, theta: float, max_positions: int) -> Rope:
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=attention_factor,
-        is_truncated=rope.flag("truncate", True),
+        is_truncated=rope.boolean("truncate", True),
     )

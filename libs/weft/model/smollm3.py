@@ -15,11 +15,11 @@ DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embed
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
     config = read_common(fields, max_position_embeddings=32_768, **DEFAULTS)
-    count, interval = config.num_layers, fields.whole("no_rope_layer_interval", 4)
-    rotated = fields.wholes("no_rope_layers", []) or [int((index + 1) % interval != 0) for index in range(count)]
+    count, interval = config.num_layers, fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.integers("no_rope_layers", []) or [int((index + 1) % interval != 0) for index in range(count)]
     if len(rotated) < count:
-        raise fields.fail("no_rope_layers", f"expected {count} entries, found {len(rotated)}")
-    window = read_window(fields, 0) if fields.flag("use_sliding_window") else 0
+        raise fields.error("no_rope_layers", f"expected {count} entries, found {len(rotated)}")
+    window = read_window(fields, 0) if fields.boolean("use_sliding_window") else 0
     kinds = read_layers(fields, window, [FULL if each else SLIDING for each in rotated[:count]])
     layers = (replace(layer, is_rotated=bool(each)) for layer, each in zip(kinds, rotated[:count], strict=True))
     return replace(config, layers=tuple(layers))

@@ -67,16 +67,16 @@ class Latent:
         """From so many rows on, making keys and values costs fewer multiplications, whatever the context."""
         absorbed = 2 * self.kv_rank + self.rope_dim
         expansion = self.kv_rank * (self.nope_dim + self.value_dim)
-        return expansion // (absorbed - 2 * self.made_dim) + 1 if absorbed > 2 * self.made_dim else 1 << 62
+        return expansion // (absorbed - 2 * self.expanded_dim) + 1 if absorbed > 2 * self.expanded_dim else 1 << 62
 
     @property
-    def made_dim(self) -> int:
+    def expanded_dim(self) -> int:
         """Numbers of a key, and of a value, of one head where they are made: those of the wider one."""
         return max(self.nope_dim + self.rope_dim, self.value_dim)
 
-    def made_heads(self, num_heads: int, num_tokens: int, item_bytes: int) -> int:
+    def expanded_heads(self, num_heads: int, num_tokens: int, item_bytes: int) -> int:
         """Heads whose keys and values of so long a context are made at a time: what fits, of equal parts."""
-        fitting = max(1, WORKSPACE_BYTES // (2 * num_tokens * self.made_dim * item_bytes))
+        fitting = max(1, WORKSPACE_BYTES // (2 * num_tokens * self.expanded_dim * item_bytes))
         return next(count for count in range(min(num_heads, fitting), 0, -1) if num_heads % count == 0)
 
 
@@ -117,7 +117,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerSpec:
     """What may differ from layer to layer. A query sees its last `window` keys, or those of its own aligned `chunk`."""
 
     window: int = 0
@@ -155,7 +155,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSpec, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int

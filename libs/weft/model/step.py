@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.model.expansion import LatentPlan
+from weft.model.latent_plan import LatentPlan
 from weft_kernels.paged_attention import PagedBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenBatch:
     """A batch: token_ids and positions [T], KV slots [groups, T], rows [R] whose logits are wanted. All int64."""
 
     token_ids: Tensor
@@ -22,7 +22,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LayerInputs:
     """`slots`, `batches`: one a group of layers, see `weft.model.kv_layout`. `angles`: cosine, sine [T, rotated dim].
 
     `temperature`: [T, 1, 1] float32 for queries of unrotated layers, or None. `latent`: how latent attention goes about

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.model.quantization import packed_shapes
-from weft.model.spec import Experts, HeadNorm, Latent, Layer, ModelConfig
+from weft.model.spec import Experts, HeadNorm, Latent, LayerSpec, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,7 +29,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     return is_head or name.endswith("rotary_emb.inv_freq") or name.startswith(config.ignored)
 
 
-def _layer(config: ModelConfig, root: str, layer: Layer) -> Shapes:
+def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
     shapes: Shapes = {root + "input_layernorm.weight": (config.hidden_size,)}
     attention = root + "self_attn."
     shapes |= _latent(config, attention, config.latent) if config.latent else _grouped(config, attention)

@@ -227,7 +227,7 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
 def _served_config(directory: Path, config: ModelConfig) -> str:
     fields = read_json(directory / "config.json")
     # a wrapped model's text model has its own word on it, which would win
-    for part in (fields, fields.inner("text_config")):
+    for part in (fields, fields.nested("text_config")):
         if config.eos_token_ids:
             part.values["eos_token_id"] = list(config.eos_token_ids)
     return json.dumps(fields.values)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
-from weft.capacity.sizes import Wanted
+from weft.capacity.sizes import RequestedSizes
 from weft.config import MAX_THREADS, WILDCARD_HOSTS, ConfigError, CpuKernels
-from weft.engine.manners import CPU_NICENESS, MAX_NICENESS
+from weft.engine.niceness import CPU_NICENESS, MAX_NICENESS
 from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.os_tuning import parse_cpus
@@ -125,9 +125,9 @@ class WorkerConfig:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name):g}: expected 0 or more")
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> RequestedSizes:
         """What of it decides what the worker takes. Raises ConfigError."""
-        return Wanted(**{field.name: getattr(self, field.name) for field in fields(Wanted)})
+        return RequestedSizes(**{field.name: getattr(self, field.name) for field in fields(RequestedSizes)})
 
     @property
     def served_name(self) -> str:

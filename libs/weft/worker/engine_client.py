@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from weft import metrics
-from weft.engine.history import Constraint
 from weft.engine.messages import EngineLoad, StepOutput
+from weft.engine.token_history import Constraint
 from weft.errors import Incompatible
 from weft.grammar import Grammars
 from weft.request import Grammar

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from weft.engine.messages import EngineLoad
-from weft.engine.pulse import Pulse
+from weft.engine.watchdog import StepWatchdog
 from weft.errors import EngineFailed
 from weft.rpc.server import RpcServer
 
@@ -25,9 +25,13 @@ class Vitals:
     """`load` is the engine's latest. Pure but for the clock."""
 
     def __init__(
-        self, pulse: Pulse, load: Callable[[], EngineLoad], num_blocks: int, clock: Callable[[], float] = time.monotonic
+        self,
+        watchdog: StepWatchdog,
+        load: Callable[[], EngineLoad],
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pulse = pulse
+        self._watchdog = watchdog
         self._load = load
         self._num_blocks = num_blocks
         self._clock = clock
@@ -37,13 +41,13 @@ class Vitals:
     @property
     def is_lost(self) -> bool:
         """Waiting is no use any more."""
-        return self._pulse.standing_seconds > max(LOST_SECONDS, self._pulse.patience_seconds)
+        return self._watchdog.step_age > max(LOST_SECONDS, self._watchdog.hang_timeout)
 
     def trouble(self) -> str:
         """Why no more work should come; empty when it may."""
         load = self._load()
-        if self._pulse.has_stopped:
-            return f"the engine has stood still for {self._pulse.standing_seconds:.0f} s"
+        if self._watchdog.is_hung:
+            return f"the engine has stood still for {self._watchdog.step_age:.0f} s"
         if 2 * load.quarantined_blocks > self._num_blocks:
             return f"{load.quarantined_blocks} of {self._num_blocks} blocks are in quarantine"
         if self._is_exhausted(load):

@@ -14,25 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.device import Link
+from weft.engine.device_copy import DeviceCopier
 from weft.request import PromptLogprobs
 from weft_kernels.sampling import logprobs
 
 
 class MeanHidden:
-    """A `PromptReader`."""
+    """A `HiddenStateObserver`."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self._sum: Tensor | None = None
         self._mean: Tensor | None = None
 
-    def read(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """See `PromptReader`."""
+    def observe(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+        """See `HiddenStateObserver`."""
         total = hidden.sum(0, dtype=torch.float32)
         self._sum = total if start == 0 or self._sum is None else self._sum + total
         if start + len(hidden) == self._num_tokens:
-            self._mean = Link(hidden.device).download(self._sum / self._num_tokens)
+            self._mean = DeviceCopier(hidden.device).download(self._sum / self._num_tokens)
 
     def mean(self) -> tuple[float, ...]:
         """As many as the model's hidden size; once the first token is told."""
@@ -48,18 +48,18 @@ PIECE_TOKENS = 4096
 
 
 class PromptScorer:
-    """A `PromptReader`. Nothing is known of the first token, and the last position's logits tell of no prompt token."""
+    """A `HiddenStateObserver` that scores prompt tokens: all but the first one, which has no score."""
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
         self._next = np.array(token_ids[1:], dtype=np.int64)
         self._num_top = num_top
         self._found: list[tuple[int, list[Tensor]]] = []
 
-    def read(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """See `PromptReader`."""
+    def observe(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+        """See `HiddenStateObserver`."""
         if start == 0:
             self._found.clear()
-        link = Link(hidden.device)
+        link = DeviceCopier(hidden.device)
         tokens = link.upload(self._next[start : start + len(hidden)])
         if not len(tokens):
             return

@@ -24,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 
 import weft_kernels
-from weft.engine.batch import Work
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import graph_sizes, static_bytes
-from weft.engine.messages import PromptReader, SequenceMode, SequenceSpec
+from weft.engine.messages import HiddenStateObserver, SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner
 from weft.engine.sequence import Sequence
+from weft.engine.step_scheduler import ScheduledChunk
 from weft.errors import BadCheckpoint
 from weft.kv.layer_groups import PageRun, Paging
 from weft.model import decoder
@@ -104,18 +104,18 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
     small = replace(limits, num_blocks=least, max_pinned=0)
     meter: Meter = DeviceMeter(device) if device.type == "cuda" else ResidentMeter()
     chunk = min(limits.chunk_tokens, limits.max_context_tokens)
-    one, *others = [_work(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
+    one, *others = [_chunk(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
     try:
         runner = ModelRunner(model, small, dtype, device)
         scorer = PromptScorer((0,) * limits.max_context_tokens, 20)
-        long = _work(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
+        long = _chunk(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
         shorter = [each for each in SHORTER_CHUNKS if model.packed and each < chunk]
-        between = [[_work(limits.paging, limits.max_context_tokens - each, each)] for each in shorter]
+        between = [[_chunk(limits.paging, limits.max_context_tokens - each, each)] for each in shorter]
         rest = min(limits.max_step_tokens - chunk, limits.max_context_tokens)
-        burst = [_work(limits.paging, 0, rest)] if rest > 0 else []
+        burst = [_chunk(limits.paging, 0, rest)] if rest > 0 else []
         most = [long, *burst, *others[len(burst) :]]
-        for works in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], *between, most):
-            runner.launch(works).collect()
+        for chunks in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], *between, most):
+            runner.launch(chunks).collect()
     except torch.OutOfMemoryError as error:
         raise BadCheckpoint(
             f"the model does not fit: beside its weights there is no room for a step of {chunk} prompt tokens "
@@ -138,14 +138,14 @@ class AnyToken:
         words.fill(-1)
 
 
-def _work(paging: Paging, start: int, num_tokens: int, reader: PromptReader | None = None) -> Work:
+def _chunk(paging: Paging, start: int, num_tokens: int, reader: HiddenStateObserver | None = None) -> ScheduledChunk:
     """Tokens of a sequence all of whose pages are the pool's first one: what they hold does not matter."""
     end = start + num_tokens
     tokens, mode = (0,) * end, SequenceMode.GENERATE
-    spec = SequenceSpec(RequestKey("peak"), tokens, SAMPLING, mode, constraint=AnyToken(), reader=reader)
+    spec = SequenceSpec(RequestKey("peak"), tokens, SAMPLING, mode, constraint=AnyToken(), observer=reader)
     firsts = [paging.first(group, start) for group in range(len(paging.reaches))]
     runs = [PageRun(first, (0,) * (paging.num_blocks(end) - first)) for first in firsts]
-    return Work(Sequence(spec, [0] * end, 0.0, runs=runs), start, num_tokens, samples=True)
+    return ScheduledChunk(Sequence(spec, [0] * end, 0.0, page_ranges=runs), start, num_tokens, has_sample=True)
 
 
 class Meter(Protocol):

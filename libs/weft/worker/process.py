@@ -21,7 +21,7 @@ import grpc
 from weft import log, metrics, trace
 from weft.asyncio_compat import background
 from weft.config import describe
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.errors import EngineFailed
 from weft.grammar import load_grammars
 from weft.kv.memory import BlockBytes
@@ -149,7 +149,7 @@ async def _serve(
     desks = [post.install(place, rpc.server) for post in posts]
     address = await rpc.start(config.host, config.port)
     engine = place.engine
-    vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks, clock)
+    vitals = Vitals(engine.watchdog, lambda: engine.load, booted.engine_config.num_blocks, clock)
     health = Health(vitals, rpc)
     membership = Membership(
         config.scheduler_addr,

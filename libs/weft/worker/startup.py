@@ -18,16 +18,15 @@ import grpc
 import torch
 
 from weft import log
-from weft.capacity.footprint import as_stored
-from weft.capacity.memory import available_bytes
+from weft.capacity.footprint import with_stored_dtype
+from weft.capacity.host_limits import available_bytes, granted_cores
+from weft.capacity.memory_budget import MemoryBudget, default_num_blocks, measured_budget
 from weft.capacity.plan import RUNTIME_BYTES
-from weft.capacity.processors import granted_cores
-from weft.capacity.room import Room, default_num_blocks, measured_room
-from weft.capacity.sizes import Sizes, choose
+from weft.capacity.sizes import Sizes, choose_sizes
 from weft.config import ConfigError
 from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.engine.graphs import graph_sizes, static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
@@ -77,7 +76,7 @@ async def boot(
     keep_heap()
     num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
-    sizes = choose(config.wanted, _has_cuda(config.device))
+    sizes = choose_sizes(config.wanted, _has_cuda(config.device))
     if sizes.machine.device == "cpu":
         let_sessions_pass(config.niceness)
     if config.model and (config.model / "config.json").is_file():
@@ -104,10 +103,10 @@ def _has_cuda(wanted: DeviceChoice) -> bool:
     return is_there
 
 
-def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> Room:
+def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> MemoryBudget:
     """What there is and what the model takes of it. Raises BadCheckpoint where not even a small pool is left."""
-    room = sizes.room(model, _free_bytes(sizes, gpu_share))
-    room.check(*sizes.least(model))
+    room = sizes.memory_budget(model, _free_bytes(sizes, gpu_share))
+    room.check(*sizes.min_pool(model))
     return room
 
 
@@ -164,16 +163,16 @@ def _build(
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
     checked_room(model, sizes, config.gpu_share)
     image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
-    model = as_stored(model, ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in image.values()))
+    model = with_stored_dtype(model, ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in image.values()))
     room = checked_room(model, sizes, config.gpu_share)
     _tell_dtype(config, sizes, model)
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
     log.mark("copying and packing" if machine.is_resident else "copying")
     if machine.device == "cuda":
         free, peak = _try_out(config, decoder, limits, machine.dtype, ready.weights_hash, arrival)
-        room = measured_room(room, free, peak + static_bytes(limits, size))
-        room.check(*sizes.least(model))
-    least = sizes.least(model)[0] // size
+        room = measured_budget(room, free, peak + static_bytes(limits, size))
+        room.check(*sizes.min_pool(model))
+    least = sizes.min_pool(model)[0] // size
     num_blocks = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
     engine = make_engine(decoder, machine.dtype, engine_config)

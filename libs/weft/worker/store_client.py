@@ -175,8 +175,8 @@ class StorePrefix:
             return {}
         keys = (await self._keys(token_ids, cache_salt))[:last]
         if self._paging.is_bounded:
-            return await self._fetch_all(keys, first, reserved.runs)
-        (run,) = reserved.runs
+            return await self._fetch_all(keys, first, reserved.page_ranges)
+        (run,) = reserved.page_ranges
         fetched = await self._store.fetch(Wanted(keys[first:], run.blocks[first:last]), STALL_SECONDS)
         self._tally.fetched(fetched.seconds)
         return {tier: num_blocks * size for tier, num_blocks in fetched.by_tier.items()}

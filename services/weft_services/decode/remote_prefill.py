@@ -19,7 +19,7 @@ from functools import partial
 
 from weft import metrics
 from weft.asyncio_compat import cancellation_heeded
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.engine.messages import EngineLoad, FirstToken, Reserved
 from weft.errors import (
     BadCheckpoint,
@@ -146,7 +146,7 @@ class HandOffs:
         num_hit, num_tokens = reserved.num_hit_tokens, len(order.token_ids)
         if num_hit and num_tokens - num_hit <= self._fingerprint.block_tokens:
             # a last block costs less to compute than to fetch
-            self._engine.filled(order.key, num_hit)
+            self._engine.complete_kv(order.key, num_hit)
             stages.reach(Stage.PREFILLING)
             return None
         reception = self._reception(order, prefill, reserved, still)
@@ -156,7 +156,7 @@ class HandOffs:
             lost_id = prefill.worker_id if reception.is_lender_lost else ""
             self.fallbacks.begin(order.key, num_tokens - num_hit, lost_id)
             return PromptUsage(failed_worker_id=lost_id) if lost_id else None
-        self._engine.filled(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
+        self._engine.complete_kv(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
         self.tally.handed_off(prefill.worker_id, reception.transferred_bytes)
         return PromptUsage(
             cached_tokens=finished.cached_tokens,
@@ -185,14 +185,14 @@ class HandOffs:
             finally:
                 if finished is None:
                     # also when cancelled: whoever cancels the sequence next finds its suspect blocks in quarantine
-                    self._engine.filled(reception.order.key, num_hit, suspect_blocks=reception.abandon())
+                    self._engine.complete_kv(reception.order.key, num_hit, suspect_blocks=reception.abandon())
         return finished
 
     def _hear(self, key: RequestKey, num_tokens: int, still: Standstill, event: PromptFinished | Heartbeat) -> None:
         """Raises Circle."""
         if isinstance(event, PromptFinished):
             # the client need not wait for the KV: the token is what it is, however the last blocks get here
-            self._engine.foretell(key, FirstToken(event.first_token_id, event.logprobs))
+            self._engine.set_first_token(key, FirstToken(event.first_token_id, event.logprobs))
         elif still.lasts() and self.fallbacks.has_room(num_tokens):
             raise Circle("neither side has room for what the other is to compute")
 
@@ -220,7 +220,7 @@ class HandOffs:
         paging, num_hit, num_tokens = self._engine.paging, reserved.num_hit_tokens, len(order.token_ids)
         num_held = num_hit // paging.block_tokens
         targets = []
-        for group, run in enumerate(reserved.runs):
+        for group, run in enumerate(reserved.page_ranges):
             lent = paging.lent(group, num_held, num_tokens, num_tokens)
             placed = paging.placed(group, run, num_held, paging.sight(num_tokens, num_tokens))
             targets.append(placed.within(lent.start, lent.stop))

@@ -10,9 +10,9 @@ import logging
 from dataclasses import replace
 
 from weft import log, trace
-from weft.engine.history import Constraint
 from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.engine.pulse import Pulse
+from weft.engine.token_history import Constraint
+from weft.engine.watchdog import StepWatchdog
 from weft.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -132,11 +132,11 @@ class SequenceDesk:
         for outbox, frame in frames.items():
             outbox.put(frame)
 
-    async def watch(self, pulse: Pulse) -> None:
+    async def watch(self, watchdog: StepWatchdog) -> None:
         """For ever: when the engine stands still, its sequences go on elsewhere."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if pulse.has_stopped:
+            if watchdog.is_hung:
                 for sequence in self._sequences.values():
                     sequence.give_up(PeerLost("the decode engine stands still", self._worker_id))
 
@@ -194,7 +194,7 @@ class SequenceDesk:
             constraint=constraint,
             priority=order.priority,
             retention=order.retention,
-            reader=scorer,
+            observer=scorer,
         )
         self._engine.submit(spec)
         return spec.wait_for_kv
@@ -216,7 +216,7 @@ class SequenceDesk:
         found = await self._prefix.fetch(order.token_ids, order.cache_salt, reserved)
         sequence.store_tokens = sum(found.values())
         sequence.stages.reach(Stage.PREFILLING)
-        self._engine.filled(order.key, reserved.num_hit_tokens + sequence.store_tokens)
+        self._engine.complete_kv(order.key, reserved.num_hit_tokens + sequence.store_tokens)
 
     def _told(self, sequence: Sequence, delta: TokenDelta) -> Delta:
         if delta.finish_reason is not None:

@@ -123,7 +123,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
     peers = PrefillPeers(place.channels, place.lease_seconds, place.clock)
     hand_offs = HandOffs(place.engine, peers, borrower, place.fingerprint, place.tally)
     desk = SequenceDesk(place, hand_offs)
-    place.tasks.create_task(desk.watch(place.engine.pulse))
+    place.tasks.create_task(desk.watch(place.engine.watchdog))
     place.feed.subscribe(desk.on_step)
     decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(desk), server)
     return desk

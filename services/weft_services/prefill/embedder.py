@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
-from weft.engine.pulse import Pulse
+from weft.engine.watchdog import StepWatchdog
 from weft.errors import InvalidRequest, PeerLost
 from weft.request import RequestKey, SamplingParams
 from weft.worker.hidden_state_observers import MeanHidden
@@ -42,11 +42,11 @@ class Embedder:
             if (end := self._open(failure.key)) is not None:
                 end.set_exception(failure.error)
 
-    async def watch(self, pulse: Pulse) -> None:
+    async def watch(self, watchdog: StepWatchdog) -> None:
         """For ever: when the engine stands still, its prompts are computed elsewhere."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if pulse.has_stopped:
+            if watchdog.is_hung:
                 for key in self._ends:
                     if (end := self._open(key)) is not None:
                         end.set_exception(PeerLost("the prefill engine stands still"))
@@ -63,7 +63,7 @@ class Embedder:
         if key in self._ends:
             raise InvalidRequest("this attempt is being computed already")
         reader, mode = MeanHidden(len(token_ids)), SequenceMode.PREFILL
-        self._engine.submit(SequenceSpec(key, token_ids, NO_TEXT, mode, cache_salt, priority=priority, reader=reader))
+        self._engine.submit(SequenceSpec(key, token_ids, NO_TEXT, mode, cache_salt, priority=priority, observer=reader))
         self._ends[key] = end = asyncio.get_running_loop().create_future()
         try:
             await end

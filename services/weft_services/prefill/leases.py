@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from weft import metrics
-from weft.engine.core import Engine
+from weft.engine.engine import Engine
 from weft.engine.messages import PromptProgress, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import Cancelled, Incompatible, InvalidRequest, NotFound, PeerLost, WeftError
 from weft.kv.layer_groups import PageRun, Paging
@@ -99,7 +99,7 @@ class Lease:
             return []
         num_final = self._progress.num_ready_tokens // paging.block_tokens
         end = paging.num_blocks(len(self.order.token_ids)) if is_complete else num_final
-        return [(group, run.within(run.first, end)) for group, run in enumerate(self._progress.runs)]
+        return [(group, run.within(run.first, end)) for group, run in enumerate(self._progress.page_ranges)]
 
     def _finished(self, first: TokenDelta) -> PromptFinished:
         assert first.prompt is not None
@@ -147,7 +147,7 @@ class LeaseDesk:
     @property
     def is_stalled(self) -> bool:
         """The engine's thread stands still; nothing that is being computed will be."""
-        return self._engine.pulse.has_stopped
+        return self._engine.watchdog.is_hung
 
     @property
     def paging(self) -> Paging:
@@ -215,7 +215,7 @@ class LeaseDesk:
         reserved = await lease.until_reserved()
         order = lease.order
         lease.store_tokens = sum((await self._store.fetch(order.token_ids, order.cache_salt, reserved)).values())
-        self._engine.filled(order.key, reserved.num_hit_tokens + lease.store_tokens)
+        self._engine.complete_kv(order.key, reserved.num_hit_tokens + lease.store_tokens)
 
     def find(self, key: RequestKey) -> Lease:
         """Raises NotFound without a live lease."""

@@ -196,7 +196,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> PrefillDesk:
     place.feed.subscribe(desk.on_step)
     embedder = Embedder(place.engine)
     place.feed.subscribe(embedder.on_step)
-    place.tasks.create_task(embedder.watch(place.engine.pulse))
+    place.tasks.create_task(embedder.watch(place.engine.watchdog))
     accepted = Accepted(place.boot_id, place.endpoint, round(place.lease_seconds * 1000))
     servicer = PrefillServicer(desk, embedder, place.memory, accepted, place.with_checksums, place.clock)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)

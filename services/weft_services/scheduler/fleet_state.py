@@ -174,7 +174,7 @@ class Worker:
 
     def wait_seconds(self, own_tokens: int) -> float:
         """How long a prompt of which so many tokens have to be computed waits here: for those before it, but short ones
-        do not wait for all of long ones (`weft.engine.waiting`)."""
+        do not wait for all of long ones (`weft.engine.wait_queue`)."""
         return min(self.prefill_seconds, own_tokens * self.wait_cap_seconds)
 
     def kv_wait_seconds(self, own_tokens: int, output_tokens: int) -> float:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from weft.capacity.memory import available_bytes
+from weft.capacity.host_limits import available_bytes
 from weft.errors import Overloaded
 from weft.weights.image import SHARED_MEMORY, Image, remove_abandoned
 from weft.weights.users import is_used

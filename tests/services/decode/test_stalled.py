@@ -14,7 +14,7 @@ from tests.services.attach import GREEDY, prompt
 from tests.services.decode.test_failures import LONG, Liar, expect_local, failures
 from tests.services.workers import Worker, start_pair
 from tests.weft.tiny_llama import Tiny
-from weft.engine.pulse import Pulse
+from weft.engine.watchdog import StepWatchdog
 from weft.errors import Overloaded, PeerLost
 from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PromptFinished, ReadyBlocks
 from weft.request import RequestKey, WorkerAddress
@@ -35,18 +35,18 @@ async def standing(worker: Worker) -> AsyncIterator[None]:
     def hang() -> None:
         go_on.wait(60)
 
-    worker.engine._inbox.post(hang)
+    worker.engine._commands.post(hang)
     try:
         yield
     finally:
         go_on.set()
 
 
-class Impatient(Pulse):
+class Impatient(StepWatchdog):
     """Of an engine that has stopped after half a second."""
 
     @property
-    def patience_seconds(self) -> float:
+    def hang_timeout(self) -> float:
         return 0.5
 
 
@@ -54,13 +54,13 @@ class Impatient(Pulse):
 async def found_standing(worker: Worker) -> AsyncIterator[None]:
     """It hangs and is soon taken for one that has stopped. The other's engine is not, nor is this one once it goes on:
     on a busy machine a step may take as long."""
-    pulse: Any = worker.engine.pulse
-    pulse.__class__ = Impatient
+    watchdog: Any = worker.engine.watchdog
+    watchdog.__class__ = Impatient
     try:
         async with standing(worker):
             yield
     finally:
-        pulse.__class__ = Pulse
+        watchdog.__class__ = StepWatchdog
 
 
 async def test_a_prefill_engine_that_stands_still(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ async def test_beyond_them_nobody_is_blamed_for_a_lender_that_was_only_full(
 ) -> None:
     monkeypatch.setattr(remote_prefill, "MAX_TOKENS", 50)
     async with start_pair(tiny) as pair:
-        monkeypatch.setattr(pair.prefill.engine._inbox, "_max_waiting", 0)
+        monkeypatch.setattr(pair.prefill.engine._commands, "_max_waiting", 0)
         async with standing(pair.decode):
             started = [await pair.gateway.start(prompt(30, seed=seed), pair.prefill.address) for seed in (1, 2, 3)]
         for _, answer in started:
@@ -210,7 +210,7 @@ async def test_beyond_them_nobody_is_blamed_for_a_lender_that_was_only_full(
 
 async def test_a_decode_worker_that_is_full_says_which_one_it_is(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start_pair(tiny) as pair:
-        monkeypatch.setattr(pair.decode.engine._inbox, "_max_waiting", 0)
+        monkeypatch.setattr(pair.decode.engine._commands, "_max_waiting", 0)
         answer = await pair.gateway.generate(LONG)
         assert answer.failure is not None
         assert (answer.failure.code, answer.failure.worker_id) == (Overloaded.code, "decode-0")

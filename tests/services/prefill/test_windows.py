@@ -105,7 +105,7 @@ def test_a_second_turn_goes_on_from_the_store(name: str, num_own: int, tmp_path:
         num_kept = (len(text) - 1) // 4 * 4
         lent = [paging.lent(group, num_own // 4, num_kept, len(text)) for group in range(len(paging.reaches))]
         assert store.num_fetched == sum(map(len, lent))
-        driver.engine.filled(key, reserved.num_hit_tokens + num_found)
+        driver.engine.complete_kv(key, reserved.num_hit_tokens + num_found)
         assert driver.wait_end(key).tokens == tiny.greedy(follow_up, 20)
         driver.assert_all_blocks_are_back()
 
@@ -120,5 +120,5 @@ def test_a_prefix_of_which_a_window_is_lacking_is_not_taken(tmp_path: Path) -> N
         num_found = fetched(store, driver, key, follow_up, driver.wait_reserved(key))
         # 80 tokens end with a chunk: nothing of the chunked layers is looked at from there
         assert num_found == 80
-        driver.engine.filled(key, num_found)
+        driver.engine.complete_kv(key, num_found)
         assert driver.wait_end(key).tokens == tiny.greedy(follow_up, 10)

@@ -14,9 +14,9 @@ from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
 from weft.capacity.gpus import GPUS
-from weft.capacity.layout import Demand, Layout, Stage
+from weft.capacity.layout import Demand, Layout, PipelineStage
+from weft.capacity.memory_budget import Machine, estimate_budget
 from weft.capacity.plan import make_plan
-from weft.capacity.room import Machine, measure_room
 from weft.model import loading
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
@@ -26,7 +26,7 @@ from weft_kernels.linear import PackedWeight
 from weft_kernels.native import native
 
 
-def one_stage(config: ModelConfig, dtype: str) -> Stage:
+def one_stage(config: ModelConfig, dtype: str) -> PipelineStage:
     """The plan for a single GPU."""
     return make_plan(config, Layout(), Demand(GPUS["h200"], 1, 64, dtype, block_tokens=4)).stages[0]
 
@@ -59,7 +59,7 @@ def test_an_engines_pool_is_what_the_plan_says(name: str, dtype: str, family_of:
     memory = driver.engine.pool_memory
     stage = one_stage(tiny.config, dtype)
     assert memory.block_bytes == stage.page
-    assert memory.block_bytes * memory.num_blocks == 5 * stage.sequence(4)
+    assert memory.block_bytes * memory.num_blocks == 5 * stage.kv_bytes_per_sequence(4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -90,7 +90,7 @@ def check_cpu(tiny: TinyFamily) -> None:
     for stored, dtype in itertools.product(("float32", "bfloat16", "float16"), ("float32", "bfloat16")):
         config, weights = in_dtype(tiny, stored)
         model = Decoder(config, weights, getattr(torch, dtype), torch.device("cpu"))
-        planned = measure_room(config, Machine("cpu", dtype, 16), 64, 8, 1 << 40).weights
+        planned = estimate_budget(config, Machine("cpu", dtype, 16), 64, 8, 1 << 40).weights
         assert held_bytes(model, {}) == planned + model.frequencies.nbytes, f"{stored}, computed in {dtype}"
 
 
@@ -124,7 +124,7 @@ def test_packed_weights_beside_plain_ones_are_counted_unpacked_on_a_gpu(
     for module in (loading, moe):
         monkeypatch.setattr(module, "on_device", lambda weight, dtype, is_resident: weight)
     model = Decoder(tiny.config, tiny.weights, getattr(torch, dtype), torch.device("cpu"))
-    planned = measure_room(tiny.config, Machine("cuda", dtype, 16), 64, 8, 1 << 40).weights
+    planned = estimate_budget(tiny.config, Machine("cuda", dtype, 16), 64, 8, 1 << 40).weights
     assert held_bytes(model, {}) == planned + model.frequencies.nbytes
 
 
@@ -139,13 +139,13 @@ def test_packed_weights_are_held_unpacked_on_a_cpu_and_packed_on_a_gpu(
     monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
     tiny = quantized(family_of(name), fields, tmp_path / "packed")
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
-    plain = measure_room(tiny.config, Machine("cpu", "float32", 16), 64, 8, 1 << 40).weights
+    plain = estimate_budget(tiny.config, Machine("cpu", "float32", 16), 64, 8, 1 << 40).weights
     assert held_bytes(model, {}) - model.frequencies.nbytes == plain
     for module in (loading, moe):
         monkeypatch.setattr(module, "on_device", lambda weight, dtype, is_resident: weight)
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
     packed = held_bytes(model, {}) - model.frequencies.nbytes
-    planned = measure_room(tiny.config, Machine("cuda", "float32", 16), 64, 8, 1 << 40).weights
+    planned = estimate_budget(tiny.config, Machine("cuda", "float32", 16), 64, 8, 1 << 40).weights
     assert planned == one_stage(tiny.config, "float32").weights
     # 16 rows of a block do not divide these tiny matrices, and what is put together of them has smaller blocks
     assert planned == packed if fields is INT4 else planned <= packed < 1.15 * planned

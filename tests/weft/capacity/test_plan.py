@@ -16,10 +16,10 @@ from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
 
-from weft.capacity.footprint import Kind, footprint
+from weft.capacity.footprint import TensorKind, footprint
 from weft.capacity.gpus import GPUS, Gpu
-from weft.capacity.layout import UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts
-from weft.capacity.plan import Plan, make_plan
+from weft.capacity.layout import UNBOUNDED, BadPlan, Demand, Layout, PipelineStage, check_layout, layouts
+from weft.capacity.plan import CapacityPlan, make_plan
 from weft.kv.layer_groups import Paging, Reach
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups
@@ -31,7 +31,7 @@ NANO = Path(__file__).parents[3] / "models/weft-nano"
 SCOUT, KIMI, LLAMA = (read_config(CONFIGS / name) for name in ("llama4-scout", "kimi-k2.5", "llama3-8b"))
 
 
-def plan(config: ModelConfig, gpu: str, layout: Layout, context: int = 8192, dtype: str = "bfloat16") -> Plan:
+def plan(config: ModelConfig, gpu: str, layout: Layout, context: int = 8192, dtype: str = "bfloat16") -> CapacityPlan:
     return make_plan(config, layout, Demand(GPUS[gpu], layout.num_gpus, context, dtype))
 
 
@@ -86,7 +86,7 @@ def test_resident_weights_are_planned_as_what_f12_takes_at_most() -> None:
 
 def test_resident_weights_are_plain_matrices_of_bfloat16_alone() -> None:
     plain, packed, wide = (footprint(SCOUT, dtype, True) for dtype in ("float16", "bfloat16", "float32"))
-    experts, norms = (0, Kind.EXPERTS), (0, Kind.WHOLE)
+    experts, norms = (0, TensorKind.EXPERTS), (0, TensorKind.WHOLE)
     assert packed[experts].size_bytes == math.ceil(0.755 * plain[experts].size_bytes)
     assert packed[norms] == plain[norms]  # with the router
     assert wide[experts].size_bytes == 2 * plain[experts].size_bytes
@@ -99,8 +99,13 @@ def test_resident_weights_are_plain_matrices_of_bfloat16_alone() -> None:
 def test_kv_is_that_of_the_pools_blocks(name: str, dtype: str, family_of: Callable[[str], TinyFamily]) -> None:
     config = family_of(name).config
     stage = plan(config, "h200", Layout(), 64, dtype).stages[0]
-    assert stage.seen(64) == stage.growing * 64 == stage.sequence(64) == block_bytes(config, dtype, 64)
-    assert stage.sequence(65) == 2 * stage.page
+    assert (
+        stage.kv_bytes_read(64)
+        == stage.growing * 64
+        == stage.kv_bytes_per_sequence(64)
+        == block_bytes(config, dtype, 64)
+    )
+    assert stage.kv_bytes_per_sequence(65) == 2 * stage.page
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "llama4", "qwen2-window"])
@@ -108,11 +113,11 @@ def test_layers_with_a_window_grow_no_further(name: str, family_of: Callable[[st
     config = family_of(name).config
     stage = plan(config, "h200", Layout(), 64, "float32").stages[0]
     groups = kv_groups(config)
-    assert stage.sequence(8) == block_bytes(config, "float32", 64) * len(groups.reaches)
-    assert stage.seen(8) == block_bytes(config, "float32", 8) * len(groups.reaches)
+    assert stage.kv_bytes_per_sequence(8) == block_bytes(config, "float32", 64) * len(groups.reaches)
+    assert stage.kv_bytes_read(8) == block_bytes(config, "float32", 8) * len(groups.reaches)
     num_bounded = sum(bool(layer.window or layer.chunk) for layer in config.layers)
     layer_bytes = block_bytes(config, "float32", 1) // groups.size
-    assert stage.seen(1000) - stage.seen(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
+    assert stage.kv_bytes_read(1000) - stage.kv_bytes_read(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
 
 
 def test_a_tied_model_has_one_table_on_one_stage_and_two_on_two(tiny_of: Callable[[str], Tiny]) -> None:
@@ -132,17 +137,17 @@ def test_scout_on_two_h200_has_room_for_more_than_a_million_tokens() -> None:
     found = plan(SCOUT, "h200", Layout(tp=2))
     stage = found.stages[0]
     assert found.kv_gib >= 56
-    assert found.longest >= 1_200_000
+    assert found.max_context >= 1_200_000
     assert stage.growing == 12 * 4 * 2 * 128 * 2
     assert stage.bounded == ((36 * 4 * 2 * 128 * 2, 8192),)
     # one group of 12 layers grows; three keep a chunk and two steps of 2,048 tokens, beside a chunk found
     assert stage.page == 64 * stage.growing
-    assert found.longest == (stage.kv // stage.page - 3 * (128 + 192)) * 64
+    assert found.max_context == (stage.kv // stage.page - 3 * (128 + 192)) * 64
     assert not plan(SCOUT, "h200", Layout()).fits
 
 
 def test_kimi_on_eight_h100_leaves_thirty_gib() -> None:
-    experts = sum(each.size_bytes for (_, kind), each in footprint(KIMI).items() if kind is Kind.EXPERTS)
+    experts = sum(each.size_bytes for (_, kind), each in footprint(KIMI).items() if kind is TensorKind.EXPERTS)
     numbers = 60 * 384 * 3 * 7168 * 2048
     assert experts == numbers // 2 + 2 * numbers // 32 + 60 * 384 * 3 * 2 * 8
     assert 555e9 < stored(KIMI) < 595e9
@@ -156,23 +161,23 @@ def test_kimi_on_eight_h100_leaves_thirty_gib() -> None:
 @pytest.mark.parametrize(("config", "num_gpus"), [(LLAMA, 8), (SCOUT, 8), (KIMI, 16)])
 def test_shares_add_up_whatever_the_layout(config: ModelConfig, num_gpus: int) -> None:
     """What is divided is there once; what stands on every GPU, as often as there are GPUs of its stage."""
-    total: dict[Kind, int] = {}
+    total: dict[TensorKind, int] = {}
     for (_, kind), weight in footprint(config, "bfloat16").items():
         total[kind] = total.get(kind, 0) + weight.size_bytes
     for layout in layouts(config, num_gpus):
         assert layout.num_gpus == num_gpus
         expected = 0
         for kind, size in total.items():
-            whole = layout.stage_gpus if kind is Kind.WHOLE else layout.replicas
-            copies = layout.tp // min(layout.tp, config.num_kv_heads) if kind is Kind.KEYS_VALUES else 1
-            expected += size * (1 if kind is Kind.EXPERTS else whole * copies)
+            whole = layout.stage_gpus if kind is TensorKind.WHOLE else layout.replicas
+            copies = layout.tp // min(layout.tp, config.num_kv_heads) if kind is TensorKind.KEYS_VALUES else 1
+            expected += size * (1 if kind is TensorKind.EXPERTS else whole * copies)
         found = sum(stage.weights for stage in plan(config, "b200", layout).stages) * layout.stage_gpus
         assert expected <= found < expected + num_gpus * 10_000  # shares are rounded up
 
 
 REACHES = st.builds(Reach, window=st.integers(0, 3000)) | st.builds(Reach, chunk=st.integers(0, 3000))
 STAGES = st.builds(
-    Stage,
+    PipelineStage,
     layers=st.just(range(4)),
     weights=st.just(0),
     activations=st.just(0),
@@ -191,32 +196,32 @@ STAGES = st.builds(
 
 
 @given(STAGES)
-def test_the_longest_sequence_fits_and_the_next_one_does_not(stage: Stage) -> None:
-    longest = stage.longest()
+def test_the_longest_sequence_fits_and_the_next_one_does_not(stage: PipelineStage) -> None:
+    longest = stage.max_context()
     taken = [stage.page * stage.paging.max_pages(count) for count in (longest, min(longest + 1, UNBOUNDED))]
     assert taken[0] <= stage.kv
     assert taken[1] > stage.kv or longest == UNBOUNDED
-    assert stage.sequence(longest) <= stage.kv
+    assert stage.kv_bytes_per_sequence(longest) <= stage.kv
 
 
 def test_limits_are_those_of_the_roofline_made_by_hand() -> None:
     """The 8B model at a context of 1k on an H200 as measured: 4.3 TB/s, 790 TFLOP/s."""
     demand = Demand(Gpu("measured", 139.7, 4.3, 790, 67), 1, 1024, "bfloat16")
-    limits = make_plan(LLAMA, Layout(), demand).limits
+    limits = make_plan(LLAMA, Layout(), demand).roofline
     for batch, expected in {1: 284, 8: 2140, 32: 7100, 64: 11_700}.items():
         assert limits.decode(batch) == pytest.approx(expected, rel=0.03)
     assert limits.prefill() == pytest.approx(790e12 / (2 * 6.98e9 + 32 * 32 * 512 * 512), rel=0.02)
 
 
 def test_few_tokens_read_few_experts_and_many_read_all() -> None:
-    limits = plan(KIMI, "b200", Layout(tp=8, ep=8)).limits
+    limits = plan(KIMI, "b200", Layout(tp=8, ep=8)).roofline
     assert limits.touched(1) == pytest.approx(8 / 384)
     assert limits.touched(2) < 2 * 8 / 384
     assert limits.touched(4096) == pytest.approx(1)
 
 
 def test_two_stages_answer_one_sequence_no_faster_and_many_twice_as_fast() -> None:
-    one, two = (plan(LLAMA, "h200", Layout(pp=pp), 1024).limits for pp in (1, 2))
+    one, two = (plan(LLAMA, "h200", Layout(pp=pp), 1024).roofline for pp in (1, 2))
     assert two.decode(1) == pytest.approx(one.decode(1), rel=1e-6)
     assert two.decode(64) == pytest.approx(2 * one.decode(32), rel=0.1)
 
@@ -241,7 +246,7 @@ def test_layouts_that_cannot_be_name_the_option(config: ModelConfig, layout: Lay
 def test_a_model_larger_than_its_gpus_does_not_fit() -> None:
     found = plan(KIMI, "l40s", Layout(tp=8, ep=8))
     assert not found.fits
-    assert (found.kv_gib, found.longest, found.sequences, found.decode) == (0, 0, 0, ())
+    assert (found.kv_gib, found.max_context, found.sequences, found.decode) == (0, 0, 0, ())
 
 
 def test_what_latent_attention_takes_apart_is_counted_unpacked(
@@ -253,5 +258,5 @@ def test_what_latent_attention_takes_apart_is_counted_unpacked(
     numbers = config.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
     factors = 4 * -(-config.num_heads * (latent.nope_dim + latent.value_dim) // 16) * -(-latent.kv_rank // 12)
     as_stored, held = footprint(config), footprint(config, "float32")
-    each = held[0, Kind.ATTENTION].size_bytes - as_stored[0, Kind.ATTENTION].size_bytes
+    each = held[0, TensorKind.ATTENTION].size_bytes - as_stored[0, TensorKind.ATTENTION].size_bytes
     assert each == 4 * numbers - (numbers + factors)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weft.capacity.layout import GIB
-from weft.capacity.sizes import Wanted, choose
+from weft.capacity.sizes import RequestedSizes, choose_sizes
 from weft.cli import fit
 from weft.cli.fit import check_fit, held_bytes
 from weft.cli.gpus import Card
@@ -48,9 +48,9 @@ def set_shared(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def needed_bytes(options: MeshOptions, num_blocks: int = 0) -> int:
     """Added up by hand: the image once, and what each worker takes of its own."""
-    config, sizes = read_config(SHIPPED), choose(Wanted(num_blocks=num_blocks), False)
-    room = sizes.room(config, 64 * GIB)
-    own = room.weights + room.activations + sizes.least(config)[0]
+    config, sizes = read_config(SHIPPED), choose_sizes(RequestedSizes(num_blocks=num_blocks), False)
+    room = sizes.memory_budget(config, 64 * GIB)
+    own = room.weights + room.activations + sizes.min_pool(config)[0]
     return len(options.models) * read_checkpoint(SHIPPED).total_bytes + options.num_workers * own
 
 
@@ -79,8 +79,8 @@ def test_each_worker_has_a_plan_of_what_it_takes() -> None:
     options = replace(OPTIONS, num_decode=2)
     planned = check_fit(options, {})
     assert set(planned) == set(options.workers)
-    config, sizes = read_config(SHIPPED), choose(Wanted(), False)
-    room = sizes.room(config, 64 * GIB)
+    config, sizes = read_config(SHIPPED), choose_sizes(RequestedSizes(), False)
+    room = sizes.memory_budget(config, 64 * GIB)
     assert planned["decode-1"] == room.weights + room.activations + fit.WORKER_BYTES
 
 
@@ -112,8 +112,8 @@ def test_what_files_hold_counts_and_not_what_their_config_says(tmp_path: Path, m
     config, (stored, image_bytes) = read_config(SHIPPED), fit._read(tmp_path / "wide")
     assert (config.dtype, stored) == ("bfloat16", replace(config, dtype="float32"))
     assert fit._read(SHIPPED) == (config, image_bytes // 2)
-    sizes = choose(Wanted(), False)
-    own = sizes.room(stored, 64 * GIB).weights - sizes.room(config, 64 * GIB).weights
+    sizes = choose_sizes(RequestedSizes(), False)
+    own = sizes.memory_budget(stored, 64 * GIB).weights - sizes.memory_budget(config, 64 * GIB).weights
     assert own > MIB
     needed = needed_bytes(OPTIONS) + image_bytes // 2 + OPTIONS.num_workers * own
     options = replace(OPTIONS, models={"nano": tmp_path / "wide"})

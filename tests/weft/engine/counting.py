@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
 from weft.engine.sequence import Sequence
+from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 from weft.kv.layer_groups import PageRun, Reach
 from weft.request import RequestKey
 
@@ -64,24 +64,26 @@ class CountingRunner:
             assert page is not None, "a page that is looked at is gone"
             assert self.slots[page, place % 4] == (group, *tokens[: place + 1]), "somebody else's KV"
 
-    def launch(self, works: Items[Work]) -> Counted:
+    def launch(self, chunks: Items[ScheduledChunk]) -> Counted:
         """Note what a device would be given."""
-        assert len({id(work.sequence) for work in works}) == len(works)
-        generating = [work for work in works if work.num_tokens == 1 and work.samples and not work.sequence.is_prefill]
-        pieces = [work.num_tokens for work in works if work.num_tokens > 1]
+        assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
+        generating = [
+            chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.has_sample and not chunk.sequence.is_prefill
+        ]
+        pieces = [chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1]
         alone, shared = self.config.prompt_budgets(is_mixed=bool(generating))
         assert sum(pieces) <= (alone if generating else self.config.max_step_tokens)
-        if any(work.sequence.is_prefill for work in works):
+        if any(chunk.sequence.is_prefill for chunk in chunks):
             assert sum(pieces) <= max([*pieces, shared])
         assert all(each <= self.config.chunk_tokens for each in pieces)
-        assert all(work.num_tokens >= 1 for work in works)
+        assert all(chunk.num_tokens >= 1 for chunk in chunks)
         for group, reach in enumerate(self.config.reaches):
             most = 2 * self.config.paging.most(group)
-            held = [len(work.sequence.runs[group].blocks) for work in works]
+            held = [len(chunk.sequence.page_ranges[group].blocks) for chunk in chunks]
             assert not reach.width or max(held) <= most, "more pages than two windows and a step"
-        noted = [(each, list(each.sequence.runs), list(each.sequence.token_ids)) for each in works]
-        self.steps.append([work.num_tokens for work in works])
-        self.chunks += [(work.sequence.spec.key, work.num_tokens) for work in works]
+        noted = [(each, list(each.sequence.page_ranges), list(each.sequence.token_ids)) for each in chunks]
+        self.steps.append([chunk.num_tokens for chunk in chunks])
+        self.chunks += [(chunk.sequence.spec.key, chunk.num_tokens) for chunk in chunks]
         self.under_way.append(Counted(self, noted))
         return self.under_way[-1]
 
@@ -91,10 +93,10 @@ class Counted:
     """One step, as it was when it was launched."""
 
     runner: CountingRunner
-    works: list[tuple[Work, list[PageRun], list[int]]]  # with pages and tokens
-    sampled: list[Sampled] | None = None
+    chunks: list[tuple[ScheduledChunk, list[PageRun], list[int]]]  # with pages and tokens
+    sampled: list[SampledToken] | None = None
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[SampledToken]:
         """The device is as slow as it can be: it begins when somebody waits."""
         while self.sampled is None:
             self.runner.under_way.popleft().compute()
@@ -104,17 +106,17 @@ class Counted:
         """Write, then read everything back."""
         runner, last = self.runner, self.runner.last
         runner.last, self.sampled = {}, []
-        for work, runs, text in self.works:
-            if work.start == len(text):
-                text.append(last[work.sequence])
+        for chunk, runs, text in self.chunks:
+            if chunk.start == len(text):
+                text.append(last[chunk.sequence])
             for group, run in enumerate(runs):
-                runner.write(group, run, text, range(work.start, work.start + work.num_tokens))
-        for work, runs, text in self.works:
-            end = work.start + work.num_tokens
+                runner.write(group, run, text, range(chunk.start, chunk.start + chunk.num_tokens))
+        for chunk, runs, text in self.chunks:
+            end = chunk.start + chunk.num_tokens
             for group, run in enumerate(runs):
-                for position in range(work.start, end):
+                for position in range(chunk.start, end):
                     runner.check(group, run, text, range(runner.config.reaches[group].first(position), position + 1))
-            assert work.samples == (end == len(text))
-            if work.samples:
-                runner.last[work.sequence] = next_token(text)
-                self.sampled.append(Sampled(next_token(text)))
+            assert chunk.has_sample == (end == len(text))
+            if chunk.has_sample:
+                runner.last[chunk.sequence] = next_token(text)
+                self.sampled.append(SampledToken(next_token(text)))

@@ -163,7 +163,7 @@ def hand_over(source: Driver, lent: tuple[PageRun, ...], target: Driver, reserve
     """What a hand-off of a prompt does: of each group, the pages that a token behind it looks at; returns how many."""
     paging, num_pages = target.engine.paging, 0
     num_hit = reserved.num_hit_tokens // paging.block_tokens
-    for group, (theirs, ours) in enumerate(zip(lent, reserved.runs, strict=True)):
+    for group, (theirs, ours) in enumerate(zip(lent, reserved.page_ranges, strict=True)):
         needed = paging.lent(group, num_hit, num_tokens, num_tokens)
         placed = paging.placed(group, ours, num_hit, paging.sight(num_tokens, num_tokens))
         places = placed.within(needed.start, needed.stop).blocks
@@ -189,4 +189,4 @@ def prefill(driver: Driver, name: str, prompt: list[int], **changes: Any) -> tup
     heard = driver.heard[key]
     driver.wait(lambda: bool(heard.tokens))
     logprobs = heard.logprobs[0] if heard.logprobs else None
-    return FirstToken(heard.tokens[0], logprobs), heard.progress[-1].runs
+    return FirstToken(heard.tokens[0], logprobs), heard.progress[-1].page_ranges

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.engine.batch import Sampled, Work
+from weft.engine.logits_processor import token_history_of
 from weft.engine.runner import ModelRunner
-from weft.engine.shaping import history_of
+from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 
 
 @dataclass(frozen=True, slots=True)
 class LateStep:
     """Nothing of it has happened yet."""
 
-    collect: Callable[[], list[Sampled]]
+    collect: Callable[[], list[SampledToken]]
 
 
 class LateRunner(ModelRunner):
@@ -33,19 +33,19 @@ class LateRunner(ModelRunner):
 
     free: Collection[int] = ()
 
-    def launch(self, works: Items[Work]) -> LateStep:  # type: ignore[override]
+    def launch(self, chunks: Items[ScheduledChunk]) -> LateStep:  # type: ignore[override]
         """The host's half."""
-        assert not any(work.is_read for work in works)
-        packed, kept = self._packer.pack(works), [as_it_is(work) for work in works]
-        sampling = [work for work in kept if work.samples]
+        assert not any(chunk.has_observer for chunk in chunks)
+        packed, kept = self._packer.build(chunks), [as_it_is(chunk) for chunk in chunks]
+        sampling = [chunk for chunk in kept if chunk.has_sample]
         # the next step asks for them before this one has sampled
-        self._sampler._rows = {work.sequence: row for row, work in enumerate(w for w in works if w.samples)}
+        self._sampler._rows = {chunk.sequence: row for row, chunk in enumerate(w for w in chunks if w.has_sample)}
 
         @torch.inference_mode()
-        def compute() -> list[Sampled]:
+        def compute() -> list[SampledToken]:
             written = set((packed.rows[2:] // self._block_tokens).flat)
             assert written.isdisjoint(self.free), (
-                f"{[work.sequence.spec.key for work in works]}: pages that were given back"
+                f"{[chunk.sequence.spec.key for chunk in chunks]}: pages that were given back"
             )
             self._clear_new_tails(kept)
             logits, rows_of_the_next = self._forward(packed, kept), self._sampler._rows
@@ -56,9 +56,9 @@ class LateRunner(ModelRunner):
         return LateStep(compute)
 
 
-def as_it_is(work: Work) -> Work:
+def as_it_is(chunk: ScheduledChunk) -> ScheduledChunk:
     """With its sequence's pages and tokens of this moment; what has been said of a text grows only as it is asked."""
-    sequence = copy(work.sequence)
-    sequence.history = history_of(work.sequence)
-    sequence.runs, sequence.token_ids = list(sequence.runs), list(sequence.token_ids)
-    return replace(work, sequence=sequence)
+    sequence = copy(chunk.sequence)
+    sequence.history = token_history_of(chunk.sequence)
+    sequence.page_ranges, sequence.token_ids = list(sequence.page_ranges), list(sequence.token_ids)
+    return replace(chunk, sequence=sequence)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.weft.engine.harness import Driver
-from tests.weft.engine.test_shaped import EveryThird
+from tests.weft.engine.test_logits_processor import EveryThird
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import Reserved, SequenceSpec
 from weft.request import SamplingParams

@@ -10,11 +10,11 @@ import pytest
 
 from tests.weft.engine.harness import Driver, prefill
 from tests.weft.tiny_llama import Tiny
-from weft.engine.batch import Work
-from weft.engine.loop import Loop
+from weft.engine.loop import EngineLoop
 from weft.engine.messages import FirstToken, SequenceMode
 from weft.engine.runner import ModelRunner
 from weft.engine.sampler import LaunchedStep
+from weft.engine.step_scheduler import ScheduledChunk
 from weft.errors import Cancelled, EngineFailed, InvalidRequest, Overloaded
 from weft.request import FinishReason, RequestKey
 
@@ -65,7 +65,7 @@ def test_a_first_token_that_ends_the_text_is_emitted_and_ends_it(grouped: Tiny, 
         stop = (77,) if ending == "stop" else ()
         key = driver.submit("a", PROMPT, 20 if stop else 1, wait_for_kv=True, stop_token_ids=stop)
         driver.wait_reserved(key)
-        driver.engine.filled(key, len(PROMPT), FirstToken(77))
+        driver.engine.complete_kv(key, len(PROMPT), FirstToken(77))
         heard = driver.wait_end(key)
         assert heard.tokens == [77]
         assert heard.reason is (FinishReason.STOP if stop else FinishReason.LENGTH)
@@ -140,7 +140,7 @@ def _(driver: Driver) -> RequestKey:
 def _(driver: Driver) -> RequestKey:
     key = driver.submit("a", PROMPT, 100, wait_for_kv=True)
     driver.wait_reserved(key)
-    driver.engine.filled(key, 0)
+    driver.engine.complete_kv(key, 0)
     return key
 
 
@@ -191,8 +191,8 @@ def test_late_and_unknown_commands_change_nothing(grouped: Tiny) -> None:
         new = driver.submit("a", PROMPT, 12, generation=2)
         driver.engine.cancel(old)
         driver.engine.cancel(RequestKey("a", 0))
-        driver.engine.filled(new, 0, None, [0, 1])
-        driver.engine.filled(RequestKey("b"), 16)
+        driver.engine.complete_kv(new, 0, None, [0, 1])
+        driver.engine.complete_kv(RequestKey("b"), 16)
         driver.engine.release(RequestKey("b"))
         driver.engine.unpin([0, 1, 999])
         driver.engine.unquarantine([0, 1, 999])
@@ -205,7 +205,7 @@ def test_a_second_sequence_with_a_living_key_is_dropped(grouped: Tiny) -> None:
         key = driver.submit("a", PROMPT, wait_for_kv=True)
         driver.wait_reserved(key)
         driver.submit("a", [5], 30)
-        driver.engine.filled(key, 0)
+        driver.engine.complete_kv(key, 0)
         driver.heard[key] = type(driver.heard[key])()
         assert driver.wait_end(key).tokens == grouped.greedy(PROMPT, 1)
 
@@ -226,7 +226,7 @@ def test_stopping_fails_what_lives_and_joins_the_thread(grouped: Tiny) -> None:
 def test_a_crash_fails_every_living_sequence_and_is_logged(
     grouped: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def crash(self: ModelRunner, works: Sequence[Work]) -> LaunchedStep:
+    def crash(self: ModelRunner, chunks: Sequence[ScheduledChunk]) -> LaunchedStep:
         raise RuntimeError("the device is gone")
 
     with Driver(grouped) as driver:
@@ -248,17 +248,17 @@ def test_a_crash_fails_every_living_sequence_and_is_logged(
 def test_an_idle_engine_takes_no_turns(grouped: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every turn is the answer to something: a spinning thread would take many more."""
     turns: list[int] = []
-    turn = Loop.turn
+    turn = EngineLoop.run_step
 
-    def counted(self: Loop, items: Any) -> bool:
+    def counted(self: EngineLoop, items: Any) -> bool:
         turns.append(len(items))
         return turn(self, items)
 
-    monkeypatch.setattr(Loop, "turn", counted)
+    monkeypatch.setattr(EngineLoop, "run_step", counted)
     with Driver(grouped) as driver:
         key = driver.submit("a", PROMPT, wait_for_kv=True)
         driver.wait_reserved(key)
         threading.Event().wait(0.05)
-        driver.engine.filled(key, 0)
+        driver.engine.complete_kv(key, 0)
         driver.wait_end(key)
     assert len(turns) <= 6

@@ -13,9 +13,9 @@ import torch
 
 from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.tiny_families import FAMILIES, TinyFamily
-from weft.engine.batch import Planner
 from weft.engine.messages import StepOutput
 from weft.engine.sequence import Sequence
+from weft.engine.step_scheduler import StepScheduler
 from weft.model import spec as model_spec
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import Latent
@@ -54,13 +54,13 @@ Cases = Callable[[str], tuple[TinyFamily, list[list[int]], list[list[int]]]]
 def preempted(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
     """Sequences whose place was taken in the midst of their text, as often as it was."""
     found: list[Sequence] = []
-    requeue = Planner._requeue
+    requeue = StepScheduler._preempt
 
-    def watched(self: Planner, sequence: Sequence) -> None:
+    def watched(self: StepScheduler, sequence: Sequence) -> None:
         found.extend([sequence] * sequence.has_emitted)
         requeue(self, sequence)
 
-    monkeypatch.setattr(Planner, "_requeue", watched)
+    monkeypatch.setattr(StepScheduler, "_preempt", watched)
     return found
 
 
@@ -146,6 +146,6 @@ def test_tokens_are_exact_after_a_hand_off(name: str, cases: Cases) -> None:
             first, lent = prefill(source, str(number), prompt)
             hand_over(source, lent, target, reserved, len(prompt))
             source.engine.release(key)
-            target.engine.filled(key, len(prompt), first)
+            target.engine.complete_kv(key, len(prompt), first)
             assert target.wait_end(key).tokens == expected[number][:count]
         assert target.load.computed_prompt_tokens == 0

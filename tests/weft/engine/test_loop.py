@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 )
 
 from tests.weft.engine.counting import BOUNDED, CONFIG, WINDOWS, CountingRunner, next_token
-from weft.engine.burst import MAX_FIRST_TOKENS
-from weft.engine.loop import Loop
+from weft.engine.loop import EngineLoop
 from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
+from weft.engine.prefill_order import MAX_FIRST_TOKENS
 from weft.engine.sequence import Sequence
 from weft.kv.layer_groups import PageRun, Reach
 from weft.request import FinishReason, RequestKey, SamplingParams
@@ -43,7 +43,7 @@ class LoopMachine(RuleBasedStateMachine):
         more = 7 * self.steps_ahead * self.config.paging.is_bounded
         self.config = replace(self.config, steps_ahead=self.steps_ahead, num_blocks=self.config.num_blocks + more)
         self.runner = CountingRunner(self.config)
-        self.loop = Loop(self.runner, self.config, self.hear, lambda: self.now)
+        self.loop = EngineLoop(self.runner, self.config, self.hear, lambda: self.now)
         self.specs: dict[RequestKey, SequenceSpec] = {}
         self.texts: dict[RequestKey, list[int]] = {}
         self.reserved: dict[RequestKey, Reserved] = {}
@@ -64,7 +64,7 @@ class LoopMachine(RuleBasedStateMachine):
             num_prompt, num_final = len(self.specs[progress.key].token_ids), progress.num_ready_tokens // 4
             self.lent[progress.key] = [
                 run.within(self.config.paging.lent(group, 0, num_prompt, num_prompt).start, num_final)
-                for group, run in enumerate(progress.runs)
+                for group, run in enumerate(progress.page_ranges)
             ]
         self.pinned += [sealed.block for sealed in output.sealed]
         assert len(self.pinned) <= CONFIG.max_pinned
@@ -106,7 +106,7 @@ class LoopMachine(RuleBasedStateMachine):
         sampling = SamplingParams(num_tokens, stop_token_ids=stops, ignore_eos=True)
         self.specs[key] = SequenceSpec(key, tuple(prompt), sampling, wait_for_kv=waits, **fields)
         self.texts[key] = []
-        self.is_idle = self.loop.turn([Sequence(self.specs[key], prompt, self.now)])
+        self.is_idle = self.loop.run_step([Sequence(self.specs[key], prompt, self.now)])
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), with_first=st.booleans())
@@ -117,18 +117,18 @@ class LoopMachine(RuleBasedStateMachine):
         tokens = spec.token_ids
         has_first = with_first and spec.mode is SequenceMode.GENERATE
         num_ready = data.draw(st.integers(0, len(tokens) - (not has_first)))
-        blocks = [block for run in reserved.runs for block in run.blocks]
+        blocks = [block for run in reserved.page_ranges for block in run.blocks]
         suspects = data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=2))
         self.transfer(reserved, tokens, num_ready)
         first = FirstToken(next_token(tokens)) if has_first else None
         self.suspects.update(suspects)
-        self.is_idle = self.loop.turn([lambda: self.loop.fill(key, num_ready, first, tuple(suspects))])
+        self.is_idle = self.loop.run_step([lambda: self.loop.complete_kv(key, num_ready, first, tuple(suspects))])
 
     def transfer(self, reserved: Reserved, tokens: Items[int], num_ready: int) -> None:
         """What peers do: of each group, write what a token behind the first `num_ready` looks at."""
         paging, num_hit = self.config.paging, reserved.num_hit_tokens // 4
         if num_ready > reserved.num_hit_tokens:
-            for group, run in enumerate(reserved.runs):
+            for group, run in enumerate(reserved.page_ranges):
                 lent = paging.lent(group, num_hit, num_ready, len(tokens))
                 places = range(4 * lent.start, min(4 * lent.stop, num_ready))
                 placed = paging.placed(group, run, num_hit, paging.sight(num_ready, len(tokens)))
@@ -138,35 +138,35 @@ class LoopMachine(RuleBasedStateMachine):
     @rule()
     def transfers_end(self) -> None:
         blocks, self.suspects = self.suspects, set()
-        self.is_idle = self.loop.turn([lambda: self.loop.unquarantine(blocks)])
+        self.is_idle = self.loop.run_step([lambda: self.loop.unquarantine(blocks)])
 
     @precondition(lambda self: self.specs)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.specs, key=str)))
         self.forget(key)
-        self.is_idle = self.loop.turn([lambda: self.loop.cancel(key)])
+        self.is_idle = self.loop.run_step([lambda: self.loop.cancel(key)])
 
     @precondition(lambda self: self.pinned)
     @rule()
     def unpin(self) -> None:
         blocks, self.pinned = self.pinned, []
-        self.is_idle = self.loop.turn([lambda: self.loop.unpin(blocks)])
+        self.is_idle = self.loop.run_step([lambda: self.loop.unpin(blocks)])
 
     @rule(seconds=st.sampled_from([0.0, 1.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.is_idle = self.loop.turn([])
+        self.is_idle = self.loop.run_step([])
 
     @rule()
     def run_until_idle(self) -> None:
         for _ in range(1000):
             if self.is_idle:
                 before = self.loop.load
-                assert self.loop.turn([])
+                assert self.loop.run_step([])
                 assert self.loop.load == before, "there was something left to do"
                 return
-            self.is_idle = self.loop.turn([])
+            self.is_idle = self.loop.run_step([])
         raise AssertionError("the loop does not come to rest")
 
     @invariant()
@@ -189,13 +189,13 @@ class LoopMachine(RuleBasedStateMachine):
         for _ in range(1000):
             for key in list(self.reserved):
                 del self.reserved[key]
-                self.loop.fill(key, 0, None, ())
+                self.loop.complete_kv(key, 0, None, ())
             for key in list(self.held):
                 self.forget(key)
                 self.loop.cancel(key)
             pinned, self.pinned = self.pinned, []
             answers = [partial(self.loop.unpin, pinned), partial(self.loop.unquarantine, self.suspects)]
-            self.is_idle = self.loop.turn(answers)
+            self.is_idle = self.loop.run_step(answers)
             if self.is_idle and not self.specs and not self.pinned:
                 break
         assert self.specs == {}
@@ -226,16 +226,16 @@ def test_a_prompt_whose_pages_another_holds_stands_still_until_they_are_back() -
     config = replace(CONFIG, num_blocks=8, chunk_tokens=4, pin_sealed=False, reaches=(Reach(window=8),))
     outputs: list[StepOutput] = []
     runner = CountingRunner(config)
-    loop = Loop(runner, config, outputs.append)
+    loop = EngineLoop(runner, config, outputs.append)
     prompt = [place % 3 for place in range(32)]
     keys = [RequestKey("first"), RequestKey("second")]
     specs = [SequenceSpec(key, tuple(prompt), SamplingParams(1), SequenceMode.PREFILL) for key in keys]
     for _ in range(3):
-        loop.turn([Sequence(specs[0], list(prompt), 0.0)] if not loop.keys else [])
+        loop.run_step([Sequence(specs[0], list(prompt), 0.0)] if not loop.keys else [])
     # it finds two pages that the first one is about to give back, and takes all that are left
-    loop.turn([Sequence(specs[1], list(prompt), 0.0)])
+    loop.run_step([Sequence(specs[1], list(prompt), 0.0)])
     assert (loop.load.free_blocks, loop.load.cached_blocks, loop.load.num_running) == (0, 0, 2)
-    while not loop.turn([]):
+    while not loop.run_step([]):
         pass
     told = [(delta.key, delta.token_ids) for output in outputs for delta in output.deltas]
     assert told == [(key, (next_token(prompt),)) for key in keys]
@@ -249,13 +249,13 @@ def test_a_prefill_that_lacks_only_the_page_of_its_last_token_waits_for_it(steps
     """Nobody can make way for it: the other one is a prefill, too, and holds pages that the first one gave back."""
     config = replace(CONFIG, num_blocks=6 + steps_ahead, chunk_tokens=4, pin_sealed=False, reaches=(Reach(window=6),))
     outputs: list[StepOutput] = []
-    loop = Loop(CountingRunner(config), replace(config, steps_ahead=steps_ahead), outputs.append)
+    loop = EngineLoop(CountingRunner(config), replace(config, steps_ahead=steps_ahead), outputs.append)
     first = [place % 3 for place in range(13 + 4 * steps_ahead)]
     second = first[: 4 + 4 * steps_ahead] + [9] * 9
     for name, prompt in (("first", first), ("second", second)):
         spec = SequenceSpec(RequestKey(name), tuple(prompt), SamplingParams(1), SequenceMode.PREFILL)
-        loop.turn([Sequence(spec, list(prompt), 0.0)])
-    while not loop.turn([]):
+        loop.run_step([Sequence(spec, list(prompt), 0.0)])
+    while not loop.run_step([]):
         pass
     told = {delta.key.request_id: delta.token_ids for output in outputs for delta in output.deltas}
     assert told == {"first": (next_token(first),), "second": (next_token(second),)}
@@ -264,20 +264,20 @@ def test_a_prefill_that_lacks_only_the_page_of_its_last_token_waits_for_it(steps
 def test_prompts_come_in_small_pieces_beside_those_who_generate_and_in_large_ones_alone() -> None:
     config = replace(CONFIG, num_blocks=30, max_context_tokens=80, chunk_tokens=12, mixed_tokens=5)
     runner = CountingRunner(config)
-    loop = Loop(runner, config, lambda output: None)
+    loop = EngineLoop(runner, config, lambda output: None)
     prompts = {"writer": [1, 2, 3], "reader": [4] * 30, "late": [5] * 30}
     entering = {
         name: Sequence(SequenceSpec(RequestKey(name), tuple(prompt), sampling, SequenceMode.GENERATE), prompt, 0.0)
         for (name, prompt), sampling in zip(prompts.items(), map(SamplingParams, (14, 1, 1)), strict=True)
     }
-    loop.turn([entering["writer"]])
+    loop.run_step([entering["writer"]])
     for _ in range(MAX_FIRST_TOKENS):
-        loop.turn([])  # at its first tokens it would pause for the reader
-    loop.turn([entering["reader"]])
-    while not loop.turn([]):
+        loop.run_step([])  # at its first tokens it would pause for the reader
+    loop.run_step([entering["reader"]])
+    while not loop.run_step([]):
         pass
-    loop.turn([entering["late"]])
-    while not loop.turn([]):
+    loop.run_step([entering["late"]])
+    while not loop.run_step([]):
         pass
     pieces = {name: [count for key, count in runner.chunks if key.request_id == name] for name in prompts}
     assert pieces == {"writer": [3] + [1] * 13, "reader": [5] * 6, "late": [12, 12, 6]}
@@ -286,13 +286,13 @@ def test_prompts_come_in_small_pieces_beside_those_who_generate_and_in_large_one
 def test_a_prompt_waits_for_others_in_its_step_only_while_they_are_short() -> None:
     config = replace(CONFIG, num_blocks=40, max_context_tokens=80, chunk_tokens=12, mixed_tokens=5, max_num_seqs=9)
     runner = CountingRunner(config)
-    loop = Loop(runner, config, lambda output: None)
+    loop = EngineLoop(runner, config, lambda output: None)
     lengths = (9, 20, 2, 2, 7, 3)
     sequences = []
     for number, length in enumerate(lengths):
         spec = SequenceSpec(RequestKey(f"{number}"), (number,) * length, SamplingParams(1), SequenceMode.PREFILL)
         sequences.append(Sequence(spec, list(spec.token_ids), 0.0))
-    loop.turn(sequences)
-    while not loop.turn([]):
+    loop.run_step(sequences)
+    while not loop.run_step([]):
         pass
     assert runner.steps == [[9], [12], [8], [2, 2, 1], [6], [3]]

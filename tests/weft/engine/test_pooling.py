@@ -32,7 +32,7 @@ def expected(tiny: Tiny, prompt: list[int]) -> torch.Tensor:
 
 def submit(driver: Driver, name: str, prompt: list[int]) -> tuple[RequestKey, MeanHidden]:
     reader = MeanHidden(len(prompt))
-    return driver.submit(name, prompt, mode=SequenceMode.PREFILL, reader=reader), reader
+    return driver.submit(name, prompt, mode=SequenceMode.PREFILL, observer=reader), reader
 
 
 def pooled(driver: Driver, key: RequestKey, reader: MeanHidden) -> torch.Tensor:
@@ -77,4 +77,4 @@ def test_as_many_rows_as_are_wanted_need_not_be_those(grouped: Tiny) -> None:
 def test_only_a_prompt_that_is_computed_here_can_be_pooled(grouped: Tiny) -> None:
     reader = MeanHidden(len(PROMPTS[1]))
     with Driver(grouped) as driver, pytest.raises(InvalidRequest, match="hidden states"):
-        driver.submit("a", PROMPTS[1], mode=SequenceMode.PREFILL, reader=reader, wait_for_kv=True)
+        driver.submit("a", PROMPTS[1], mode=SequenceMode.PREFILL, observer=reader, wait_for_kv=True)

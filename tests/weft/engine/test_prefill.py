@@ -19,8 +19,8 @@ def test_progress_is_told_after_every_chunk_and_the_token_after_the_last(grouped
         heard = driver.heard[key]
         driver.wait(lambda: bool(heard.tokens))
         assert [each.num_ready_tokens for each in heard.progress] == [32, 64, 80]
-        assert len({each.runs for each in heard.progress}) == 1
-        assert len(heard.progress[0].runs[0].blocks) == 5
+        assert len({each.page_ranges for each in heard.progress}) == 1
+        assert len(heard.progress[0].page_ranges[0].blocks) == 5
         assert heard.tokens == grouped.greedy(PROMPT, 1)
         assert heard.reason is None
         assert heard.counts is not None
@@ -43,7 +43,7 @@ def test_a_prefill_that_waits_for_kv_computes_the_rest(grouped: Tiny, num_filled
     with Driver(grouped, chunk_tokens=128) as driver:
         key = driver.submit("a", PROMPT, mode=SequenceMode.PREFILL, wait_for_kv=True)
         assert driver.wait_reserved(key).num_hit_tokens == 0
-        driver.engine.filled(key, num_filled)
+        driver.engine.complete_kv(key, num_filled)
         heard = driver.heard[key]
         driver.wait(lambda: bool(heard.tokens))
         assert [each.num_ready_tokens for each in heard.progress] == told
@@ -142,7 +142,7 @@ def test_filled_blocks_are_sealed_only_after_filled(grouped: Tiny) -> None:
         other = driver.submit("b", PROMPT[::-1], 2, wait_for_kv=True)
         driver.wait_reserved(other)
         assert len(driver.sealed) == 5
-        driver.engine.filled(other, 32)
+        driver.engine.complete_kv(other, 32)
         driver.wait_end(other)
         assert [each.block_key for each in driver.sealed[5:]] == block_keys(PROMPT[::-1], 16)
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tests.weft.engine.counting import CONFIG, CountingRunner
-from weft.engine.loop import Loop
+from weft.engine.loop import EngineLoop
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
-from weft.engine.waiting import LEVEL_SECONDS
+from weft.engine.wait_queue import LEVEL_SECONDS
 from weft.kv.layer_groups import Reach
 from weft.request import RequestKey, SamplingParams
 
@@ -22,7 +22,7 @@ class Played:
         self.begun: list[str] = []
         self.ended: list[str] = []
         config = replace(CONFIG, steps_ahead=steps_ahead, pin_sealed=False, **limits)
-        self.loop = Loop(CountingRunner(config), config, self.hear, lambda: self.now)
+        self.loop = EngineLoop(CountingRunner(config), config, self.hear, lambda: self.now)
 
     def hear(self, output: StepOutput) -> None:
         for delta in output.deltas:
@@ -36,14 +36,14 @@ class Played:
         """Without a turn."""
         fields = {"mode": SequenceMode.GENERATE, "priority": priority, "cache_salt": name.encode(), **changes}
         spec = SequenceSpec(RequestKey(name), (1,) * prompt, SamplingParams(num_tokens, ignore_eos=True), **fields)
-        self.loop._enter(Sequence(spec, list(spec.token_ids), self.now))
+        self.loop._add(Sequence(spec, list(spec.token_ids), self.now))
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            self.loop.turn([])
+            self.loop.run_step([])
 
     def run(self) -> None:
-        while not self.loop.turn([]):
+        while not self.loop.run_step([]):
             pass
 
 
@@ -182,7 +182,7 @@ def test_a_windowed_text_that_made_way_goes_on_where_steps_are_no_longer_than_a_
     """What a prompt of whole blocks keeps at its end, for whoever asks for it again, took the room of its text."""
     played = Played(steps_ahead, num_blocks=5, chunk_tokens=4 // (1 + steps_ahead), reaches=(Reach(window=6),))
     played.submit("text", 0, num_tokens=8, prompt=16)
-    while played.loop._settler.num_generated_tokens < 5:
+    while played.loop._postprocessor.num_generated_tokens < 5:
         played.turn()
     played.submit("urgent", 1, num_tokens=8, prompt=16)
     played.run()

@@ -15,7 +15,7 @@ import pytest
 from tests.weft.engine.counting import CONFIG, CountingRunner
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_llama import Tiny
-from weft.engine.loop import Loop
+from weft.engine.loop import EngineLoop
 from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.engine.sequence import Sequence
 from weft.errors import Overloaded
@@ -49,13 +49,13 @@ def counted() -> Iterator[Steps]:
         gc.enable()
 
 
-def loop_with(num_waiting: int, steps_ahead: int) -> Loop:
+def loop_with(num_waiting: int, steps_ahead: int) -> EngineLoop:
     config = replace(CONFIG, steps_ahead=steps_ahead, pin_sealed=False, num_blocks=60)
-    loop = Loop(CountingRunner(config), config, lambda _: None, lambda: 0.0)
+    loop = EngineLoop(CountingRunner(config), config, lambda _: None, lambda: 0.0)
     for number in range(num_waiting):
         sampling = SamplingParams(3, ignore_eos=True)
         spec = SequenceSpec(RequestKey(f"{number:04}"), (number % 100, 1, 2), sampling, SequenceMode.GENERATE)
-        loop._enter(Sequence(spec, list(spec.token_ids), float(number)))
+        loop._add(Sequence(spec, list(spec.token_ids), float(number)))
     return loop
 
 
@@ -65,7 +65,7 @@ def test_a_turn_takes_no_more_instructions_with_5000_waiting_than_with_200(steps
         loop = loop_with(num_waiting, steps_ahead)
         with counted() as steps:
             for _ in range(NUM_TURNS):
-                loop.turn([])
+                loop.run_step([])
         assert loop.num_waiting > num_waiting - 150
         costs.append(steps.count)
     few, many = costs

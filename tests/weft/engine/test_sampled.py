@@ -60,7 +60,7 @@ def test_a_handed_off_sequence_continues_the_same_text(grouped: Tiny, sampling: 
         reserved = target.wait_reserved(key)
         first, lent = prefill(source, "a", PROMPT, **sampling)
         hand_over(source, lent, target, reserved, len(PROMPT))
-        target.engine.filled(key, len(PROMPT), first)
+        target.engine.complete_kv(key, len(PROMPT), first)
         assert target.wait_end(key).tokens == whole
 
 
@@ -100,7 +100,7 @@ def test_the_first_token_of_a_prefill_brings_its_logprobs_along(grouped: Tiny) -
         reserved = target.wait_reserved(key)
         first, lent = prefill(source, "a", PROMPT, num_logprobs=2)
         hand_over(source, lent, target, reserved, len(PROMPT))
-        target.engine.filled(key, len(PROMPT), first)
+        target.engine.complete_kv(key, len(PROMPT), first)
         heard = target.wait_end(key)
         assert len(heard.logprobs) == 3
         assert heard.logprobs[0] == first.logprobs

@@ -11,9 +11,9 @@ import torch
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
-from weft.engine.batch import Planner
 from weft.engine.messages import SequenceMode
 from weft.engine.sequence import Sequence
+from weft.engine.step_scheduler import StepScheduler
 from weft.errors import InvalidRequest
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey
@@ -27,7 +27,7 @@ NUM_TOP = 3
 
 def submit(driver: Driver, name: str, prompt: list[int], num_tokens: int, **changes: Any) -> PromptScorer:
     scorer = PromptScorer(prompt, NUM_TOP)
-    driver.submit(name, prompt, num_tokens, reader=scorer, **changes)
+    driver.submit(name, prompt, num_tokens, observer=scorer, **changes)
     return scorer
 
 
@@ -92,13 +92,13 @@ def test_a_prompt_that_makes_way_in_its_midst_is_scored_from_its_beginning(
     grouped: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requeued: list[tuple[str, bool]] = []
-    original = Planner._requeue
+    original = StepScheduler._preempt
 
-    def requeue(self: Planner, sequence: Sequence) -> None:
+    def requeue(self: StepScheduler, sequence: Sequence) -> None:
         requeued.append((sequence.spec.key.request_id, sequence.has_emitted))
         original(self, sequence)
 
-    monkeypatch.setattr(Planner, "_requeue", requeue)
+    monkeypatch.setattr(StepScheduler, "_preempt", requeue)
     with Driver(grouped, num_blocks=6, chunk_tokens=7) as driver:
         urgent = driver.specify("urgent", PROMPTS[-1], 2, priority=1)
         began: list[bool] = []

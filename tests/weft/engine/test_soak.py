@@ -25,7 +25,7 @@ from tests.weft.engine.harness import Driver
 from tests.weft.engine.late import LateRunner
 from tests.weft.engine.poison import Poison
 from tests.weft.engine.soak_texts import FAMILIES, MAX_NEW, Live, Text, make_texts
-from tests.weft.engine.test_shaped import EveryThird
+from tests.weft.engine.test_logits_processor import EveryThird
 from tests.weft.tiny_families import make_family
 from tests.weft.tiny_llama import Tiny
 from weft.engine import build
@@ -157,7 +157,7 @@ class Chaos:
         for progress in output.progress:
             live = self.live.get(progress.key)
             if live and live.tokens and progress.num_ready_tokens == len(live.spec.token_ids):
-                self.held[progress.key] = (self.live.pop(progress.key), progress.runs, live.tokens[0])
+                self.held[progress.key] = (self.live.pop(progress.key), progress.page_ranges, live.tokens[0])
         for reserved in output.reserved:
             if reserved.key in self.live:
                 self.live[reserved.key].reserved = reserved
@@ -227,25 +227,25 @@ class Chaos:
             if held.text is live.text and len(held.spec.token_ids) == num_tokens:
                 self.copy(runs, reserved, num_hits, num_tokens)
                 self.counts["handed over"] += 1
-                self.engine.filled(live.spec.key, num_tokens, FirstToken(token))
+                self.engine.complete_kv(live.spec.key, num_tokens, FirstToken(token))
                 return
-        blocks = [block for run in reserved.runs for block in run.within(num_hits, run.end).blocks]
+        blocks = [block for run in reserved.page_ranges for block in run.within(num_hits, run.end).blocks]
         suspects = [block for block in blocks[-3:] if self.random.random() < 0.5]
         self.suspects += suspects
         self.counts["suspect"] += len(suspects)
-        self.engine.filled(live.spec.key, 0, suspect_blocks=suspects)
+        self.engine.complete_kv(live.spec.key, 0, suspect_blocks=suspects)
 
     def foretell(self, live: Live) -> None:
         """Some first tokens are known ahead of the KV; whether that ever comes is another matter."""
         if self.random.random() < 0.5:
             token = live.text.expected[live.spec.resumed_tokens]
             self.counts["foretold"] += 1
-            self.engine.foretell(live.spec.key, FirstToken(token))
+            self.engine.set_first_token(live.spec.key, FirstToken(token))
 
     def copy(self, lent: tuple[PageRun, ...], reserved: Reserved, num_hits: int, num_tokens: int) -> None:
         """Of each group, the pages that the next token looks at."""
         paging = self.engine.paging
-        for group, (theirs, ours) in enumerate(zip(lent, reserved.runs, strict=True)):
+        for group, (theirs, ours) in enumerate(zip(lent, reserved.page_ranges, strict=True)):
             needed = paging.lent(group, num_hits, num_tokens, num_tokens)
             placed = paging.placed(group, ours, num_hits, paging.sight(num_tokens, num_tokens))
             places = placed.within(needed.start, needed.stop)

@@ -27,10 +27,10 @@ def test_random_cancels_from_many_threads_lose_no_block_and_disturb_nobody(group
             except Overloaded:
                 continue
             for _ in range(dice.randrange(3)):
-                action = dice.choice([lambda key: driver.engine.filled(key, 0), driver.engine.release])
+                action = dice.choice([lambda key: driver.engine.complete_kv(key, 0), driver.engine.release])
                 action(key)
             if dice.random() < 0.3:
-                driver.engine.filled(key, len(prompt), FirstToken(5), range(dice.randrange(20)))
+                driver.engine.complete_kv(key, len(prompt), FirstToken(5), range(dice.randrange(20)))
             driver.engine.cancel(key)
             driver.engine.unquarantine(range(20))
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.weft.engine.harness import Driver, copy_blocks, hand_over, prefill
 from tests.weft.tiny_llama import Tiny
-from weft.engine.batch import Work
 from weft.engine.runner import ModelRunner
 from weft.engine.sampler import LaunchedStep
+from weft.engine.step_scheduler import ScheduledChunk
 from weft.model.config import read_config
 from weft.request import FinishReason
 
@@ -67,7 +67,7 @@ def test_tokens_are_exact_after_a_hand_off(tiny: Tiny, chunk_tokens: int) -> Non
             first, lent = prefill(source, str(number), prompt)
             hand_over(source, lent, target, reserved, len(prompt))
             source.engine.release(key)
-            target.engine.filled(key, len(prompt), first)
+            target.engine.complete_kv(key, len(prompt), first)
             assert target.wait_end(key).tokens == tiny.greedy(prompt, 20)
             assert heard.counts is not None
             assert heard.counts.num_cached_tokens == len(prompt)
@@ -85,7 +85,7 @@ def test_what_was_not_filled_is_computed_here(grouped: Tiny, num_ready: int) -> 
         reserved = target.wait_reserved(key)
         _, lent = prefill(source, "a", prompt)
         hand_over(source, lent, target, reserved, len(prompt))
-        target.engine.filled(key, num_ready)
+        target.engine.complete_kv(key, num_ready)
         heard = target.wait_end(key)
         assert heard.tokens == grouped.greedy(prompt, 20)
         assert heard.counts is not None
@@ -100,10 +100,10 @@ def test_suspect_blocks_are_not_trusted_and_not_reused(grouped: Tiny) -> None:
         reserved = target.wait_reserved(key)
         first, (lent,) = prefill(source, "a", prompt)
         blocks = lent.blocks
-        (run,) = reserved.runs
+        (run,) = reserved.page_ranges
         suspect = run.blocks[2:4]
         copy_blocks(source, (*blocks[:2], blocks[4]), target, (*run.blocks[:2], run.blocks[4]))
-        target.engine.filled(key, 70, first, suspect)
+        target.engine.complete_kv(key, 70, first, suspect)
         heard = target.wait_end(key)
         assert heard.tokens == grouped.greedy(prompt, 20)
         assert heard.counts is not None
@@ -119,10 +119,10 @@ def test_a_suspect_that_cannot_be_replaced_sends_the_sequence_back_to_the_queue(
     with Driver(grouped, num_blocks=4) as driver:
         key = driver.submit("a", prompt, 5, wait_for_kv=True)
         reserved = driver.wait_reserved(key)
-        driver.engine.filled(key, 40, None, reserved.runs[0].blocks)
+        driver.engine.complete_kv(key, 40, None, reserved.page_ranges[0].blocks)
         driver.wait(lambda: driver.load.quarantined_blocks == 3)
         assert driver.load.num_waiting == 1
-        driver.engine.unquarantine(reserved.runs[0].blocks)
+        driver.engine.unquarantine(reserved.page_ranges[0].blocks)
         assert driver.wait_end(key).tokens == grouped.greedy(prompt, 5)
         driver.assert_all_blocks_are_back()
 
@@ -175,10 +175,10 @@ def test_tokens_are_exact_on_a_gpu(tiny: Tiny, chunk_tokens: int) -> None:
 def test_launching_a_step_waits_for_nothing_on_a_gpu(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = ModelRunner.launch
 
-    def strict(self: ModelRunner, works: Sequence[Work]) -> LaunchedStep:
+    def strict(self: ModelRunner, chunks: Sequence[ScheduledChunk]) -> LaunchedStep:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(self, works)
+            return launch(self, chunks)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

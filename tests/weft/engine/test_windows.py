@@ -91,7 +91,7 @@ def test_a_hand_off_moves_what_the_next_token_sees_and_no_more(
             moved = hand_over(source, lent, target, reserved, len(prompt))
             assert moved <= paging.num_pages(len(prompt) + 1)
             source.engine.release(key)
-            target.engine.filled(key, len(prompt), first)
+            target.engine.complete_kv(key, len(prompt), first)
             assert target.wait_end(key).tokens == expected[number]
         assert target.load.computed_prompt_tokens == 0
         source.assert_all_blocks_are_back()
@@ -109,8 +109,8 @@ def test_a_hand_off_that_fails_is_computed_here_from_the_found_prefix_on(
             key = driver.submit(str(number), prompt, NUM_NEW, wait_for_kv=True)
             reserved = driver.wait_reserved(key)
             assert reserved.num_hit_tokens == (len(prompt) - 1) // 4 * 4 or len(prompt) % 4 == 1
-            suspects = [run.blocks[-1] for run in reserved.runs]
-            driver.engine.filled(key, reserved.num_hit_tokens, None, suspects)
+            suspects = [run.blocks[-1] for run in reserved.page_ranges]
+            driver.engine.complete_kv(key, reserved.num_hit_tokens, None, suspects)
             assert driver.wait_end(key).tokens == expected[number]
             driver.engine.unquarantine(suspects)
         driver.wait(lambda: driver.load.quarantined_blocks == 0)
@@ -152,7 +152,7 @@ def test_the_planners_bytes_are_those_that_a_sequence_really_takes(
             most = max(most, driver.load.active_blocks)
             if len(heard.tokens) > 1 and heard.reason is None:
                 most_generating = max(most_generating, driver.load.active_blocks)
-        assert most_generating * stage.page == stage.sequence(num_tokens)
+        assert most_generating * stage.page == stage.kv_bytes_per_sequence(num_tokens)
         assert most <= stage.paging.max_pages(num_tokens)
 
 

@@ -16,7 +16,7 @@ from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
 from weft.model.decoder import Decoder, DecoderLayer
 from weft.model.kv_layout import kv_groups
-from weft.model.step import Rows
+from weft.model.step import TokenBatch
 from weft_kernels.linear.packed12 import Packed12
 from weft_kernels.native import CHOICE
 from weft_kernels.paged_attention import PagedBatch
@@ -81,7 +81,7 @@ def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_to
     ids = torch.tensor([shuffled.randrange(config.vocab_size) for _ in positions])
     wanted = torch.tensor([end - 1 for end in starts[1:]])
     with torch.inference_mode():
-        return model.hidden(Rows(ids, torch.tensor(positions), slots, wanted), batches)
+        return model.hidden(TokenBatch(ids, torch.tensor(positions), slots, wanted), batches)
 
 
 def pool_of(model: Decoder, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:

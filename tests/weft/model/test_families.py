@@ -16,7 +16,7 @@ from weft.model import attention
 from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
-from weft.model.step import Rows
+from weft.model.step import TokenBatch
 from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention
 
 BLOCK_TOKENS = 8
@@ -54,7 +54,7 @@ def logits_in_chunks(
                 seen = [table[first]] * (first - left_out) + table[first:]
                 batches.append(PagedBatch(pool, config.num_heads, [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
             columns = torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count)
-            rows = Rows(*(each.to(device) for each in columns))
+            rows = TokenBatch(*(each.to(device) for each in columns))
             logits.append(model.forward(rows, batches).cpu())
     return torch.cat(logits)
 

@@ -17,7 +17,7 @@ from weft.model.decoder import Decoder
 from weft.model.fields import Fields
 from weft.model.rope_fields import read_rope
 from weft.model.rotary import inverse_frequencies, pairs_to_halves
-from weft.model.step import Rows
+from weft.model.step import TokenBatch
 from weft_kernels.paged_attention import PagedBatch
 
 BLOCK_TOKENS = 8
@@ -33,7 +33,7 @@ def forward(tiny: Tiny, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     positions = torch.arange(len(tokens))
     slots = torch.tensor(table)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
     batch = PagedBatch(pool, config.num_heads, [0, len(tokens)], [len(tokens)], [table])
-    return model.forward(Rows(torch.tensor(tokens), positions, slots[None], positions), [batch])
+    return model.forward(TokenBatch(torch.tensor(tokens), positions, slots[None], positions), [batch])
 
 
 def test_logits_are_those_of_transformers_in_fp32(tiny: Tiny) -> None:

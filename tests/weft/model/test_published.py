@@ -11,7 +11,7 @@ import pytest
 
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups
-from weft.model.spec import Layer, ModelConfig, Temperature
+from weft.model.spec import LayerSpec, ModelConfig, Temperature
 
 LLAMA_31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -265,7 +265,7 @@ def test_published_configs_ask_for_the_weights_that_were_published(
 
 def test_scout_has_no_positions_and_no_chunks_in_every_fourth_layer(tmp_path: Path) -> None:
     config = read(SCOUT, tmp_path)
-    local, whole = Layer(chunk=8192, has_experts=True), Layer(is_rotated=False, has_experts=True)
+    local, whole = LayerSpec(chunk=8192, has_experts=True), LayerSpec(is_rotated=False, has_experts=True)
     assert config.layers == (local, local, local, whole) * 12
     assert config.eos_token_ids == (200001, 200007, 200008)
     assert config.temperature == Temperature(8192, 0.1)

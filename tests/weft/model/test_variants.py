@@ -10,7 +10,7 @@ import pytest
 from tests.weft.model.test_published import DEEPSEEK_V3, KIMI_K25, MISTRAL_7B, MIXTRAL_8X7B, SCOUT, read
 from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors
-from weft.model.spec import Layer
+from weft.model.spec import LayerSpec
 
 
 def test_llama_guard_4_has_no_experts_at_all(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_llama_guard_4_has_no_experts_at_all(tmp_path: Path) -> None:
     guard = {"attention_chunk_size": None, "no_rope_layers": [1] * 50}
     config = read({**SCOUT, "text_config": {**SCOUT["text_config"], **none, **guard}}, tmp_path)
     assert config.experts is None
-    assert config.layers == (Layer(),) * 48
+    assert config.layers == (LayerSpec(),) * 48
     assert not [name for name in expected_tensors(config) if "expert" in name]
 
 
@@ -50,7 +50,7 @@ def test_a_mistral_has_its_window_in_the_layers_that_say_so(architecture: str, t
     """As Ministral 8B, whose class transformers chooses by `layer_types` alone."""
     kinds = ["full_attention", *["sliding_attention"] * 3] * 8
     config = read({**MISTRAL_7B, "architectures": [architecture], "layer_types": kinds}, tmp_path)
-    assert config.layers == (Layer(), *[Layer(window=4096)] * 3) * 8
+    assert config.layers == (LayerSpec(), *[LayerSpec(window=4096)] * 3) * 8
     with pytest.raises(BadCheckpoint, match="layer_types"):
         read({**MISTRAL_7B, "architectures": [architecture], "layer_types": kinds[1:]}, tmp_path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.engine.messages import EngineLoad
-from weft.engine.pulse import FIRST_PATIENCE_SECONDS, Pulse
+from weft.engine.watchdog import FIRST_HANG_SECONDS, StepWatchdog
 from weft.worker.health import EXHAUSTED_SECONDS, LOST_SECONDS, Vitals
 
 
@@ -13,8 +13,8 @@ class Scene:
     def __init__(self) -> None:
         self.now = 0.0
         self.load = EngineLoad(free_blocks=10)
-        self.pulse = Pulse(lambda: self.now)
-        self.vitals = Vitals(self.pulse, lambda: self.load, 10, lambda: self.now)
+        self.watchdog = StepWatchdog(lambda: self.now)
+        self.vitals = Vitals(self.watchdog, lambda: self.load, 10, lambda: self.now)
 
 
 def test_an_idle_worker_is_fit() -> None:
@@ -27,13 +27,13 @@ def test_an_idle_worker_is_fit() -> None:
 
 def test_an_engine_that_stands_still_is_trouble_and_at_last_lost() -> None:
     scene = Scene()
-    scene.pulse.begin()
-    scene.now += FIRST_PATIENCE_SECONDS + 1
+    scene.watchdog.start_step()
+    scene.now += FIRST_HANG_SECONDS + 1
     assert "stood still" in scene.vitals.trouble()
     assert not scene.vitals.is_lost
     scene.now += LOST_SECONDS
     assert scene.vitals.is_lost
-    scene.pulse.end(has_computed=True)
+    scene.watchdog.end_step(has_computed=True)
     assert scene.vitals.trouble() == ""
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.weft.tiny_families import FAMILIES, TinyFamily
-from weft.capacity.room import Machine, measure_room
+from weft.capacity.memory_budget import Machine, estimate_budget
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import DecodeGraphs, static_bytes
 from weft.engine.runner import ModelRunner
@@ -76,7 +76,7 @@ def test_the_peak_is_near_the_plans(
     is not counted."""
     config = wide(family_of(name).config)
     limits = replace(limits_of(config, chunk_tokens=chunk_tokens), max_pinned=0)
-    planned = measure_room(config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
+    planned = estimate_budget(config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
     # five copies of a chunk's last hidden states, which are a third of what is planned here, belong to the reading
     most = 2.33 if chunk_tokens == 2048 else 3.0
     found = alone.submit(least, config, limits, 0.75 * most * planned).result(timeout=50)
@@ -227,4 +227,4 @@ def test_on_a_gpu_it_is_at_least_what_was_allocated(
     size = block_bytes(model.config, "float32", limits.block_tokens)
     pool = limits.paging.max_pages(2048) * size
     assert peak >= torch.cuda.max_memory_allocated() - before - pool - static_bytes(limits, size)
-    assert peak >= measure_room(model.config, Machine("cuda", "float32", 16), 2048, 6, 1 << 40).activations
+    assert peak >= estimate_budget(model.config, Machine("cuda", "float32", 16), 2048, 6, 1 << 40).activations

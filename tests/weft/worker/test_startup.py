@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.capacity.room import Machine
-from weft.capacity.sizes import Sizes, choose
+from weft.capacity.memory_budget import Machine
+from weft.capacity.sizes import Sizes, choose_sizes
 from weft.config import ConfigError, read_config
 from weft.engine.build import assemble
 from weft.errors import BadCheckpoint, NotFound, Overloaded, PeerLost
@@ -100,8 +100,8 @@ def test_workers_that_share_a_gpu_leave_each_other_their_part() -> None:
 
 def test_what_settings_leave_open_follows_the_device() -> None:
     cpu, gpu = Machine("cpu", "float32", 16, is_resident=True), Machine("cuda", "bfloat16", 64)
-    assert choose(config().wanted, has_cuda=False) == Sizes(cpu, 512, 256, 128, 64, 0)
-    assert choose(config().wanted, has_cuda=True) == Sizes(gpu, 2048, 512, 512, 256, 0)
+    assert choose_sizes(config().wanted, has_cuda=False) == Sizes(cpu, 512, 256, 128, 64, 0)
+    assert choose_sizes(config().wanted, has_cuda=True) == Sizes(gpu, 2048, 512, 512, 256, 0)
     more = {
         "CHUNK_TOKENS": "9",
         "MIXED_STEP_PREFILL_TOKENS": "8",
@@ -109,10 +109,10 @@ def test_what_settings_leave_open_follows_the_device() -> None:
         "NUM_BLOCKS": "6",
         "WEIGHT_FORMAT": "packed12",
     }
-    said = choose(config(DTYPE="bfloat16", **more).wanted, has_cuda=False)
+    said = choose_sizes(config(DTYPE="bfloat16", **more).wanted, has_cuda=False)
     assert said == Sizes(Machine("cpu", "bfloat16", 16, is_resident=True), 9, 8, 8, 7, 6)
-    assert not choose(config(WEIGHT_FORMAT="plain").wanted, has_cuda=False).machine.is_resident
-    assert choose(config(WEIGHT_FORMAT="packed12").wanted, has_cuda=True).machine.is_resident
+    assert not choose_sizes(config(WEIGHT_FORMAT="plain").wanted, has_cuda=False).machine.is_resident
+    assert choose_sizes(config(WEIGHT_FORMAT="packed12").wanted, has_cuda=True).machine.is_resident
 
 
 def test_the_models_config_comes_over_the_wire(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_opened(
     there = pb2.LoadReady(config_json=json.dumps(FIELDS), shm_name="no such image", size_bytes=7)
     make = partial(assemble, listener=lambda output: None)
     with pytest.raises(BadCheckpoint, match=f"the model does not fit: .*{what}"):
-        startup._build(config(**more), choose(config(**more).wanted, False), there, make, arrival())
+        startup._build(config(**more), choose_sizes(config(**more).wanted, False), there, make, arrival())
 
 
 async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked_for(
@@ -200,7 +200,7 @@ def test_what_becomes_of_the_checkpoints_numbers_is_told_once(
     settings = config(DTYPE=wanted)
     with caplog.at_level("INFO"):
         startup._tell_dtype(
-            settings, choose(settings.wanted, False), parse_config(json.dumps({**FIELDS, "dtype": stored}))
+            settings, choose_sizes(settings.wanted, False), parse_config(json.dumps({**FIELDS, "dtype": stored}))
         )
     assert len(caplog.messages) == (says is not None)
     assert says is None or re.search(says, caplog.messages[0])
@@ -209,7 +209,7 @@ def test_what_becomes_of_the_checkpoints_numbers_is_told_once(
 def test_sequences_at_a_time_are_a_setting() -> None:
     model = parse_config(json.dumps(FIELDS))
     settings = config(MAX_SEQS="7")
-    assert startup._limits(settings, choose(settings.wanted, False), model).max_num_seqs == 7
+    assert startup._limits(settings, choose_sizes(settings.wanted, False), model).max_num_seqs == 7
 
 
 Answer = Callable[[pb2.LoadRequest], AsyncIterator[pb2.LoadResponse]]

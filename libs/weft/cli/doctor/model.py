@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
-from weft.capacity.memory import available_bytes
-from weft.capacity.room import Room, default_num_blocks
-from weft.capacity.sizes import Sizes, Wanted, choose
+from weft.capacity.memory_budget import MemoryBudget, default_num_blocks
+from weft.capacity.sizes import RequestedSizes, Sizes, choose_sizes
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.fit import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory, stored_config
 from weft.cli.gpus import cards, chosen_cards, tell_memory, usable_gpus
@@ -132,14 +132,14 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 def check_memory(subject: Subject) -> Iterator[Finding]:
     """What each worker adds up before it allocates anything, beside the weights in shared memory."""
     try:
-        wanted = read_settings(Wanted)
+        wanted = read_settings(RequestedSizes)
     except ConfigError as error:
         yield Finding("memory", Level.FAILURE, str(error), "set it anew, or not at all")
         return
     checkpoints = _readable(subject)
     found = cards()
     usable = usable_gpus(os.environ, found)
-    sizes = choose(wanted, has_cuda=bool(usable) and not is_for_cpus_only())
+    sizes = choose_sizes(wanted, has_cuda=bool(usable) and not is_for_cpus_only())
     if sizes.machine.device == "cuda":
         found = chosen_cards(found, usable)
         if not tell_memory(found):
@@ -158,12 +158,12 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:
-    machine, room = sizes.machine, sizes.room(config, free)
+    machine, room = sizes.machine, sizes.memory_budget(config, free)
     size = block_bytes(config, machine.dtype, machine.block_tokens)
     pages = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, 0, sys.maxsize)
     longest = sizes.paging(config).longest(pages, config.max_positions)
     says = f"{name}: {_sum(room, machine.dtype)}"
-    if room.left <= 0 or longest < 1:
+    if room.available_for_kv <= 0 or longest < 1:
         advice = "`weft plan` says what it needs; fewer workers, a smaller WEFT_CHUNK_TOKENS, or more memory"
         return Finding("memory", Level.FAILURE, f"{says}: the model does not fit", advice)
     if longest < config.max_positions:
@@ -172,9 +172,10 @@ def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:
     return Finding("memory", Level.OK, f"{says}: sequences of {config.max_positions:,} tokens fit")
 
 
-def _sum(room: Room, dtype: str) -> str:
+def _sum(room: MemoryBudget, dtype: str) -> str:
     parts = f"{_size(room.weights)} of weights and {_size(room.activations)} of activations"
-    return f"each worker has {_size(room.free)} and needs {parts} in {dtype}, {_size(room.left)} are left for KV"
+    left = _size(room.available_for_kv)
+    return f"each worker has {_size(room.free)} and needs {parts} in {dtype}, {left} are left for KV"
 
 
 def _readable(subject: Subject) -> dict[str, Checkpoint]:

@@ -12,7 +12,6 @@ less it lacks, and after LEVEL_SECONDS nobody overtakes it any more. What a prio
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from itertools import count
 
@@ -22,38 +21,38 @@ LEVEL_SECONDS = 30.0
 MAX_PRIORITY = 10
 
 
-class WaitingLine:
+class WaitQueue:
     """Cost does not depend on how many wait, but for a shift of pointers: some microseconds for ten thousand."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.num_prefill_tokens = 0
-        self._line: list[Sequence] = []
+        self._sequences: list[Sequence] = []
         self._numbers = count()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._sequences)
 
     @property
     def first(self) -> Sequence:
         """Whose turn it is. There must be one."""
-        return self._line[0]
+        return self._sequences[0]
 
-    def enter(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """A sequence that has never been here: it gets its turn."""
-        sequence.turn = (sequence.submitted_at - LEVEL_SECONDS * sequence.spec.priority, next(self._numbers))
-        self.put_back(sequence)
+        sequence.queue_key = (sequence.submitted_at - LEVEL_SECONDS * sequence.spec.priority, next(self._numbers))
+        self.requeue(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def requeue(self, sequence: Sequence) -> None:
         """A sequence that had its turn already; it keeps it."""
-        insort(self._line, sequence, key=_turn)
+        insort(self._sequences, sequence, key=_queue_key)
         self._count(sequence, 1)
 
-    def take(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """It waits no longer, whatever the reason. Its tokens are still those that it came with."""
-        at = bisect_left(self._line, sequence.turn, key=_turn)
-        assert self._line[at] is sequence
-        del self._line[at]
+        at = bisect_left(self._sequences, sequence.queue_key, key=_queue_key)
+        assert self._sequences[at] is sequence
+        del self._sequences[at]
         self._count(sequence, -1)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
@@ -62,13 +61,5 @@ class WaitingLine:
             self.num_prefill_tokens += sign * len(sequence.token_ids)
 
 
-def _turn(sequence: Sequence) -> tuple[float, int]:
-    return sequence.turn
-
-
-def need(sequence: Sequence, now: float) -> float:
-    """Of prompts that are computed in steps to come, the greatest first; equal ones by their turns."""
-    waited, seconds_here = now - sequence.turn[0], now - sequence.submitted_at
-    if min(waited, seconds_here) > LEVEL_SECONDS:
-        return math.inf
-    return waited / sequence.num_pending if waited > 0 else waited * sequence.num_pending
+def _queue_key(sequence: Sequence) -> tuple[float, int]:
+    return sequence.queue_key

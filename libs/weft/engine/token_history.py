@@ -27,7 +27,7 @@ class Constraint(Protocol):
         """Why no more masks come of it, as text for people; None while all is well."""
 
 
-class History:
+class TokenHistory:
     """Grows with its sequence. `token_ids` are the tokens that penalties look at, each once, beside their counts."""
 
     def __init__(self, num_prompt: int, counts_prompt: bool, constraint: Constraint | None) -> None:
@@ -47,7 +47,7 @@ class History:
         self._num_seen = max(self._num_seen, len(token_ids))
         return np.array(self._token_ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
 
-    def follow(self, token_ids: Items[int]) -> Constraint:
+    def advance(self, token_ids: Items[int]) -> Constraint:
         """The constraint, led to where `token_ids` ends."""
         assert self.constraint is not None
         if self._num_accepted < len(token_ids):

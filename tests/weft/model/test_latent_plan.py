@@ -13,7 +13,7 @@ from weft.capacity.layout import Demand, Layout
 from weft.capacity.plan import make_plan
 from weft.model import spec
 from weft.model.config import read_config
-from weft.model.expansion import LatentPlan, plan_latent
+from weft.model.latent_plan import LatentPlan, plan_latent
 from weft.model.spec import WORKSPACE_BYTES, Latent
 from weft_kernels.paged_attention import PagedBatch
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.capacity.footprint import Footprint, Kind, Weight
-from weft.capacity.layout import Demand, Layout, Stage, on_stage, share
+from weft.capacity.footprint import Footprint, TensorKind, Weight
+from weft.capacity.layout import Demand, Layout, PipelineStage, on_stage, share
 from weft.model.spec import ModelConfig
 
 TERA = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepShape:
     """One step of a stage: `rows` tokens of each attention replica, `total` of all, each seeing `keys` at most."""
 
     rows: float
@@ -23,14 +23,14 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Roofline:
     """Tokens a second of all GPUs together."""
 
     config: ModelConfig
     layout: Layout
     demand: Demand
     weights: Footprint
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
 
     def decode(self, batch: int) -> float:
         """`batch` sequences of the demand's context generate, in as many groups as keep all stages busy."""
@@ -42,37 +42,37 @@ class Limits:
         slowest = max(self.seconds(stage, self.prefill_step(stage)) for stage in self.stages)
         return self.demand.chunk_tokens * self.layout.replicas / slowest
 
-    def decode_step(self, stage: Stage, batch: int) -> Step:
+    def decode_step(self, stage: PipelineStage, batch: int) -> StepShape:
         """One token of each sequence of one group."""
         busy, context = min(batch, self.layout.replicas), self.demand.context
         rows = batch / busy / self._groups(batch)
-        return Step(rows, rows * busy, context, rows * stage.seen(context))
+        return StepShape(rows, rows * busy, context, rows * stage.kv_bytes_read(context))
 
-    def prefill_step(self, stage: Stage) -> Step:
+    def prefill_step(self, stage: PipelineStage) -> StepShape:
         """One chunk."""
         rows, half = self.demand.chunk_tokens, self.demand.context / 2
-        return Step(rows, rows * self.layout.replicas, half, stage.seen(int(half)), has_head=False)
+        return StepShape(rows, rows * self.layout.replicas, half, stage.kv_bytes_read(int(half)), has_head=False)
 
-    def seconds(self, stage: Stage, step: Step) -> float:
+    def seconds(self, stage: PipelineStage, step: StepShape) -> float:
         """Of one step on one GPU of the stage."""
         gpu = self.demand.gpu
         rate = gpu.fp32_tflops if self.demand.dtype == "float32" else gpu.tflops
         return max(self.read_bytes(stage, step) / (gpu.bandwidth_tb * TERA), self.operations(stage, step) / rate / TERA)
 
-    def read_bytes(self, stage: Stage, step: Step) -> float:
+    def read_bytes(self, stage: PipelineStage, step: StepShape) -> float:
         """Each weight that some token needs, once, and the keys and values."""
         total = step.kv_bytes
         for kind, weight in self._computed(stage, step):
             part = share(self.config, self.layout, kind, weight.size_bytes)
-            total += part * self.touched(step.total) if kind is Kind.EXPERTS else part
+            total += part * self.touched(step.total) if kind is TensorKind.EXPERTS else part
         return total
 
-    def operations(self, stage: Stage, step: Step) -> float:
+    def operations(self, stage: PipelineStage, step: StepShape) -> float:
         """Two for each weight and token, and for each number of each key and value that a head sees."""
         total = 0.0
         for kind, weight in self._computed(stage, step):
             part = share(self.config, self.layout, kind, weight.params)
-            total += 2 * part * (step.total * self._chosen if kind is Kind.EXPERTS else step.rows)
+            total += 2 * part * (step.total * self._chosen if kind is TensorKind.EXPERTS else step.rows)
         spans = [self.config.layers[index].window or self.config.layers[index].chunk for index in stage.layers]
         seen = sum(min(step.keys, span) if span else step.keys for span in spans)
         return total + 2 * step.rows * seen * self._head_numbers(step) * self.config.num_heads / self.layout.tp
@@ -88,7 +88,7 @@ class Limits:
     def _chosen(self) -> float:
         return self.config.experts.top_k / self.config.experts.num_experts if self.config.experts else 1.0
 
-    def _head_numbers(self, step: Step) -> int:
+    def _head_numbers(self, step: StepShape) -> int:
         """Of a key and a value of one head; latent ones are compared as they lie in decode, unfolded in prefill."""
         latent = self.config.latent
         if latent is None:
@@ -97,9 +97,9 @@ class Limits:
             return self.config.head_dim + latent.kv_rank
         return latent.nope_dim + latent.rope_dim + latent.value_dim
 
-    def _computed(self, stage: Stage, step: Step) -> list[tuple[Kind, Weight]]:
+    def _computed(self, stage: PipelineStage, step: StepShape) -> list[tuple[TensorKind, Weight]]:
         """Embeddings are looked up, unless they are the head too; a prompt needs the head for one row alone."""
         is_last = stage.layers.stop == self.config.num_layers
-        head = Kind.EMBEDDING if self.config.is_tied else Kind.HEAD
-        skipped = {Kind.EMBEDDING, Kind.HEAD} - ({head} if is_last and step.has_head else set())
+        head = TensorKind.EMBEDDING if self.config.is_tied else TensorKind.HEAD
+        skipped = {TensorKind.EMBEDDING, TensorKind.HEAD} - ({head} if is_last and step.has_head else set())
         return [each for each in on_stage(self.config, self.weights, stage.layers) if each[0] not in skipped]

@@ -1,4 +1,4 @@
-"""Memory that is to be had: the machine's, or what is left of the tightest control group that the process is in."""
+"""Memory and cores left to this process by the machine and by the tightest of its control groups."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from weft.capacity.memory import available_bytes
+from weft.capacity.host_limits import available_bytes, granted_cores
 
 GIB = 1 << 30
 NO_LIMIT = 9223372036854771712
 V2 = "31 23 0:28 {seen} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 31 0:32 {seen} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 CPU = "32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
+CPU_V1 = "32 31 0:29 {seen} /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct"
 
 
 @pytest.fixture
@@ -99,3 +100,33 @@ def test_a_process_outside_of_what_it_sees_is_bounded_by_what_it_sees(machine: P
     put_process(machine, "0::/../other", V2.format(seen="/"))
     put_v2(machine, "", 4 * GIB, used=GIB)
     assert available_bytes(machine) == 3 * GIB
+
+
+def test_without_control_groups_nothing_is_granted_or_kept_back(tmp_path: Path) -> None:
+    assert granted_cores(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", None), ("800000 100000", 8), ("250000 100000", 2), ("50000 100000", 1)]
+)
+def test_a_quota_is_whole_cores_and_one_at_least(tmp_path: Path, quota: str, cores: int | None) -> None:
+    put_process(tmp_path, "0::/", V2.format(seen="/"))
+    put(tmp_path, "sys/fs/cgroup/cpu.max", quota)
+    assert granted_cores(tmp_path) == cores
+
+
+def test_granted_cores_follow_the_tightest_group(tmp_path: Path) -> None:
+    put_process(tmp_path, "0::/pod/weft", V2.format(seen="/"))
+    put(tmp_path, "sys/fs/cgroup/pod/weft/cpu.max", "1600000 100000")
+    put(tmp_path, "sys/fs/cgroup/pod/cpu.max", "400000 100000")
+    assert granted_cores(tmp_path) == 4
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(-1, None), (300_000, 3)])
+@pytest.mark.parametrize("seen", ["/", "/docker/abc"], ids=["the whole tree is mounted", "its own group is mounted"])
+def test_granted_cores_read_version_1(tmp_path: Path, seen: str, quota: int, cores: int | None) -> None:
+    put_process(tmp_path, "5:cpu,cpuacct:/docker/abc\n4:memory:/elsewhere\n0::/", CPU_V1.format(seen=seen))
+    folder = "sys/fs/cgroup/cpu,cpuacct/" + ("docker/abc/" if seen == "/" else "")
+    put(tmp_path, folder + "cpu.cfs_quota_us", quota)
+    put(tmp_path, folder + "cpu.cfs_period_us", 100_000)
+    assert granted_cores(tmp_path) == cores

@@ -20,7 +20,7 @@ from weft_kernels.pinned_upload import pinned_upload
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
+class ExpandedSequence:
     """One sequence: its rows, its blocks [B] in the real pool, and a batch over the workspace for some of the heads.
 
     The workspace is [B, heads, 1, 2, block_tokens, max(key, value dim)]; all sequences, layers and groups of heads use
@@ -37,7 +37,7 @@ class LatentPlan:
     """`absorbed`: rows and the batch that they make up, or None; together with `expanded`, all rows."""
 
     absorbed: tuple[Tensor, PagedBatch] | None
-    expanded: tuple[Expansion, ...] = ()
+    expanded: tuple[ExpandedSequence, ...] = ()
 
 
 def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
@@ -67,14 +67,14 @@ def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedB
 def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int, ...]:
     block_tokens = batch.pool.shape[4]
     num_blocks = -(-batch.context_lens[index] // block_tokens)
-    num_heads = latent.made_heads(batch.num_heads, num_blocks * block_tokens, batch.pool.itemsize)
-    return num_blocks, num_heads, 1, 2, block_tokens, latent.made_dim
+    num_heads = latent.expanded_heads(batch.num_heads, num_blocks * block_tokens, batch.pool.itemsize)
+    return num_blocks, num_heads, 1, 2, block_tokens, latent.expanded_dim
 
 
-def _expansion(batch: PagedBatch, index: int, memory: Tensor, shape: tuple[int, ...]) -> Expansion:
+def _expansion(batch: PagedBatch, index: int, memory: Tensor, shape: tuple[int, ...]) -> ExpandedSequence:
     start, end = batch.query_starts[index], batch.query_starts[index + 1]
     num_blocks, num_heads = shape[:2]
     blocks = pinned_upload(torch.tensor(batch.block_tables[index][:num_blocks]), memory.device)
     workspace, context = memory[: prod(shape)].view(shape), batch.context_lens[index]
     whole = PagedBatch(workspace, num_heads, [0, end - start], [context], [range(num_blocks)])
-    return Expansion(slice(start, end), blocks, whole)
+    return ExpandedSequence(slice(start, end), blocks, whole)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from weft.engine.batch import Planner, Sampled, Work, report_progress
 from weft.engine.config import EngineConfig
 from weft.engine.messages import SequenceFailed, StepOutput, TokenDelta
-from weft.engine.sequence import Sequence, State
+from weft.engine.sequence import Sequence, SequenceState
+from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler, report_progress
 from weft.kv.block_keys import tenant_tag
 from weft.kv.block_pool import BlockPool
 from weft.kv.layer_groups import page_key
@@ -19,52 +19,54 @@ from weft.kv.offload_queue import Offers, SealedBlock
 from weft.request import FinishReason
 
 
-class Settler:
+class Postprocessor:
     """Takes a step's results into the books. Token counts are totals since the start."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, planner: Planner) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, planner: StepScheduler) -> None:
         self.num_generated_tokens = 0
         self.num_computed_prompt_tokens = 0
         self._config = config
         self._pool = pool
-        self._planner = planner
+        self._scheduler = planner
         self._offers = Offers(pool, config.max_pinned if config.pin_sealed else 0)
 
-    def settle(self, works: Items[Work], sampled: Items[Sampled], seconds: float, events: StepOutput) -> None:
+    def apply(
+        self, chunks: Items[ScheduledChunk], sampled: Items[SampledToken], seconds: float, events: StepOutput
+    ) -> None:
         """`sampled` holds one token for each of `works` that samples, in their order."""
         tokens = iter(sampled)
-        for work in works:
-            sequence = work.sequence
-            token = next(tokens) if work.samples else None
-            if not self._planner.arrive(work):
+        for chunk in chunks:
+            sequence = chunk.sequence
+            token = next(tokens) if chunk.has_sample else None
+            if not self._scheduler.on_step_done(chunk):
                 continue
             if not sequence.has_emitted:
                 sequence.compute_seconds += seconds
-                self.num_computed_prompt_tokens += work.num_tokens
+                self.num_computed_prompt_tokens += chunk.num_tokens
             self.seal(sequence, events)
-            self._planner.pages.slide(sequence)
+            self._scheduler.block_tables.release_out_of_window(sequence)
             report_progress(sequence, events)
             if token is not None:
                 self.accept(sequence, token, events)
 
-    def accept(self, sequence: Sequence, token: Sampled, events: StepOutput) -> None:
+    def accept(self, sequence: Sequence, token: SampledToken, events: StepOutput) -> None:
         """The next token of a sequence, and the sequence's end if it is the last."""
         if token.failure is not None:
             events.failures.append(SequenceFailed(sequence.spec.key, token.failure))
-            self._planner.remove(sequence)
+            self._scheduler.remove(sequence)
             return
         prompt = None if sequence.has_emitted else sequence.prompt_counts()
         reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id)
         sequence.token_ids.append(token.token_id)
         if sequence.is_prefill:
-            self._planner.hold(sequence)  # its token counts where the sequence goes on
+            self._scheduler.hold(sequence)  # its token counts where the sequence goes on
         else:
             self.num_generated_tokens += 1
         logprobs = (token.logprobs,) if token.logprobs else ()
         key, ids = sequence.spec.key, (token.token_id,)
         events.deltas.append(TokenDelta(key, ids, logprobs, prompt, reason))
         if reason is not None:
-            self._planner.remove(sequence)
+            self._scheduler.remove(sequence)
 
     def end_with(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Why the sequence ends when that token comes next; None when it goes on."""
@@ -72,13 +74,13 @@ class Settler:
 
     def seal(self, sequence: Sequence, events: StepOutput) -> None:
         """Publish the blocks whose KV has become complete; report them where somebody copies them."""
-        assert sequence.state is State.RUNNING
+        assert sequence.state is SequenceState.RUNNING
         size = self._config.block_tokens
         while sequence.num_sealed < sequence.num_computed // size:
             index, key = sequence.num_sealed, sequence.key(sequence.num_sealed, size)
             sequence.num_sealed += 1
             tenant = tenant_tag(sequence.spec.cache_salt)
-            for group, run in enumerate(sequence.runs):
+            for group, run in enumerate(sequence.page_ranges):
                 block = run.page(index)
                 if block is not None:
                     is_wanted = index >= self._config.paging.first(group, sequence.num_reusable(size))

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class DeviceEvent:
     """A place in the device's work; on a CPU everything before it has happened."""
 
     event: torch.cuda.Event | None
@@ -27,7 +27,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeviceCopier:
     """To one device. Copies take their turn in its work."""
 
     device: torch.device
@@ -47,10 +47,10 @@ class Link:
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Behind all that was launched so far."""
         if self.is_direct:
-            return Mark(None)
+            return DeviceEvent(None)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
-        return Mark(event)
+        return DeviceEvent(event)

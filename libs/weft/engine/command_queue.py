@@ -12,14 +12,14 @@ from weft.errors import EngineFailed, Overloaded
 Command = Callable[[], None]
 
 
-class Inbox:
+class CommandQueue:
     """New sequences are bounded by `max_waiting`; commands about them are few per sequence, and so bounded too."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._items: deque[Sequence | Command] = deque()
-        self._num_entering = 0
+        self._num_submitted = 0
         self._num_waiting = 0
         self._is_closed = False
 
@@ -28,14 +28,14 @@ class Inbox:
         """Nothing more is taken in."""
         return self._is_closed
 
-    def enter(self, sequence: Sequence) -> None:
+    def submit(self, sequence: Sequence) -> None:
         """A new sequence. Raises Overloaded when too many wait, EngineFailed after `close`."""
         with self._changed:
             if self._is_closed:
                 raise EngineFailed("the engine has ended")
-            if self._num_waiting + self._num_entering >= self._max_waiting:
-                raise Overloaded(f"{self._num_waiting + self._num_entering} sequences are waiting already")
-            self._num_entering += 1
+            if self._num_waiting + self._num_submitted >= self._max_waiting:
+                raise Overloaded(f"{self._num_waiting + self._num_submitted} sequences are waiting already")
+            self._num_submitted += 1
             self._items.append(sequence)
             self._changed.notify()
 
@@ -54,11 +54,11 @@ class Inbox:
             items = list(self._items)
             self._items.clear()
             # until the engine's thread has counted them among its own
-            self._num_waiting += self._num_entering
-            self._num_entering = 0
+            self._num_waiting += self._num_submitted
+            self._num_submitted = 0
             return items
 
-    def count_waiting(self, num_waiting: int) -> None:
+    def set_num_waiting(self, num_waiting: int) -> None:
         """The engine's thread tells how many of those it took have not been admitted."""
         with self._changed:
             self._num_waiting = num_waiting

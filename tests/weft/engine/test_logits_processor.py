@@ -99,7 +99,7 @@ def test_text_goes_on_after_a_hand_off_and_elsewhere(grouped: Tiny, params: dict
         reserved = target.wait_reserved(key)
         first, lent = prefill(source, "a", prompt, **fields)
         hand_over(source, lent, target, reserved, len(prompt))
-        target.engine.filled(key, len(prompt), first)
+        target.engine.complete_kv(key, len(prompt), first)
         assert expected[:num_resumed] + target.wait_end(key).tokens == expected
 
 
@@ -131,7 +131,7 @@ def test_a_constraint_holds_from_the_first_token_through_preemption_and_hand_off
         first, lent = prefill(source, "a", prompt, resumed_tokens=8, constraint=EveryThird(size))
         assert first.token_id == expected[8]
         hand_over(source, lent, target, reserved, len(prompt))
-        target.engine.filled(key, len(prompt), first)
+        target.engine.complete_kv(key, len(prompt), first)
         assert expected[:8] + target.wait_end(key).tokens == expected
 
 

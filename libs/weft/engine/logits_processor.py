@@ -11,25 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.engine.device import Link
-from weft.engine.history import Constraint, History
+from weft.engine.device_copy import DeviceCopier
 from weft.engine.sequence import Sequence
+from weft.engine.token_history import Constraint, TokenHistory
 from weft_kernels.logit_changes import LogitChanges, apply_changes
 
 Places = list[tuple[int, int]]
 
 
-class Shaper:
+class LogitsProcessor:
     """Changes a step's logits. A sequence whose constraint has failed is left as it is, and named."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], link: Link) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], link: DeviceCopier) -> None:
         self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = eos_token_ids
         self._upload = link.upload
 
-    def shape(self, sequences: Items[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, str]]:
+    def apply(self, sequences: Items[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, str]]:
         """The logits to sample from, and for rows whose sequence must end: why. The logits given are not changed."""
-        if not any(is_shaped(each) for each in sequences):
+        if not any(changes_logits(each) for each in sequences):
             return logits, {}
         (rows, masks), failures = self._masks(sequences)
         seen, penalties = self._seen(sequences)
@@ -53,7 +53,7 @@ class Shaper:
         counts: list[NDArray[np.float32]] = []
         for row, sequence in enumerate(sequences):
             if sequence.spec.sampling.has_penalties:
-                ids, times = history_of(sequence).count(sequence.token_ids)
+                ids, times = token_history_of(sequence).count(sequence.token_ids)
                 rows.append(np.full(len(ids), row))
                 tokens.append(ids)
                 counts.append(times)
@@ -84,7 +84,7 @@ class Shaper:
         for row, sequence in enumerate(sequences):
             if sequence.spec.constraint is None:
                 continue
-            constraint = history_of(sequence).follow(sequence.token_ids)
+            constraint = token_history_of(sequence).advance(sequence.token_ids)
             mask, failure = self._mask(constraint, self._ends(sequence))
             if failure is None:
                 rows.append(row)
@@ -109,18 +109,18 @@ class Shaper:
         return self._upload(np.array(places).T)
 
 
-def is_shaped(sequence: Sequence) -> bool:
+def changes_logits(sequence: Sequence) -> bool:
     """Is the next token chosen from anything but the model's own logits."""
     sampling = sequence.spec.sampling
-    if sampling.logit_bias or sequence.is_shaped_by_its_text:
+    if sampling.logit_bias or sequence.needs_host_tokens:
         return True
     return sequence.num_preceding < sampling.min_tokens
 
 
-def history_of(sequence: Sequence) -> History:
+def token_history_of(sequence: Sequence) -> TokenHistory:
     """Made when it is first asked for."""
     if sequence.history is None:
         spec = sequence.spec
         num_prompt = len(spec.token_ids) - spec.resumed_tokens
-        sequence.history = History(num_prompt, spec.sampling.repetition_penalty != 1.0, spec.constraint)
+        sequence.history = TokenHistory(num_prompt, spec.sampling.repetition_penalty != 1.0, spec.constraint)
     return sequence.history

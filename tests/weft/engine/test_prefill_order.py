@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from tests.weft.engine.counting import CONFIG, Counted, CountingRunner
-from weft.engine.batch import Work
-from weft.engine.burst import MAX_FIRST_TOKENS, MAX_PAUSE_SECONDS
-from weft.engine.loop import Loop
+from weft.engine.loop import EngineLoop
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
+from weft.engine.prefill_order import MAX_FIRST_TOKENS, MAX_PAUSE_SECONDS
 from weft.engine.sequence import Sequence
+from weft.engine.step_scheduler import ScheduledChunk
 from weft.request import RequestKey, SamplingParams
 
 # a burst has at most 48 tokens: two steps
@@ -33,10 +33,10 @@ class TimedRunner(CountingRunner):
     now = 1000.0
     row_seconds = 0.001
 
-    def launch(self, works: Items[Work]) -> Counted:
+    def launch(self, chunks: Items[ScheduledChunk]) -> Counted:
         """Note the step, and let its time pass."""
-        self.now += self.row_seconds * sum(work.num_tokens for work in works)
-        return super().launch(works)
+        self.now += self.row_seconds * sum(chunk.num_tokens for chunk in chunks)
+        return super().launch(chunks)
 
 
 class Scene:
@@ -46,7 +46,7 @@ class Scene:
         self.runner = TimedRunner(LIMITS)
         self.runner.row_seconds = row_seconds
         self.times: dict[str, list[float]] = {}
-        self.loop = Loop(self.runner, LIMITS, self.hear, lambda: self.runner.now)
+        self.loop = EngineLoop(self.runner, LIMITS, self.hear, lambda: self.runner.now)
 
     def hear(self, output: StepOutput) -> None:
         for delta in output.deltas:
@@ -62,10 +62,10 @@ class Scene:
         return Sequence(spec, list(tokens), self.runner.now)
 
     def submit(self, *names: str, prompt: int = 6, priority: int = 0) -> None:
-        self.loop.turn([self.sequence(name, prompt, priority) for name in names])
+        self.loop.run_step([self.sequence(name, prompt, priority) for name in names])
 
     def run(self) -> None:
-        while not self.loop.turn([]):
+        while not self.loop.run_step([]):
             pass
 
     def num_pauses(self) -> int:
@@ -89,7 +89,7 @@ def test_sequence_past_its_first_tokens_is_never_paused() -> None:
     scene = Scene()
     scene.submit("a")
     for _ in range(MAX_FIRST_TOKENS):
-        scene.loop.turn([])
+        scene.loop.run_step([])
     scene.submit("b", "c", prompt=12)
     scene.run()
     longest = max(after - before for before, after in pairwise(scene.times["a"]))
@@ -114,7 +114,7 @@ def test_burst_longer_than_two_steps_is_mixed() -> None:
 
 def test_urgent_request_does_not_wait_for_a_burst() -> None:
     scene = Scene()
-    scene.loop.turn([scene.sequence("slow", 12), scene.sequence("fast", 12, priority=1)])
+    scene.loop.run_step([scene.sequence("slow", 12), scene.sequence("fast", 12, priority=1)])
     scene.run()
     assert scene.times["fast"][0] < scene.times["slow"][0]
     assert scene.runner.steps[0] == [12]
@@ -122,6 +122,6 @@ def test_urgent_request_does_not_wait_for_a_burst() -> None:
 
 def test_prefill_worker_computes_one_prompt_after_the_other() -> None:
     scene = Scene()
-    scene.loop.turn([scene.sequence(name, 6, mode=SequenceMode.PREFILL) for name in "abc"])
+    scene.loop.run_step([scene.sequence(name, 6, mode=SequenceMode.PREFILL) for name in "abc"])
     scene.run()
     assert scene.runner.steps == [[6], [6], [6]]

@@ -32,17 +32,17 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """Bytes. `left` for KV of what is `free` before anything is loaded; negative: not even the model fits."""
 
     free: int
     weights: int
     activations: int
-    left: int
+    available_for_kv: int
 
     def check(self, pool_bytes: int, what: str) -> None:
         """Raises BadCheckpoint when KV of so many bytes, for `what`, does not fit."""
-        if pool_bytes > self.left:
+        if pool_bytes > self.available_for_kv:
             weights, activations, pool, free = (
                 f"{size / GIB:.2f} GiB" for size in (self.weights, self.activations, pool_bytes, self.free)
             )
@@ -52,7 +52,7 @@ class Room:
             )
 
 
-def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_seqs: int, free: int) -> Room:
+def estimate_budget(model: ModelConfig, machine: Machine, chunk_tokens: int, max_seqs: int, free: int) -> MemoryBudget:
     """FP8 and INT4 are unpacked on a CPU and stay packed on a GPU, where libraries take their part too. That a CPU
     keeps bfloat16 in less is not counted on: not all matrices may suit it, and each is in both forms for a moment."""
     is_cpu = machine.device == "cpu"
@@ -64,15 +64,15 @@ def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_se
     demand = Demand(gpu, 1, chunk_tokens, machine.dtype, chunk_tokens, max_seqs, machine.block_tokens)
     demand = replace(demand, is_resident=machine.is_resident and not is_cpu and machine.dtype == "bfloat16")
     activations = make_plan(model, Layout(), demand).stages[0].activations
-    return Room(free, weights, activations, free - weights - activations - (0 if is_cpu else RUNTIME_BYTES))
+    return MemoryBudget(free, weights, activations, free - weights - activations - (0 if is_cpu else RUNTIME_BYTES))
 
 
-def measured_room(room: Room, free: int, activations: int) -> Room:
+def measured_budget(room: MemoryBudget, free: int, activations: int) -> MemoryBudget:
     """The same with the model loaded, `free` bytes left, and a largest step that took so many `activations`."""
-    return Room(room.free, room.free - free, activations, free - activations - SLACK_BYTES)
+    return MemoryBudget(room.free, room.free - free, activations, free - activations - SLACK_BYTES)
 
 
-def default_num_blocks(room: Room, is_cpu: bool, block_bytes: int, least: int, most: int) -> int:
+def default_num_blocks(room: MemoryBudget, is_cpu: bool, block_bytes: int, least: int, most: int) -> int:
     """As many as there is room for, between `least` and `most`; of a machine's own memory, a share."""
-    pool = min(room.left, int(room.free * CPU_POOL_SHARE)) if is_cpu else room.left
+    pool = min(room.available_for_kv, int(room.free * CPU_POOL_SHARE)) if is_cpu else room.available_for_kv
     return max(least, min(most, pool // block_bytes))

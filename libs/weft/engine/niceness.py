@@ -11,7 +11,7 @@ import sys
 CPU_NICENESS, MAX_NICENESS = 10, 19
 
 
-def give_way(niceness: int) -> None:
+def set_thread_niceness(niceness: int) -> None:
     """From here on this thread, and those that it starts, run when threads that are nicer by less do not want to.
 
     Only Linux can tell threads apart; elsewhere nothing happens.

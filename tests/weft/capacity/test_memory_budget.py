@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
-from weft.capacity.room import Machine, Room, default_num_blocks, measure_room, measured_room
+from weft.capacity.memory_budget import Machine, MemoryBudget, default_num_blocks, estimate_budget, measured_budget
 from weft.errors import BadCheckpoint
 
 CPU = Machine("cpu", "float32", 16)
@@ -16,8 +16,8 @@ CPU = Machine("cpu", "float32", 16)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_left_is_what_weights_and_activations_leave(name: str, family_of: Callable[[str], TinyFamily]) -> None:
     """That weights are what a worker holds is in `test_allocation.py`."""
-    room = measure_room(family_of(name).config, CPU, 64, 8, 1 << 40)
-    assert room.left == room.free - room.weights - room.activations
+    room = estimate_budget(family_of(name).config, CPU, 64, 8, 1 << 40)
+    assert room.available_for_kv == room.free - room.weights - room.activations
     assert room.weights > 0
     assert room.activations > 0
 
@@ -26,7 +26,7 @@ def test_room_to_unpack_in_is_kept_where_something_is_packed(family_of: Callable
     """F12 is a form of bfloat16: computed in float32, nothing of it is packed on a GPU."""
     config = family_of("llama2").config
     rooms = {
-        (dtype, is_resident): measure_room(config, Machine("cuda", dtype, 64, is_resident), 64, 8, 1 << 40)
+        (dtype, is_resident): estimate_budget(config, Machine("cuda", dtype, 64, is_resident), 64, 8, 1 << 40)
         for dtype in ("float32", "bfloat16")
         for is_resident in (False, True)
     }
@@ -39,19 +39,21 @@ def test_a_gpu_leaves_room_for_its_libraries_and_counts_the_dtype_that_it_runs(
     family_of: Callable[[str], TinyFamily],
 ) -> None:
     config = family_of("llama2").config
-    there = measure_room(config, Machine("cuda", "bfloat16", 64), 64, 8, 1 << 40)
-    here = measure_room(config, CPU, 64, 8, 1 << 40)
+    there = estimate_budget(config, Machine("cuda", "bfloat16", 64), 64, 8, 1 << 40)
+    here = estimate_budget(config, CPU, 64, 8, 1 << 40)
     assert 2 * there.weights == here.weights
-    assert there.left == there.free - there.weights - there.activations - (1 << 30)
+    assert there.available_for_kv == there.free - there.weights - there.activations - (1 << 30)
 
 
 def test_what_was_measured_replaces_what_was_planned() -> None:
-    planned = Room(free=80 << 30, weights=15 << 30, activations=1 << 30, left=63 << 30)
-    assert measured_room(planned, 64 << 30, 3 << 30) == Room(80 << 30, 16 << 30, 3 << 30, (61 << 30) - (1 << 29))
+    planned = MemoryBudget(free=80 << 30, weights=15 << 30, activations=1 << 30, available_for_kv=63 << 30)
+    assert measured_budget(planned, 64 << 30, 3 << 30) == MemoryBudget(
+        80 << 30, 16 << 30, 3 << 30, (61 << 30) - (1 << 29)
+    )
 
 
 def test_what_does_not_fit_is_refused_with_the_figures() -> None:
-    room = Room(free=3 << 30, weights=2 << 30, activations=1 << 29, left=1 << 29)
+    room = MemoryBudget(free=3 << 30, weights=2 << 30, activations=1 << 29, available_for_kv=1 << 29)
     room.check(1 << 29, "KV")
     with pytest.raises(
         BadCheckpoint,
@@ -61,7 +63,7 @@ def test_what_does_not_fit_is_refused_with_the_figures() -> None:
 
 
 def test_the_pool_is_bounded_by_need_and_by_memory() -> None:
-    room = Room(free=100_000, weights=0, activations=0, left=100_000)
+    room = MemoryBudget(free=100_000, weights=0, activations=0, available_for_kv=100_000)
     assert default_num_blocks(room, False, 1000, least=2, most=500) == 100
     assert default_num_blocks(room, True, 1000, least=2, most=500) == 25
     assert default_num_blocks(room, False, 1000, least=2, most=50) == 50
