@@ -37,8 +37,8 @@ def test_only_the_gateway_can_be_reached_from_outside(services: dict[str, Any]) 
 @pytest.mark.parametrize(("name", "port"), [("grafana", 3000), ("prometheus", 9090), ("jaeger", 16686)])
 def test_dashboards_alerts_and_traces_can_be_looked_at_from_this_host_alone(name: str, port: int) -> None:
     service = yaml.safe_load(COMPOSE.read_text())["services"][name]
-    setting = f"WEFT_{name.upper()}"
-    assert service["ports"] == [f"${{{setting}_HOST:-127.0.0.1}}:${{{setting}_PORT:-{port}}}:{port}"]
+    host, own = "${WEFT_OBSERVABILITY_HOST:-127.0.0.1}", f"${{WEFT_{name.upper()}_PORT:-{port}}}"
+    assert service["ports"] == [f"{host}:{own}:{port}"]
 
 
 def test_nobody_can_log_in_to_grafana() -> None:
