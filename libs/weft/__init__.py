@@ -1,1 +1,1 @@
-"""What every Weft service stands on."""
+"""Code shared by all Weft services."""

@@ -1,4 +1,4 @@
-"""API keys: how one is made, what is kept of it (a digest, never the key), and what it may do. Knows no storage."""
+"""API keys: creation, the stored entry (a digest, never the key), and its permissions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 PREFIX = "sk-weft-"
 SECRET_BYTES = 32
 MAX_KEY_CHARS = 256
-# as clients count: lower is sooner
+# Priorities as clients send them: lower runs sooner.
 MOST_URGENT, LEAST_URGENT = -10, 10
-# where a fleet's keys lie: a hash of entries by name, and a number that grows with every change
+# In Valkey: a hash of entries by name, and a version that grows with every change.
 VALKEY_SCHEMES = ("redis://", "rediss://", "unix://")
 VALKEY_KEYS, VALKEY_VERSION = "weft:{keys}:entries", "weft:{keys}:version"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -24,14 +24,18 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class BadKeys(ValueError):
-    """A list of keys that cannot be read; the message names the entry and the field."""
+    """An unreadable list of keys; the message names the entry and the field."""
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """One entry. Without `models` it may use all; `priority` is the most urgent it may claim; 0 is no limit.
+class ApiKey:
+    """One entry of the key list.
 
-    Keys of one tenant share a cache and a turn in the scheduler's waiting room; others never do.
+    - `models`: the models it may use; empty means all.
+    - `priority`: the most urgent priority it may request.
+    - `requests_per_minute`, `tokens_per_minute`: limits; 0 means none.
+
+    Keys of one tenant share a prefix cache and a share of the admission queue. Different tenants never do.
     """
 
     name: str
@@ -46,7 +50,7 @@ class Key:
     def __post_init__(self) -> None:
         for field, value in (("name", self.name), ("tenant", self.tenant or self.name)):
             if not NAME.fullmatch(value):
-                raise BadKeys(f"{field}: {value!r}: expected up to 64 of A-Z a-z 0-9 . _ - and no sign at its start")
+                raise BadKeys(f"{field}: {value!r}: expected up to 64 of A-Z a-z 0-9 . _ - and a letter or digit first")
         if not _DIGEST.fullmatch(self.digest):
             raise BadKeys("digest: expected the SHA-256 of the key, 64 hexadecimal digits in lower case")
         if not MOST_URGENT <= self.priority <= LEAST_URGENT:
@@ -57,41 +61,41 @@ class Key:
 
     @property
     def owner(self) -> str:
-        """Its tenant; a key without one is its own."""
+        """The tenant, or the key's own name without one."""
         return self.tenant or self.name
 
     @property
     def cache_salt(self) -> bytes:
-        """Goes into the keys of KV blocks."""
+        """Salt of the KV block keys; equal for keys of one tenant."""
         return hashlib.blake2b(self.owner.encode(), digest_size=16, person=b"weft-cache-salt").digest()
 
     def may_use(self, model: str) -> bool:
-        """Is this one of its models."""
+        """True if the key may use the model."""
         return not self.models or model in self.models
 
 
 def make_secret() -> str:
-    """A new key, to be shown once."""
+    """Return a new key, to be shown once."""
     return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
 
 def digest_of(secret: str) -> str:
-    """What is kept of a key. It has 256 random bits, so a plain hash cannot be searched."""
+    """Return the SHA-256 of a key. A key has 256 random bits, so a plain hash cannot be searched."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def dump_keys(keys: Iterable[Key]) -> str:
-    """As a keys file; fields that say nothing are left out."""
+def dump_keys(keys: Iterable[ApiKey]) -> str:
+    """Return the text of a keys file, without fields that equal their default."""
     return json.dumps({"keys": [_fields(key) for key in keys]}, indent=2) + "\n"
 
 
-def dump_key(key: Key) -> str:
-    """One entry on one line."""
+def dump_key(key: ApiKey) -> str:
+    """Return one entry as one line of JSON."""
     return json.dumps(_fields(key))
 
 
-def load_keys(text: str | bytes) -> dict[str, Key]:
-    """Keys by digest. Raises BadKeys."""
+def load_keys(text: str | bytes) -> dict[str, ApiKey]:
+    """Parse a keys file into keys by digest. Raises BadKeys."""
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -102,30 +106,30 @@ def load_keys(text: str | bytes) -> dict[str, Key]:
     return by_digest(_parse(f"keys.{position}", entry) for position, entry in enumerate(entries))
 
 
-def load_key(text: str | bytes) -> Key:
-    """One entry. Raises BadKeys."""
+def load_key(text: str | bytes) -> ApiKey:
+    """Parse one entry. Raises BadKeys."""
     try:
         return _parse("key", json.loads(text))
     except (ValueError, RecursionError) as error:
         raise error if isinstance(error, BadKeys) else BadKeys(f"not JSON: {error}") from error
 
 
-def by_digest(keys: Iterable[Key]) -> dict[str, Key]:
-    """As the gateway looks them up. Raises BadKeys where two have one name or one digest."""
-    found: dict[str, Key] = {}
+def by_digest(keys: Iterable[ApiKey]) -> dict[str, ApiKey]:
+    """Index keys by digest. Raises BadKeys for a duplicate name or digest."""
+    found: dict[str, ApiKey] = {}
     names: set[str] = set()
     for key in keys:
         if key.name in names or key.digest in found:
-            raise BadKeys(f"{key.name}: there is another key with this name or digest")
+            raise BadKeys(f"{key.name}: another key has this name or digest")
         names.add(key.name)
         found[key.digest] = key
     return found
 
 
-def _parse(place: str, entry: Any) -> Key:
+def _parse(place: str, entry: Any) -> ApiKey:
     if not isinstance(entry, Mapping):
         raise BadKeys(f"{place}: expected an object")
-    kinds = {field.name: field for field in dataclasses.fields(Key)}
+    kinds = {field.name: field for field in dataclasses.fields(ApiKey)}
     values: dict[str, Any] = {}
     for name, value in entry.items():
         if name not in kinds:
@@ -135,16 +139,16 @@ def _parse(place: str, entry: Any) -> Key:
         if name not in values:
             raise BadKeys(f"{place}.{name} is missing")
     try:
-        return Key(**values)
+        return ApiKey(**values)
     except BadKeys as error:
         raise BadKeys(f"{place}.{error}") from None
 
 
 def _checked(place: str, value: Any, default: Any) -> Any:
-    """Of the default's own type; lists of texts become tuples."""
+    """Return the value if it has the default's type; lists of strings become tuples."""
     if isinstance(default, tuple):
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise BadKeys(f"{place}: expected a list of texts")
+            raise BadKeys(f"{place}: expected a list of strings")
         return tuple(value)
     kind = str if default is dataclasses.MISSING else type(default)
     if type(value) is not kind:
@@ -152,6 +156,6 @@ def _checked(place: str, value: Any, default: Any) -> Any:
     return value
 
 
-def _fields(key: Key) -> dict[str, Any]:
+def _fields(key: ApiKey) -> dict[str, Any]:
     fields = {field.name: (getattr(key, field.name), field.default) for field in dataclasses.fields(key)}
     return {name: value for name, (value, default) in fields.items() if value != default}

@@ -1,7 +1,4 @@
-"""Cancellations that others drop: Python's task groups and waits do, up to 3.11 or 3.12.
-
-A task group for background work: what still runs at the end of its scope is cancelled instead of awaited.
-"""
+"""Task groups and cancellations, with work-arounds for CPython up to 3.12."""
 
 from __future__ import annotations
 
@@ -11,14 +8,15 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 @contextmanager
-def cancellation_heeded() -> Iterator[None]:
-    """Around what may drop the cancellation of its own task, which is raised behind the block then. On a task.
+def reraise_lost_cancellation() -> Iterator[None]:
+    """Raise CancelledError after the block if the block swallowed a cancellation of the current task.
 
-    A TaskGroup that fails waits for its tasks, and drops one that comes meanwhile where its errors are caught (CPython
-    up to 3.12). `asyncio.wait_for` drops one that comes with the result (up to 3.11): redis-py writes by it.
+    A failing TaskGroup waits for its tasks and drops a cancellation that arrives meanwhile (CPython up to 3.12).
+    `asyncio.wait_for` drops one that arrives together with the result (up to 3.11); redis-py writes through it.
 
-    A group's body has to last as long as its tasks do, or raise: one that fails after the body has returned leaves
-    its own task marked as cancelled, in those versions, and nobody could tell that from a real cancellation."""
+    The group's body must last as long as its tasks do, or raise. A task that fails after the body has returned leaves
+    the current task marked as cancelled in those versions, which looks like a real cancellation.
+    """
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()
@@ -28,13 +26,13 @@ def cancellation_heeded() -> Iterator[None]:
 
 
 class _ScopeEnds(Exception):
-    """Makes the group cancel what is left."""
+    """Raised at the end of a `background_tasks` scope to cancel its remaining tasks."""
 
 
 @asynccontextmanager
-async def background() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup: a task that fails ends the scope, the scope's end ends the tasks."""
-    with cancellation_heeded():
+async def background_tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """Run a TaskGroup whose remaining tasks are cancelled at the end of the scope. A failing task ends the scope."""
+    with reraise_lost_cancellation():
         try:
             async with asyncio.TaskGroup() as group:
                 yield group

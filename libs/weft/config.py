@@ -1,6 +1,6 @@
-"""Environment -> frozen dataclass: each field `foo_bar` is read from WEFT_FOO_BAR, loudly.
+"""Reads settings from the environment into frozen dataclasses: field `foo_bar` comes from WEFT_FOO_BAR.
 
-Fields may be str, int, float, bool, Path, a StrEnum, or any of these `| None`. One that is called a port is one.
+Fields may be str, int, float, bool, Path, a StrEnum, or any of these `| None`. Fields named `*_port` must hold a port.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ConfigT = TypeVar("ConfigT")
-# to listen on, never to be called by
+# Hosts to listen on; peers cannot call them.
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 MAX_PORT = 65_535
-# of torch or of readers: more than any machine has cores, fewer than a process may have threads
+# Limit for torch and reader threads: more than any machine has cores, fewer than a process may have threads.
 MAX_THREADS = 1024
-# what messages between services hold
+# Integer range of the messages between services.
 INT64 = range(-(2**63), 2**63)
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the variable."""
+    """An unusable setting; the message names the variable."""
 
 
 class CpuKernels(StrEnum):
-    """Those of a process. `weft_kernels.native` reads the variable by itself, but late: it stands among the settings of
-    who loads kernels so that a wrong word is told like any other's."""
+    """CPU kernel variants. `weft_kernels.native` reads the variable itself, but late.
+
+    Declared here so that a typo fails at startup instead of at first use.
+    """
 
     AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
@@ -42,12 +44,12 @@ class CpuKernels(StrEnum):
     TORCH = "torch"
 
 
-class CannotListen(OSError):
-    """A port that is taken, or a host that is not this machine's; the message names both. Another start may mend it."""
+class BindError(OSError):
+    """The port is taken, or the host is not this machine's; the message names both. A later start may succeed."""
 
 
 def variable_name(field: str) -> str:
-    """The environment variable of a field."""
+    """Return the environment variable of a field."""
     return f"WEFT_{field.upper()}"
 
 
@@ -88,20 +90,23 @@ def _parse_plain(name: str, raw: str, kind: Any) -> Any:
         value = kind(raw)
     except ValueError:
         raise ConfigError(f"{name}={raw!r}: expected {kind.__name__}") from None
-    if kind is float and not math.isfinite(value):  # no comparison finds fault with NaN, and no wait is for ever
-        raise ConfigError(f"{name}={raw!r}: expected a number")
-    if kind is int and name.endswith("_PORT") and not 0 <= value <= MAX_PORT:  # gRPC takes the lower half of any number
+    if kind is float and not math.isfinite(value):  # NaN passes every comparison, and a wait must end.
+        raise ConfigError(f"{name}={raw!r}: expected a finite number")
+    # gRPC would use the lower 16 bits of a larger number.
+    if kind is int and name.endswith("_PORT") and not 0 <= value <= MAX_PORT:
         raise ConfigError(f"{name}={raw!r}: expected 0 to {MAX_PORT}")
     if kind is int and value not in INT64:
-        raise ConfigError(f"{name}={raw!r}: expected a number of 64 bits")
+        raise ConfigError(f"{name}={raw!r}: expected a 64-bit integer")
     if name.endswith(("_ADDR", "_FROM")):
         check_addresses(name, raw)
     return value
 
 
 def check_addresses(name: str, addresses: str) -> None:
-    """Of peers, several by commas. Raises ConfigError for a port that there is not: gRPC would take the lower half of
-    it, and ask whoever listens there."""
+    """Check the ports of comma-separated peer addresses. Raises ConfigError.
+
+    gRPC would use the lower 16 bits of a larger number and call another service there.
+    """
     for address in addresses.split(","):
         _, colon, port = address.strip().rpartition(":")
         if colon and port.isdecimal() and not 0 < float(port) <= MAX_PORT:
@@ -109,11 +114,12 @@ def check_addresses(name: str, addresses: str) -> None:
 
 
 def read_models(text: str, name: str = "") -> dict[str, Path]:
-    """Checkpoint directories by served name: WEFT_MODEL is one of them, or NAME=DIR,NAME=DIR. Raises ConfigError.
+    """Return checkpoint directories by served name. WEFT_MODEL is one directory, or NAME=DIR,NAME=DIR.
 
-    One directory is called `name`, else as it is called itself; with a `name` it may have any characters.
+    A single directory is served as `name`, or under its own name; with a `name` its path may hold any characters.
+    Raises ConfigError.
     """
-    if name or "=" not in text or os.path.isdir(text):  # which has no errors, as with a list too long for a path
+    if name or "=" not in text or os.path.isdir(text):  # isdir never raises, even for a list too long for a path
         return {name or model_name(Path(text)): Path(text)}
     models: dict[str, Path] = {}
     for part in text.split(","):
@@ -125,9 +131,9 @@ def read_models(text: str, name: str = "") -> dict[str, Path]:
 
 
 def model_name(directory: Path) -> str:
-    """Return the name under which a directory is served: its own, or that of the model in the Hub's cache.
+    """Return the name under which a directory is served: its own, or the model's name in a Hugging Face cache.
 
-    There it is `models--ORG--NAME/snapshots/COMMIT`.
+    A cache directory is `models--ORG--NAME/snapshots/COMMIT`.
     """
     path = directory.resolve()
     repository = path.parent.parent.name
@@ -136,25 +142,27 @@ def model_name(directory: Path) -> str:
     return repository.rpartition("--")[2] or path.name
 
 
-def describe(config: Any) -> str:
-    """One line of key=value for the log; keys, tokens, passwords and the credentials of a URL are masked."""
+def format_config(config: Any) -> str:
+    """Format a config as one line of key=value. Masks keys, tokens, passwords and credentials in URLs."""
     pairs = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        # a number or a file of that name tells nothing
+        # A number or a path with such a name is not secret.
         is_secret = isinstance(value, str) and field.name.endswith(("_key", "_keys", "_token", "_password"))
-        pairs.append(f"{field.name}={'***' if is_secret else masked(str(value))}")
+        pairs.append(f"{field.name}={'***' if is_secret else redact_credentials(str(value))}")
     return " ".join(pairs)
 
 
-def masked(url: str) -> str:
-    """Without its credentials, which clients of a Valkey take from behind a ? as well."""
+def redact_credentials(url: str) -> str:
+    """Replace the credentials of a URL by ***, also those in its query, which Valkey clients accept."""
     return re.sub(r"//.*@", "//***@", re.sub(r"([?&](?:username|password)=)[^&]*", r"\1***", url))
 
 
 def is_loopback(host: str) -> bool:
-    """Can this host be reached from this machine alone. A name other than localhost may mean any address. One of IPv6
-    may stand in brackets, as compose wants it before a port."""
+    """True if only this machine can reach `host`. Any name other than localhost counts as remote.
+
+    IPv6 addresses may stand in brackets, as compose requires before a port.
+    """
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:

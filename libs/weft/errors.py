@@ -2,22 +2,22 @@
 
 WeftError
   InvalidRequest     the caller must change the request; `param` names the field
-  Unauthenticated    no API key, or none that is known
+  Unauthenticated    the API key is missing or unknown
   Forbidden          the API key may not do this
   NotFound           no such model, lease or file
   BadCheckpoint      a model directory is incomplete or damaged; the message names file or tensor
-  Unreadable         storage did not answer, or not well: the same may work later
+  StorageUnavailable storage failed for now; a retry may succeed
   Incompatible       two peers do not run the same model, layout or boot
-  Overloaded         no room now, try later; `retry_after_seconds`
-    RoomClosed       so many wait that others like it need not ask for `hold_seconds`
-    RateLimited      this caller has had its share; `kind` says of what
-  PeerLost           another service is gone, silent or broke its word; `worker_id` names it
-    NoWorker         no worker takes the request now; one may be back in a moment
-      ModelLoading   no worker yet: one is loading the model
-  DeadlineExceeded   the time the caller gave is over
-  Cancelled          the caller has gone
-  ModelFailed        the model's own files are at fault: its template, or weights whose logits are no numbers
-  EngineFailed       our own fault
+  Overloaded         no capacity now; retry after `retry_after_seconds`
+    QueueFull        the queue is full; similar requests fail for `hold_seconds`
+    RateLimited      the caller exceeded its limit; `kind` names it
+  PeerLost           another service is gone, silent or broke the protocol; `worker_id` names it
+    NoWorker         no worker takes the request now; a retry may find one
+      ModelLoading   no worker serves the model yet; one is loading it
+  DeadlineExceeded   the caller's deadline has passed
+  Cancelled          the caller left
+  ModelFailed        the model's files are at fault: its template, or weights with NaN logits
+  EngineFailed       a bug or a broken device
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import ClassVar
 
 
 class WeftError(Exception):
-    """Base of everything Weft raises on purpose. `code` is a google.rpc.Code number."""
+    """Base of all exceptions that Weft raises on purpose. `code` is a google.rpc.Code number."""
 
     code: ClassVar[int] = 13
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "server_error"
-    # said by another service, in words that are for logs: they may name workers and addresses
-    is_reported = False
+    # The message came from another service and may contain internal addresses; do not show it to clients.
+    is_remote = False
 
 
 class InvalidRequest(WeftError):
@@ -49,7 +49,7 @@ class InvalidRequest(WeftError):
 
 
 class Unauthenticated(WeftError):
-    """Nobody we know. The message never repeats what was shown."""
+    """The API key is missing or unknown. The message never repeats the key."""
 
     code = 16
     http_status = 401
@@ -57,7 +57,7 @@ class Unauthenticated(WeftError):
 
 
 class Forbidden(WeftError):
-    """Known, and not allowed."""
+    """The API key is known but may not do this."""
 
     code = 7
     http_status = 403
@@ -65,7 +65,7 @@ class Forbidden(WeftError):
 
 
 class NotFound(WeftError):
-    """No such thing here."""
+    """The named model, lease or file does not exist here."""
 
     code = 5
     http_status = 404
@@ -73,26 +73,26 @@ class NotFound(WeftError):
 
 
 class BadCheckpoint(WeftError):
-    """A checkpoint that cannot be served."""
+    """The checkpoint is incomplete, damaged or unsupported."""
 
     code = 9
 
 
-class Unreadable(WeftError):
-    """A disk or an object store that fails at the moment; says nothing of what is stored there."""
+class StorageUnavailable(WeftError):
+    """A disk or object store fails at the moment; that says nothing about the stored data."""
 
     code = 14
     http_status = 503
 
 
 class Incompatible(WeftError):
-    """Peers that must not exchange blocks."""
+    """Two peers differ in model, layout or boot and must not exchange blocks."""
 
     code = 9
 
 
 class Overloaded(WeftError):
-    """Full; nothing was begun."""
+    """No capacity now; nothing has started."""
 
     code = 8
     http_status = 429
@@ -103,9 +103,10 @@ class Overloaded(WeftError):
         self.retry_after_seconds = retry_after_seconds
 
 
-class RoomClosed(Overloaded):
-    """So many wait that for `hold_seconds` no other of this model, tenant and priority that asks for as much, or for
-    more, would be let in either."""
+class QueueFull(Overloaded):
+    """The queue is full. For `hold_seconds` it also rejects every request of this model, tenant and priority that needs
+    as much room or more.
+    """
 
     def __init__(self, message: str, retry_after_seconds: float, hold_seconds: float) -> None:
         super().__init__(message, retry_after_seconds)
@@ -113,7 +114,7 @@ class RoomClosed(Overloaded):
 
 
 class RateLimited(Overloaded):
-    """More than the key's limit; `kind` is what there was too much of, requests or tokens."""
+    """The API key exceeded its limit; `kind` is "requests" or "tokens"."""
 
     def __init__(self, message: str, retry_after_seconds: float, kind: str) -> None:
         super().__init__(message, retry_after_seconds)
@@ -121,7 +122,7 @@ class RateLimited(Overloaded):
 
 
 class PeerLost(WeftError):
-    """A service this request needs is gone."""
+    """A service that this request needs is gone, silent or broke the protocol."""
 
     code = 14
     http_status = 503
@@ -132,19 +133,19 @@ class PeerLost(WeftError):
 
 
 class NoWorker(PeerLost):
-    """No worker takes the request now. One that left may be back in a moment; nothing was booked."""
+    """No worker takes the request now; nothing was reserved, and a retry may find a worker."""
 
     reason: ClassVar[str] = "no_worker"
 
 
 class ModelLoading(NoWorker):
-    """No worker serves the model yet, and one at least is loading it."""
+    """No worker serves the model yet, but at least one is loading it."""
 
     reason: ClassVar[str] = "model_loading"
 
 
 class DeadlineExceeded(WeftError):
-    """Too late."""
+    """The deadline of the request has passed."""
 
     code = 4
     http_status = 504
@@ -152,14 +153,14 @@ class DeadlineExceeded(WeftError):
 
 
 class Cancelled(WeftError):
-    """The caller has left; nobody reads this."""
+    """The caller left; no client reads this error."""
 
     code = 1
     http_status = 499
 
 
 class ModelFailed(WeftError):
-    """The model's files cannot answer this request; the message is for clients, too."""
+    """The model's files cannot answer this request; clients may see the message."""
 
     code = 15
 
@@ -184,8 +185,8 @@ LEAVES: tuple[type[WeftError], ...] = (
 
 
 def from_code(code: int, message: str) -> WeftError:
-    """The leaf that a peer's status stands for; unknown codes are the peer's own fault."""
+    """Return the exception for a peer's status code. Unknown codes become EngineFailed."""
     leaf = next((leaf for leaf in LEAVES if leaf.code == code), EngineFailed)
     error = leaf(message)
-    error.is_reported = True
+    error.is_remote = True
     return error

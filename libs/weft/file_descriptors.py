@@ -1,7 +1,4 @@
-"""How many files a process may have open.
-
-Standard input, output and error of a process: one that is closed, full or no longer read is no traceback.
-"""
+"""File descriptors of a process: their limit, and standard streams that are closed, full or no longer read."""
 
 from __future__ import annotations
 
@@ -14,28 +11,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def allow_files() -> int:
-    """As many as the system lets it, which is returned. A connection is a file, and processes begin with 1,024."""
+def raise_fd_limit() -> int:
+    """Raise the soft limit of open files to the hard limit and return it.
+
+    Every connection takes a file descriptor, and processes start with a limit of 1,024.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
-def open_streams() -> None:
-    """A closed one is as good as /dev/null: libraries take them for granted, and a socket that had the number of one
-    ends a process that closes it (libuv)."""
+def ensure_stdio() -> None:
+    """Open /dev/null in place of each closed standard stream.
+
+    Libraries expect all three. A socket that gets the number of a closed one makes libuv end the process when it
+    closes.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(nowhere, True)  # another program may take this one's place
+            os.set_inheritable(nowhere, True)  # An exec'd program inherits it.
             setattr(sys, name, open(nowhere, mode))  # noqa: SIM115
 
 
 @contextmanager
-def written_out() -> Iterator[None]:
-    """What is still buffered is written when the block ends, and not at the process' end, where Python would complain
-    in its own words. Exits with 1 where nobody reads it any more, as `head` does, or where a disk is full: told. What
-    a terminal has no letters for is no reason to end."""
+def flush_stdout_on_exit() -> Iterator[None]:
+    """Flush stdout at the end of the block instead of at interpreter exit.
+
+    Exits with status 1 when the reader is gone (as after `head`) or the disk is full; prints the reason for a full
+    disk. Characters that the terminal cannot show are replaced.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -44,11 +49,11 @@ def written_out() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        # one that names a file is of no stream
+        # An error with a file name does not come from a stream.
         if error.filename or error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
         if error.errno == errno.ENOSPC:
             print(f"weft: {error.strerror}", file=sys.stderr)
-        # it would fail once more at this process' end
+        # The interpreter would fail again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,7 +1,5 @@
-"""Disks: what their errors say of the files on them, which is nothing where these may be read the next time; and when
-something is kept, and for whom. Knows no format.
-
-JSON files that somebody else wrote: read whole, or refused by name.
+"""Reads and writes small files and translates OSError: transient I/O errors become StorageUnavailable, others
+BadCheckpoint.
 """
 
 from __future__ import annotations
@@ -16,44 +14,44 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.foreign_files import LFS_POINTER, dangling, foreign_content
 
 TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
-    # of a file system on a network
+    # Errors of network file systems.
     *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.EHOSTDOWN),
     *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO, errno.ENOLINK),
 }
-"""What says nothing of the file: asked for again, it may be read."""
+"""Errors that a retry may cure; they say nothing about the file."""
 
 MAX_SMALL_BYTES = 64 * 1024 * 1024
-"""Of a file that is read whole, and of one that is copied from an object store; the largest tokenizers have 30 MB."""
+"""Limit for files that are read whole or copied from an object store; the largest tokenizers have 30 MB."""
 
 
-def told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
-    """The error of ours that a disk's is, with the same words."""
-    return (Unreadable if error.errno in TRANSIENT else BadCheckpoint)(f"{what}: {error.strerror or error}")
+def to_weft_error(error: OSError, what: str) -> BadCheckpoint | StorageUnavailable:
+    """Return the Weft exception for an OSError, with the same message."""
+    return (StorageUnavailable if error.errno in TRANSIENT else BadCheckpoint)(f"{what}: {error.strerror or error}")
 
 
-def in_words(error: OSError) -> str:
-    """The file and the reason, without the error's number."""
+def format_os_error(error: OSError) -> str:
+    """Return file and reason without the errno."""
     where = f"{error.filename}: " if error.filename is not None else ""
     return f"{where}{error.strerror}" if error.strerror else str(error)
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
-    """An error of the system's inside is one of ours. Raises BadCheckpoint, Unreadable."""
+def os_errors_translated(what: str) -> Iterator[None]:
+    """Translate an OSError inside the block. Raises BadCheckpoint or StorageUnavailable."""
     try:
         yield
     except OSError as error:
-        raise told(error, f"{error.filename or what}") from error
+        raise to_weft_error(error, f"{error.filename or what}") from error
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A write and a sync do not say which file they were of; their errors do then. Raises OSError."""
+def with_filename(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError of a write or fsync, which names no file. Raises OSError."""
     try:
         yield
     except OSError as error:
@@ -61,10 +59,10 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def is_there(path: Path) -> bool:
-    """Is there anything of this name. `Path.exists` has errors of its own for some disks and hides those of others.
+def path_exists(path: Path) -> bool:
+    """True if `path` exists. `Path.exists` raises for some disk errors and hides others.
 
-    Raises BadCheckpoint, also for a link that leads nowhere, and Unreadable.
+    Raises BadCheckpoint, also for a dangling link, or StorageUnavailable.
     """
     try:
         os.stat(path)
@@ -73,12 +71,15 @@ def is_there(path: Path) -> bool:
             raise BadCheckpoint(f"{path}: {dangling(path)}") from None
         return False
     except OSError as error:
-        raise told(error, f"{path}: not readable") from error
+        raise to_weft_error(error, f"{path}: not readable") from error
     return True
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """To read. Raises OSError, also for a pipe of that name, whose opening would wait for whoever writes to it."""
+    """Open a regular file for reading.
+
+    Raises OSError, also for a pipe, whose opening would block until a writer comes.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -87,9 +88,9 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_small(path: Path) -> bytes:
-    """All of a file that is not weights. Raises OSError, also for one of more than MAX_SMALL_BYTES, or a pointer."""
+    """Read a whole file that is not weights. Raises OSError, also above MAX_SMALL_BYTES and for a Git LFS pointer."""
     with open(open_regular(path), "rb") as file:
-        content = file.read(MAX_SMALL_BYTES + 1)  # of a file that grows, or does not tell its size
+        content = file.read(MAX_SMALL_BYTES + 1)  # Also bounds a file that grows or reports no size.
     if len(content) > MAX_SMALL_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MAX_SMALL_BYTES} bytes")
     if content.startswith(LFS_POINTER):
@@ -97,22 +98,25 @@ def read_small(path: Path) -> bytes:
     return content
 
 
-def on_disk(path: Path) -> None:
-    """Wait until what was written to a file, or which names a directory has, is kept."""
+def fsync_path(path: Path) -> None:
+    """Wait until a file's data, or the names in a directory, are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with naming(path):
+        with with_filename(path):
             os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems on a network keep names by themselves
+        # Some network file systems reject fsync of a directory; they keep names themselves.
+        if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
         os.close(fd)
 
 
-def share_alike(source: Path, made: Path) -> None:
-    """Owner, group and mode of `source`, so that it is for the same eyes. Who may not give it away keeps it, and its
-    own group may then do what all may. Raises OSError."""
+def copy_ownership(source: Path, made: Path) -> None:
+    """Copy owner, group and mode from `source`.
+
+    A process that may not change the group keeps its own, which then gets the rights of others. Raises OSError.
+    """
     wanted = source.stat()
     mode = stat.S_IMODE(wanted.st_mode)
     with suppress(OSError):
@@ -127,20 +131,23 @@ def share_alike(source: Path, made: Path) -> None:
 MAX_DEPTH = 100
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Raises BadCheckpoint for a file that holds no JSON object, or a larger or deeper one than any model needs,
-    Unreadable where the disk fails."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file.
+
+    Raises BadCheckpoint if the file holds no object or is too large or too deep for any model; StorageUnavailable if
+    the disk fails.
+    """
     try:
         content = read_small(path)
         values = json.loads(content.decode("utf-8-sig"))
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: {dangling(path) if path.is_symlink() else 'no such file'}") from None
     except OSError as error:
-        raise told(error, f"{path}: not readable") from error
+        raise to_weft_error(error, f"{path}: not readable") from error
     except (ValueError, RecursionError) as error:
         what = foreign_content(content) or error
         raise BadCheckpoint(f"{path}: not readable as JSON: {what}") from error
-    if _is_deep(values):  # who writes it, or shows it, has less room on the stack than we had
+    if _is_deep(values):  # json.dumps and repr recurse deeper than json.loads and could overflow the stack.
         raise BadCheckpoint(f"{path}: nested in more than {MAX_DEPTH} levels")
     if not isinstance(values, dict):
         raise BadCheckpoint(f"{path}: expected a JSON object, found {type(values).__name__}")

@@ -1,6 +1,6 @@
-"""What was given as a checkpoint, or as a file of one, and is something else; and what to do about it.
+"""Recognises files and directories that are not a checkpoint, and says how to fix that.
 
-Looks at names and at the first bytes of files, never at more.
+Reads names and the first bytes of files only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIRST_BYTES = 512
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 AGAIN = "download it again"
 HAS_NO_CONFIG = "has no config.json; it must be a checkpoint as Hugging Face ships them"
-# begins of files
+# First bytes of known files.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 CONTENTS = (
     (LFS_POINTER, f"is a Git LFS pointer, not the file itself; run `git lfs pull`, or {AGAIN}"),
@@ -32,7 +32,7 @@ VARIANT = re.compile(r"model\.(\w+)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|m
 
 
 def foreign_content(head: bytes) -> str | None:
-    """Say what a file is by its first bytes; None where they are like nothing known."""
+    """Say what a file is by its first bytes; None if they are unknown."""
     if not head:
         return f"truncated: the file is empty; {AGAIN}"
     start = head[:FIRST_BYTES].lstrip().lower()
@@ -40,7 +40,7 @@ def foreign_content(head: bytes) -> str | None:
 
 
 def foreign_path(path: Path) -> str:
-    """Say why this is no checkpoint, of a path that is no directory with a config.json."""
+    """Say why this path is no checkpoint: it is no directory with a config.json."""
     if os.path.isdir(path):
         return _foreign_directory(path)
     if os.path.isfile(path):
@@ -55,12 +55,12 @@ def foreign_path(path: Path) -> str:
 
 
 def dangling(path: Path) -> str:
-    """Say where a link leads that leads nowhere, as a cache of the Hub has them after a broken download."""
+    """Describe a dangling link; a Hub cache holds such links after an interrupted download."""
     return f"is a link to {os.readlink(path)}, which is not there; {AGAIN}"
 
 
 def foreign_names(names: Set[str]) -> str | None:
-    """Say what a directory without weights that Weft reads has instead; None where that is like nothing known."""
+    """Say what a directory without readable weights contains instead; None if that is unknown."""
     if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
         return "is an adapter (LoRA, PEFT), not a model; merge it into its base model and save the result"
     if "model_index.json" in names:
@@ -125,7 +125,7 @@ def _base_model(path: Path) -> str:
 
 
 def _inner_model(path: Path) -> Path | None:
-    """Of a Hub cache the newest snapshot, else the only subdirectory with a config.json."""
+    """Return the newest snapshot of a Hub cache, or the only subdirectory with a config.json."""
     snapshots = sorted(path.glob("snapshots/*/config.json"), key=lambda each: each.stat().st_mtime)
     inner = snapshots[-1:] or list(path.glob("*/config.json"))
     return inner[0].parent if len(inner) == 1 else None

@@ -1,6 +1,6 @@
-"""Grammars that answers must match, compiled by llguidance for one tokenizer, under limits. Knows no request, no torch.
+"""Compiles answer grammars with llguidance for one tokenizer, under limits.
 
-The gateway compiles to refuse what cannot be served; workers compile to mask tokens. Both by the same limits.
+The gateway compiles to reject grammars that cannot be served. Workers compile to mask tokens. Both use the same limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.tokenizer import read_tokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CACHED = 64
-# About 10 ms of work a step and 30 a compilation at most; a step of an honest grammar takes well under one.
+# At most about 10 ms of work a step and 30 ms a compilation; a step of a normal grammar takes well under 1 ms.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=60_000,
     step_lexer_fuel=150_000,
@@ -31,7 +31,7 @@ LIMITS = LLParserLimits(
 
 
 class UnusableGrammar(InvalidRequest):
-    """What the compiler refuses. `told`: in its own words, which may take several lines."""
+    """The compiler rejected the grammar. `told` is its full message, which may have several lines."""
 
     def __init__(self, told: str) -> None:
         super().__init__(f"the grammar cannot be used: {_summary(told)}", "grammar")
@@ -39,7 +39,7 @@ class UnusableGrammar(InvalidRequest):
 
 
 class Grammars:
-    """Compiled grammars of one tokenizer, the last few kept. May be used from several threads."""
+    """Compiles grammars for one tokenizer and caches the last MAX_CACHED. Thread-safe."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises BadCheckpoint for a tokenizer that llguidance cannot read."""
@@ -52,8 +52,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, text: str) -> GrammarConstraint:
-        """A constraint at its beginning. Raises InvalidRequest saying what is wrong, UnusableGrammar for the compiler's
-        complaints."""
+        """Return a constraint at its start.
+
+        Raises InvalidRequest for a grammar that is too long, UnusableGrammar when the compiler rejects it.
+        """
         with self._lock:
             known = self._compiled.get(text)
             if known is not None:
@@ -72,47 +74,49 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         tried = matcher.deep_copy()
         if not tried.is_error():
-            tried.compute_bitmask()  # the first mask shows what only the lexer can tell
+            tried.compute_bitmask()  # Only the first mask reveals errors of the lexer.
         if tried.is_error():
             raise UnusableGrammar(tried.get_error())
         return matcher
 
 
 class GrammarConstraint:
-    """One sequence's place in its grammar: a `weft.engine.token_history.Constraint`."""
+    """The position of one sequence in its grammar; implements `weft.engine.history.Constraint`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Tokens that were generated, in order."""
+        """Advance by generated tokens, in order."""
         self._matcher.consume_tokens(list(token_ids))
 
     def fill(self, words: Any) -> None:
-        """`words`: a contiguous array of int32, as many as the vocabulary needs."""
+        """Write the token mask to `words`, a contiguous int32 array with one bit a token."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     @property
     def failure(self) -> str | None:
-        """The grammar became too complex, or a token did not fit."""
+        """Why the grammar cannot continue: it became too complex, or a token did not match."""
         if not self._matcher.is_error():
             return None
         return f"the answer's grammar cannot be followed any further: {first_line(self._matcher.get_error())}"
 
 
 def hash_tokenizer(tokenizer_json: bytes) -> str:
-    """BLAKE2b, hex: equal for workers and gateways that read the same tokenizer.json."""
+    """Return the BLAKE2b of tokenizer.json in hex; equal for workers and gateways that read the same file."""
     return hashlib.blake2b(tokenizer_json, digest_size=32).hexdigest()
 
 
 def load_grammars(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """For the tokenizer of a checkpoint. Raises BadCheckpoint."""
+    """Return the compiler for a checkpoint's tokenizer. Raises BadCheckpoint."""
     return Grammars(read_tokenizer(directory), vocab_size, eos_token_ids)
 
 
 def _summary(told: str) -> str:
-    """The first line, and what is wrong with a regex, which comes last. What llguidance has no words for is a grammar,
-    such as a schema that refers to itself, without any answer."""
+    """Return the first line and the regex error, which comes last.
+
+    llguidance reports "NoExtensionBias" for a grammar that no text matches, such as a schema that refers to itself.
+    """
     first = first_line(told)
     if first == "NoExtensionBias":
         return "no answer matches it"
@@ -121,5 +125,5 @@ def _summary(told: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """Enough of a message to act on."""
+    """Return the first line of a message, cut at 300 characters."""
     return text.strip().partition("\n")[0][:300]

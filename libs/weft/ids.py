@@ -1,4 +1,4 @@
-"""Random ids and seeds that nobody can guess. One system call yields many of them, since it is a slow one in places."""
+"""Unpredictable random ids and seeds. One system call yields 256 of them, since it is slow on some systems."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import os
 ID_BYTES = 16
 _NUM_AT_ONCE = 256
 _left: list[bytes] = []
-# a forked child must not give out what its parent does
+# A forked child must not hand out the same ids as its parent.
 os.register_at_fork(after_in_child=_left.clear)
 
 
 def new_id() -> str:
-    """32 hexadecimal digits."""
+    """Return 32 random hexadecimal digits."""
     return _take().hex()
 
 
 def new_seed() -> int:
-    """63 bits."""
+    """Return a random integer of 63 bits."""
     return int.from_bytes(_take()[:8]) >> 1
 
 
 def _take() -> bytes:
-    """Safe in threads: `pop` gives nothing out twice."""
+    """Thread-safe: `pop` returns no entry twice."""
     try:
         return _left.pop()
     except IndexError:

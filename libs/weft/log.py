@@ -1,4 +1,4 @@
-"""Logging for all processes: key=value lines on stderr, the request id taken from a context variable."""
+"""Logging for all processes: key=value lines on stderr, with the request id from a context variable."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import time
 from contextvars import ContextVar
 from pathlib import Path
 
-from weft.file_descriptors import open_streams
+from weft.file_descriptors import ensure_stdio
 
 logger = logging.getLogger(__name__)
-# `weft.cli.display` reads it
+# `weft.cli.display` parses this format.
 FORMAT = "%(asctime)s %(levelname).1s %(service)s %(message)s%(request)s"
-MARK = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
-"""What `mark` writes."""
-ASLEEP, JOINING = "asleep", "joining"
-"""Phases of a parked worker: until it is woken, after which it starts anew, and the last one of a start."""
+STARTUP_PHASE = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
+"""Matches the lines of `startup_phase`."""
+SLEEPING, JOINING = "asleep", "joining"
+"""Startup phases: the end of a parked worker's sleep, and the last phase of every start."""
 PROGRESS = re.compile(r"progress (?P<what>.+): (?P<done>\d+) of (?P<total>\d+) MiB")
-"""What `progress` writes."""
+"""Matches the lines of `progress`."""
 USUAL_LEVEL = "INFO"
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
@@ -39,10 +39,12 @@ class _Formatter(logging.Formatter):
 
 
 def setup(service: str) -> None:
-    """Send records to stderr. `service` is the process' name in the merged log, e.g. decode-0, and on Linux for `ps -o
-    comm` and `top`: command lines do not tell which worker a process became. Ends the process for a level that there is
-    not."""
-    open_streams()
+    """Send records to stderr. Exits with status 2 for an unknown WEFT_LOG_LEVEL.
+
+    `service` is the process' name in the merged log, e.g. decode-0, and on Linux in `ps -o comm` and `top`, where
+    command lines do not show which worker a process became.
+    """
+    ensure_stdio()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(service)
     handler = logging.StreamHandler(sys.stderr)
@@ -54,14 +56,14 @@ def setup(service: str) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if not is_known:
         logger.error("cannot start: WEFT_LOG_LEVEL=%r: expected DEBUG, INFO, WARNING or ERROR", level)
-        sys.exit(2)  # as `weft.rpc.server.run` does with settings that are read later
+        sys.exit(2)  # Same status as `weft.rpc.server.run` uses for later settings.
 
 
-def mark(phase: str) -> None:
-    """A phase of this process' start is over; `weft up --timeline` draws them."""
+def startup_phase(phase: str) -> None:
+    """Log the end of a startup phase; `weft up --timeline` draws these."""
     logger.info("startup %s at=%.3f", phase, time.time())
 
 
 def progress(what: str, done_bytes: int, total_bytes: int) -> None:
-    """A long phase of this process' start moves on; `weft up` gives it more time."""
+    """Log the progress of a long startup phase; `weft up` then extends its timeout."""
     logger.info("progress %s: %d of %d MiB", what, done_bytes >> 20, total_bytes >> 20)

@@ -1,7 +1,7 @@
-"""Every metric of the mesh by name, in one place, so that names and labels agree over the processes.
+"""All metrics of the mesh by name, so that names and labels agree between processes.
 
-A process uses those that fit its role; each has its own registry and exposes it on its own private port.
-Labels never carry users, sessions, request ids or a client's own strings.
+Each process has its own registry, uses the metrics of its role and exposes them on a private port. Labels never carry
+users, sessions, request ids or strings from clients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from weft.config import CannotListen
+from weft.config import BindError
 
 REGISTRY = CollectorRegistry()
 MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
@@ -26,20 +26,22 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 @cache
-def labelled(metric: MetricT, *labels: str) -> MetricT:
-    """Of these labels; the library looks for it under a lock, and writes each label anew."""
+def cached_labels(metric: MetricT, *labels: str) -> MetricT:
+    """Return the child of these labels. The library takes a lock and formats every label for each lookup."""
     return metric.labels(*labels)
 
 
-def from_zero(metric: Counter | Histogram, *values: Iterable[str]) -> None:
-    """Have its series from the process's start on, one for each choice of a value of every label. Of a series that
-    begins with its first event no rate tells that one: there is nothing earlier to compare."""
+def init_series(metric: Counter | Histogram, *values: Iterable[str]) -> None:
+    """Create a series for every combination of label values at process start.
+
+    Prometheus computes no rate for the first event of a series that starts with it.
+    """
     for labels in product(*values):
         metric.labels(*labels)
 
 
-class LoopSeries:
-    """Of a LoopHistogram, for one value of its label."""
+class SingleThreadSeries:
+    """Counts of a SingleThreadHistogram for one label value."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -47,19 +49,18 @@ class LoopSeries:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count it."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus reads them: they hold what lies below them too."""
+        """Cumulative bucket counts, as Prometheus expects them."""
         names = (*map(floatToGoString, self._bounds), "+Inf")
         return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
 
-class LoopHistogram(Collector):
-    """For what one thread alone observes, once a token or a request: a tenth of what the library's histogram takes."""
+class SingleThreadHistogram(Collector):
+    """Histogram that a single thread observes once a token or request; takes a tenth of the library's time."""
 
     def __init__(
         self, name: str, documentation: str, label: str, buckets: Sequence[float], registry: CollectorRegistry
@@ -67,17 +68,17 @@ class LoopHistogram(Collector):
         self._name, self._documentation = name, documentation
         self._labelnames = (label,)
         self._bounds = tuple(buckets)
-        self._series: dict[str, LoopSeries] = {}
+        self._series: dict[str, SingleThreadSeries] = {}
         registry.register(self)
 
-    def of(self, value: str) -> LoopSeries:
-        """Those of one value of the label; to be kept by who observes."""
+    def of(self, value: str) -> SingleThreadSeries:
+        """Return the series of one label value; callers should keep it."""
         if value not in self._series:
-            self._series[value] = LoopSeries(self._bounds)
+            self._series[value] = SingleThreadSeries(self._bounds)
         return self._series[value]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """All of them."""
+        """Yield the metric family for the registry."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for value, series in list(self._series.items()):
             family.add_metric([value], series.buckets, series.sum)
@@ -85,19 +86,19 @@ class LoopHistogram(Collector):
 
 
 # gateway
-# a model is one that is served, or empty where it was not clear which
+# `model` is a served model, or empty if the request named none.
 REQUESTS = Counter("weft_requests", "Requests by endpoint and end", ["endpoint", "outcome", "model"], registry=REGISTRY)
 IN_FLIGHT = Gauge("weft_requests_in_flight", "Requests being served", registry=REGISTRY)
 PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens of answers that began", ["model"], registry=REGISTRY)
 CACHED_TOKENS = Counter("weft_cached_prompt_tokens", "Prompt tokens served from a cache", ["model"], registry=REGISTRY)
 COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", ["model"], registry=REGISTRY)
-TTFT = LoopHistogram(
+TTFT = SingleThreadHistogram(
     "weft_time_to_first_token_seconds", "Received to first token", "model", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
-ITL = LoopHistogram(
+ITL = SingleThreadHistogram(
     "weft_inter_token_latency_seconds", "Between two tokens", "model", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
-E2E = LoopHistogram(
+E2E = SingleThreadHistogram(
     "weft_request_duration_seconds",
     "Received to end, of those that finished",
     "model",
@@ -108,7 +109,7 @@ SEQUENCE_MIGRATIONS = Counter(
     "weft_sequence_migrations", "Sequences taken to another worker: lost, full, failed", ["cause"], registry=REGISTRY
 )
 
-# scheduler; gateways count a full fleet's refusals that they know of in PLACEMENTS
+# Scheduler. Gateways also count rejections from their own cache in ROUTES.
 WORKERS = Gauge("weft_workers", "Live workers", ["role"], registry=REGISTRY)
 READY_WORKERS = Gauge(
     "weft_ready_workers", "Workers that take requests, by what they can do", ["model", "role"], registry=REGISTRY
@@ -127,7 +128,7 @@ KVSTORE_LOCATES = Counter(
 )
 PLACEMENTS = Counter("weft_placements", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
 
-# every service, for the stages of weft.request_stage that it sees
+# Every service, for the stages of weft.request_stage that it sees.
 STAGE_SECONDS = Histogram(
     "weft_request_stage_seconds",
     "Time that requests spent in a stage of their life",
@@ -136,7 +137,7 @@ STAGE_SECONDS = Histogram(
     registry=REGISTRY,
 )
 
-# every process; the second of gateway, scheduler and workers
+# Every process. STANDSTILL_SECONDS: gateway, scheduler and workers only.
 ANONYMOUS_BYTES = Gauge("weft_anonymous_memory_bytes", "Anonymous memory of this process", registry=REGISTRY)
 STALLED_SECONDS = Counter(
     "weft_process_stalled_seconds", "Time in which this process was stopped or got no processor time", registry=REGISTRY
@@ -227,7 +228,7 @@ INDEX_RESYNCS = Counter("weft_kv_index_resyncs", "Workers told to begin anew wit
 
 
 def _anonymous_bytes() -> float:
-    """0 where there is no Linux."""
+    """Return RssAnon of this process; 0 without /proc."""
     try:
         with open("/proc/self/status") as status:
             return next((1024.0 * int(line.split()[1]) for line in status if line.startswith("RssAnon:")), 0.0)
@@ -239,10 +240,10 @@ ANONYMOUS_BYTES.set_function(_anonymous_bytes)
 
 
 def expose(host: str, port: int) -> int:
-    """Serve /metrics from a thread of its own; returns the port (0 asks for a free one). Raises CannotListen."""
+    """Serve /metrics from a thread and return the port (0 picks a free one). Raises BindError."""
     try:
         server, _ = start_http_server(port, host, registry=REGISTRY)
-    except (OSError, UnicodeError) as error:  # the latter of what cannot be a name
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a name.
         why = getattr(error, "strerror", None) or error
-        raise CannotListen(f"cannot listen on {host}:{port} for metrics (WEFT_METRICS_PORT): {why}") from error
+        raise BindError(f"cannot listen on {host}:{port} for metrics (WEFT_METRICS_PORT): {why}") from error
     return int(server.server_port)

@@ -1,4 +1,4 @@
-"""What every service means by a request: frozen values, no wire, no text, no clock."""
+"""Request values that all services share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended, in OpenAI's words. Engines say STOP or LENGTH; TOOL_CALLS is the gateway's to tell."""
+    """Why a sequence ended, in OpenAI's terms. Engines report STOP or LENGTH; only the gateway reports TOOL_CALLS."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """One attempt at one request. Messages with an older generation are late and change nothing."""
+    """One attempt at one request. Services ignore messages with an older generation."""
 
     request_id: str
     generation: int = 0
@@ -27,7 +27,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match, in llguidance's own form, for the tokenizer.json with this hash."""
+    """The grammar of an answer in llguidance's syntax, for the tokenizer.json with this hash."""
 
     text: str
     tokenizer_hash: str
@@ -35,10 +35,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Temperature 0 is greedy; `num_logprobs` None means no logprobs at all.
+    """How tokens are sampled. Temperature 0 is greedy; `num_logprobs` None returns no logprobs.
 
-    `seed` keys the noise together with the absolute position, and everything that looks back (penalties, `min_tokens`,
-    `grammar`) is a function of prompt and generated tokens, so a sequence that moves keeps its text.
+    `seed` and the absolute position key the noise. Penalties, `min_tokens` and `grammar` depend only on prompt and
+    generated tokens. So a sequence that migrates keeps its text.
     """
 
     max_tokens: int
@@ -59,14 +59,17 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Do tokens seen so far count."""
+        """True if earlier tokens change the logits."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long the shared store may keep what a request computes: so many seconds without use, 0 for as long as it has
-    room; `memory_only`: never on disk."""
+    """How long the shared store may keep a request's KV.
+
+    - `idle_seconds`: time without use; 0 keeps it as long as there is room.
+    - `memory_only`: never write it to disk.
+    """
 
     idle_seconds: int = 0
     memory_only: bool = False
@@ -93,8 +96,12 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of consecutive prompt tokens from position `start` on: ln p of each where it stands, and its rank there (1: the
-    likeliest); and the best `num_top` in its place, best first, those of one position after those of the other."""
+    """Logprobs of consecutive prompt tokens from position `start`.
+
+    - `chosen`: ln p of each prompt token.
+    - `ranks`: its rank at that position; 1 is the most likely token.
+    - `top_ids`, `top`: the best `num_top` alternatives of each position, best first, flattened.
+    """
 
     start: int
     chosen: tuple[float, ...]
@@ -106,10 +113,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptUsage:
-    """What a prompt cost, as counted by the worker that computed it. Times in milliseconds.
+    """Cost of a prompt, counted by the worker that computed it. Times in milliseconds.
 
-    `failed_worker_id` names a prefill worker that was lost on the way. `*_us`: microseconds in each stage on the decode
-    worker before it generated.
+    - `failed_worker_id`: a prefill worker that was lost on the way.
+    - `*_us`: microseconds in each stage on the decode worker before decoding.
     """
 
     cached_tokens: int = 0
@@ -128,7 +135,7 @@ class PromptUsage:
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """What two workers must share before blocks move between them."""
+    """Properties that two workers must share before they exchange blocks."""
 
     weights_hash: str
     kv_dtype: str
@@ -137,7 +144,7 @@ class ModelFingerprint:
     layout: str
 
     def difference(self, other: ModelFingerprint) -> str | None:
-        """The first field that differs, as text for people; None when they match."""
+        """Describe the first field that differs; None if all match."""
         for name in ("weights_hash", "kv_dtype", "block_tokens", "block_bytes", "layout"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -146,20 +153,20 @@ class ModelFingerprint:
 
 
 class WorkerRole(StrEnum):
-    """What a worker does in the mesh."""
+    """The role of a worker in the mesh."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
 
     def can(self, role: WorkerRole) -> bool:
-        """Does a worker of this role take work of that one."""
+        """True if a worker of this role accepts work of that role."""
         return self in (role, WorkerRole.BOTH)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """A worker as peers reach it; `boot_id` changes at every start of its process."""
+    """How peers reach a worker; `boot_id` changes at every start of its process."""
 
     worker_id: str
     boot_id: str

@@ -1,5 +1,4 @@
-"""The life of a request as one enum. Settlements, the ends in metrics and the access log, and the time
-spent in each stage (`weft_request_stage_seconds`) are named by it.
+"""Stages of a request's life.
 
     received -> routed -> reserved -> prefilling -> transferring -> decoding -> finished
         \\_________\\__________\\___________\\_____________\\____________\\-> failed
@@ -19,8 +18,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Stage(StrEnum):
-    """Where a request is. The value is the label used in metrics and logs."""
+class RequestStage(StrEnum):
+    """The stage of a request; the value is the label in metrics and logs."""
 
     RECEIVED = "received"
     ROUTED = "routed"
@@ -34,8 +33,8 @@ class Stage(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Nothing follows this stage."""
+        """True if no stage follows this one."""
         return self in _TERMINAL
 
 
-_TERMINAL = frozenset((Stage.FINISHED, Stage.FAILED, Stage.CANCELLED))
+_TERMINAL = frozenset((RequestStage.FINISHED, RequestStage.FAILED, RequestStage.CANCELLED))

@@ -1,8 +1,7 @@
-"""A clock that stands still while its process does, and a timeout by it.
+"""Clock and timeout that do not count time in which this process was stopped.
 
-A process that was stopped (SIGSTOP, a paused container or machine) or got no processor time has not read what its
-peers said meanwhile. By a plain clock they would all look silent when it continues. By this one each of them has the
-rest of its limit from then on.
+A process that was stopped (SIGSTOP, a paused container or machine) or starved of CPU has not read its peers' messages.
+By a plain clock all peers look silent when it continues. By this clock each peer keeps the rest of its limit.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
-# a longer step of a clock that ticks is a standstill, of which a tick's time counts
+# A longer step between two ticks is a stall; one tick's time of it counts.
 MAX_STEP_SECONDS = 1.0
-# a shorter one is enough for pings of 0.7 s to run out
+# A shorter stall already lets keepalive pings of 0.7 s expire.
 LATE_STEP_SECONDS = 0.6
-# how long after a standstill lost connections are blamed on it: pings that were due run out at once
-SHAKEN_SECONDS = 3.0
+# For this long after a stall, lost connections are blamed on it: pings that were due expire at once.
+RECENT_STALL_SECONDS = 3.0
 
 
-class AwakeClock:
+class StallAwareClock:
     """Monotonic seconds in which this process ran, while `tick` runs; all seconds otherwise. Any thread may read it."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, on_standstill: Callable[[float], object] = lambda _: None
     ) -> None:
-        """`on_standstill` receives the seconds of each standstill, in the thread that noticed it."""
+        """`on_standstill` receives the seconds of each stall, in the thread that noticed it."""
         self._clock = clock
         self._on_standstill = on_standstill
         self._lock = threading.Lock()
@@ -41,7 +40,7 @@ class AwakeClock:
         self._is_ticking = False
 
     def __call__(self) -> float:
-        """The time now."""
+        """Return the seconds that count so far."""
         with self._lock:
             now = self._clock()
             step, self._seen_at = now - self._seen_at, now
@@ -56,12 +55,12 @@ class AwakeClock:
         return awake
 
     @property
-    def is_shaken(self) -> bool:
-        """The process stood still, or ran late, within the last SHAKEN_SECONDS."""
-        return self() - self._resumed_at < SHAKEN_SECONDS
+    def stalled_recently(self) -> bool:
+        """True if the process stalled, or ran late, within the last RECENT_STALL_SECONDS."""
+        return self() - self._resumed_at < RECENT_STALL_SECONDS
 
     async def tick(self) -> None:
-        """Look at the time until cancelled, so that an idle process differs from one that stands still."""
+        """Read the time until cancelled, which tells an idle process from a stopped one."""
         self()
         self._is_ticking = True
         try:
@@ -72,8 +71,8 @@ class AwakeClock:
             self._is_ticking = False
 
 
-class AwakeTimeout:
-    """`async with AwakeTimeout(seconds, clock)` is `asyncio.timeout` by a clock. Raises TimeoutError."""
+class StallAwareTimeout:
+    """`asyncio.timeout` measured by another clock. Raises TimeoutError."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -81,7 +80,7 @@ class AwakeTimeout:
         self.restart(seconds)
 
     def restart(self, seconds: float) -> None:
-        """Count `seconds` from now."""
+        """Restart the countdown at `seconds`."""
         self._seconds = seconds
         self._ends_at = self._clock() + seconds
 

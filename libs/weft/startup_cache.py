@@ -1,8 +1,8 @@
-"""Files that a start has read stay in memory, so that the next start reads nothing. Knows no service.
+"""Locks the files that a process read at startup in memory, so that the next start reads nothing from disk.
 
-The linker reads pages of a library to replace them by its own, Python reads a module's code once: nobody looks at
-either again, so that the page cache lets go of them first, on some systems after a minute. Here they are mapped once
-more and locked. The lock goes with its process; whoever is started at once in its place still finds the pages.
+The linker and Python read library pages and module code once. The page cache then drops them first, on some systems
+after a minute. Here they are mapped again and locked. The lock ends with its process; a successor that starts at once
+still finds the pages.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ PAGE = mmap.PAGESIZE
 CAP_IPC_LOCK = 14
 EVERY_USER = ["0", "0", "4294967295"]
 MAX_BYTES = 256 * 2**20
-# first address and the one after the last, place in the file, path (proc(5), maps)
+# proc(5), maps: first address, end address, file offset, path.
 MAPPING = re.compile(r"(\w+)-(\w+) \S+ (\w+) \S+ [1-9]\d* +(/.*\.so\b[^/]*)")
-# bits from here on in the entry of a page (pagemap.rst of Linux): it, or what took its place, is in memory or swapped
+# In the entry of a page (pagemap.rst of Linux), bits from here on say that the page is in memory or swapped.
 IS_THERE = 62
-# pages that were read, and up to 16 between them that were not: each run is a mapping, of which a process has thousands
+# Pages that were read, and gaps of up to 16 pages between them. Each run is one mapping, and a process has a limit on
+# them.
 RUN = re.compile(rb"\x01+(?:\0{1,16}\x01+)*")
 _INHERITED: set[str] = set()
 _KEPT: set[str] = set()
 
 
-def inherit() -> None:
-    """The modules that are there by now are no part of a start: of this process' fork, or of a start from nothing."""
+def mark_inherited_modules() -> None:
+    """Exclude modules imported so far: they belong to the fork server, or to a start from nothing."""
     _INHERITED.update(sys.modules)
-    _INHERITED.discard("__main__")  # whoever forked this process had another one
+    _INHERITED.discard("__main__")  # The fork server's __main__ is another module.
 
 
 def modules() -> frozenset[str]:
-    """Where the code of the modules came from that it has imported and not inherited."""
+    """Return the code files of modules that this process imported itself."""
     named = [module for name, module in list(sys.modules.items()) if name not in _INHERITED]
     return frozenset(filter(None, map(_code_of, named)))
 
 
 def site_files() -> frozenset[str]:
-    """What an interpreter reads before its first import, of the environment that it belongs to."""
+    """Return the files that an interpreter reads before its first import."""
     folders = map(Path, site.getsitepackages())
     found = (Path(sys.prefix) / "pyvenv.cfg", *(path for folder in folders for path in folder.glob("*.pth")))
     return frozenset(str(path) for path in found if path.is_file())
 
 
 def _code_of(module: ModuleType) -> str:
-    """The file that its code came from: compiled where that is kept, or else its source; none of a library's."""
+    """Return the compiled file of a module, or its source; empty for a library."""
     names = getattr(module, "__dict__", {})
     for name in ("__cached__", "__file__"):
         if isinstance(path := names.get(name), str) and path.endswith((".py", ".pyc")) and os.path.isfile(path):
@@ -66,11 +67,11 @@ def _code_of(module: ModuleType) -> str:
     return ""
 
 
-def keep(more: Set[str]) -> int:
-    """Lock what this process has read of libraries, modules and `more`, for as long as it lives; returns bytes.
+def lock_startup_files(more: Set[str]) -> int:
+    """Lock the pages of libraries, modules and `more` that this process has read; return the number of bytes.
 
-    Each file once: a worker that is parked and woken starts more often than its process. Does nothing where locked
-    memory is rationed, since others need theirs, as RDMA does, nor where the system does not tell what was read.
+    Locks each file once, since a parked worker starts more often than its process. Does nothing where locked memory is
+    rationed, since RDMA needs it, or where the system does not report what was read.
     """
     try:
         if not _may_lock():
@@ -80,8 +81,8 @@ def keep(more: Set[str]) -> int:
             if locked < MAX_BYTES:
                 locked += _lock(path, found[path])
         _KEPT.update(found)
-    except OSError as error:  # the next start is slower, and nothing else
-        logger.warning("what this start has read is not kept in memory: %s", error)
+    except OSError as error:  # A failure only makes the next start slower.
+        logger.warning("startup files not locked error=%s", error)
         return 0
     return locked
 
@@ -91,20 +92,20 @@ def _may_lock() -> bool:
         return True
     status = Path("/proc/self/status")
     if not status.exists() or Path("/proc/self/uid_map").read_text().split() != EVERY_USER:
-        return False  # a user namespace has rights of its own, which do not count here
+        return False  # Capabilities inside a user namespace do not count here.
     effective = next((line.split()[1] for line in status.read_text().splitlines() if line.startswith("CapEff:")), "0")
     return bool(int(effective, 16) >> CAP_IPC_LOCK & 1)
 
 
 def _mappings() -> Iterator[tuple[int, int, int, str]]:
-    """Of libraries: first address, the one after the last, place in the file, path. Raises OSError."""
+    """Yield first address, end address, file offset and path of each mapped library. Raises OSError."""
     for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n"):
         if found := MAPPING.fullmatch(line):
             yield int(found[1], 16), int(found[2], 16), int(found[3], 16), found[4]
 
 
 def _library_pages() -> dict[str, bytearray]:
-    """For each page of each library that is mapped 1 where this process has read it, since it was forked."""
+    """Return for each mapped library one byte a page: 1 if this process has read it since its fork."""
     pages: defaultdict[str, bytearray] = defaultdict(bytearray)
     with open("/proc/self/pagemap", "rb", buffering=0) as table:
         for start, end, offset, path in _mappings():
@@ -118,7 +119,7 @@ def _library_pages() -> dict[str, bytearray]:
 
 
 def _lock(path: str, pages: bytes | bytearray | None) -> int:
-    """These pages of a file, None: all of them; returns bytes."""
+    """Lock these pages of a file, or all pages for None; return the number of bytes."""
     try:
         size = os.stat(path).st_size
         num_pages = -(-size // PAGE)
@@ -126,11 +127,11 @@ def _lock(path: str, pages: bytes | bytearray | None) -> int:
         if not runs:
             return 0
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # it has been replaced meanwhile
+    except OSError:  # The file was replaced or removed.
         return 0
     try:
         address = map_file(fd, size, is_writable=False)
-    except OSError:  # of a kind that has no mappings
+    except OSError:  # This kind of file cannot be mapped.
         os.close(fd)
         return 0
     locked, lock = 0, ctypes.CDLL(None).mlock

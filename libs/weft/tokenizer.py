@@ -1,6 +1,6 @@
-"""A checkpoint's tokenizer.json: as it was published, or made from tiktoken.model, which Kimi K2 and K2.5 have instead.
+"""Reads a checkpoint's tokenizer.json, or builds it from tiktoken.model, which Kimi K2 and K2.5 have instead.
 
-Made anew by whoever needs it, always the same to the byte, so that all agree on its hash. No code of a model's is run.
+The build is byte-for-byte reproducible, so all services agree on its hash. No code of the model runs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.file_io import is_there, read_object, read_small, told
+from weft.file_io import path_exists, read_json_object, read_small, to_weft_error
 
 TOKENIZER, RANKS, SETTINGS = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-# those that transformers knows by name
+# The special tokens that transformers knows by name.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# How the published code of these models cuts text: runs of Han characters, words without any, up to three digits, ...
+# The published code of these models splits text into runs of Han characters, words without Han, up to three digits, ...
 NO_HAN = "&&[^\\p{Han}]]"
 FIRST, REST = (f"[\\p{{L{case}}}\\p{{Lm}}\\p{{Lo}}\\p{{M}}{NO_HAN}" for case in ("u}\\p{Lt", "l"))
 ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -35,13 +35,13 @@ PATTERN = "|".join(
         "\\s+",
     )
 )
-# special tokens behind the ranks, most of them without a name
+# Special tokens that follow the ranks; most have no name.
 NUM_RESERVED = 256
 MAX_ADDED = 100_000
 
 
 def read_tokenizer(directory: Path) -> bytes:
-    """The content of tokenizer.json. Raises BadCheckpoint naming the file at fault, Unreadable."""
+    """Return the content of tokenizer.json. Raises BadCheckpoint naming the file, or StorageUnavailable."""
     _check_there(directory)
     path = directory / TOKENIZER
     try:
@@ -49,17 +49,17 @@ def read_tokenizer(directory: Path) -> bytes:
             return read_small(path)
         ranks = _read_ranks(directory / RANKS)
         settings = directory / SETTINGS
-        named = read_object(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
+        named = read_json_object(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
         return json.dumps(_converted(ranks, {int(number): token for number, token in named.items()})).encode()
     except OSError as error:
-        raise told(error, f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}") from error
+        raise to_weft_error(error, f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}") from error
     except (ValueError, AttributeError) as error:
         raise BadCheckpoint(f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class EndToken:
-    """The tokenizer's `eos_token`: its text, and its id; `ids` is empty where the vocabulary does not have it."""
+    """The tokenizer's `eos_token`: text and id. `ids` is empty if the vocabulary lacks it."""
 
     text: str
     ids: tuple[int, ...]
@@ -68,7 +68,8 @@ class EndToken:
 def read_special_tokens(directory: Path) -> dict[str, str]:
     """Return the text of each special token by its name, as in `eos_token`.
 
-    tokenizer_config.json wins over special_tokens_map.json, as with transformers. Raises BadCheckpoint, Unreadable.
+    As in transformers, tokenizer_config.json wins over special_tokens_map.json. Raises BadCheckpoint or
+    StorageUnavailable.
     """
     found: dict[str, str] = {}
     for file in (SETTINGS, SPECIAL_TOKENS_MAP):
@@ -82,7 +83,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 
 
 def read_end_token(directory: Path) -> EndToken | None:
-    """Return the tokenizer's end token; None where it names none. Raises BadCheckpoint, Unreadable."""
+    """Return the tokenizer's end token, or None if it names none. Raises BadCheckpoint or StorageUnavailable."""
     text = read_special_tokens(directory).get("eos_token")
     return EndToken(text, _ids_of(directory, text)) if text else None
 
@@ -102,7 +103,7 @@ def _ids_of(directory: Path, text: str) -> tuple[int, ...]:
 
 
 def _id_in(vocabulary: Any, text: str) -> tuple[int, ...]:
-    """BPE's vocabulary has ids by token, that of Unigram a list of tokens with their scores."""
+    """Look up a token. BPE vocabularies map tokens to ids; Unigram vocabularies list tokens with scores."""
     if isinstance(vocabulary, list):
         vocabulary = {entry[0]: place for place, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
     number = vocabulary.get(text) if isinstance(vocabulary, dict) else None
@@ -110,30 +111,33 @@ def _id_in(vocabulary: Any, text: str) -> tuple[int, ...]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    return read_object(path) if is_there(path) else {}
+    return read_json_object(path) if path_exists(path) else {}
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Is there any, and whole, as far as that is told without making one. Raises BadCheckpoint, Unreadable."""
+    """Check that a tokenizer exists and is complete, without building one.
+
+    Raises BadCheckpoint or StorageUnavailable.
+    """
     _check_there(directory)
     path = directory / TOKENIZER
-    if path.is_file() and "model" not in read_object(path):
+    if path.is_file() and "model" not in read_json_object(path):
         raise BadCheckpoint(f"{path}: model is missing; fetch the file again")
     if not path.is_file():
         try:
             read_small(directory / RANKS)
         except OSError as error:
-            raise told(error, f"{directory / RANKS}: not readable") from error
+            raise to_weft_error(error, f"{directory / RANKS}: not readable") from error
 
 
 def _check_there(directory: Path) -> None:
-    if not any(is_there(directory / name) for name in (TOKENIZER, RANKS)):
+    if not any(path_exists(directory / name) for name in (TOKENIZER, RANKS)):
         what = "copy the one that was published with the model beside its config.json"
         raise BadCheckpoint(f"{directory} has neither {TOKENIZER} nor {RANKS}; {what}")
 
 
 def byte_letters() -> dict[str, int]:
-    """Byte-level vocabularies spell each byte as one printable letter: itself, or the next one from U+0100 on."""
+    """Map letters to bytes as byte-level vocabularies do: a printable letter for itself, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -141,7 +145,7 @@ def byte_letters() -> dict[str, int]:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Each line: a token's bytes in base64, and its rank, which is its id."""
+    """Parse lines of base64 token bytes and rank, which is the token's id."""
     pairs = (line.split() for line in read_small(path).splitlines() if line.strip())
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     if sorted(ranks.values()) != list(range(len(ranks))):
@@ -156,7 +160,7 @@ def _converted(ranks: Mapping[bytes, int], named: Mapping[int, Mapping[str, Any]
         "type": "BPE",
         "vocab": {spelled[token]: rank for token, rank in ranks.items()},
         "merges": [[spelled[part] for part in pair] for pair in _merges(ranks)],
-        # a piece that is a token as a whole is not put together
+        # A piece that is a token as a whole needs no merges.
         "ignore_merges": True,
     }
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
@@ -171,9 +175,9 @@ def _converted(ranks: Mapping[bytes, int], named: Mapping[int, Mapping[str, Any]
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every pair that makes a token, in the order of the tokens' ranks: tiktoken joins what makes the lowest one first.
+    """Return every pair that forms a token, ordered by the token's rank: tiktoken joins the lowest rank first.
 
-    Of a token's pairs one alone can ever lie side by side, that in which its own bytes end up: the others do no harm.
+    Only the pair into which a token's own bytes merge can ever be adjacent; the other pairs do no harm.
     """
     found = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -183,7 +187,7 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _added(num_base: int, named: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Without gaps: the library gives out ids by counting."""
+    """Return the added tokens without gaps, since the library assigns ids by counting."""
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     end = max(num_base + NUM_RESERVED, *(number + 1 for number in named), 0)
     if end - num_base > MAX_ADDED:

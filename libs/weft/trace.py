@@ -1,7 +1,7 @@
-"""One trace over all services: W3C trace context in and along, spans out by OTLP.
+"""Distributed tracing: propagates W3C trace context and exports spans by OTLP.
 
-Off unless OTEL_EXPORTER_OTLP_ENDPOINT is set: nothing of OpenTelemetry is imported for it then, and what is left is one
-look at a variable. Knows spans and their context; their names and attributes belong to those who make them.
+Off unless OTEL_EXPORTER_OTLP_ENDPOINT is set. Then nothing of OpenTelemetry is imported, and each call costs one look
+at a variable.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 TRACEPARENT = "traceparent"
-# a collector that does not answer must not hold up a process that ends
+# A collector that does not answer must not delay process exit.
 EXPORT_SECONDS = 2.0
-# as between services (weft.rpc.client): gRPC's own may take all memory
-NO_RETRIES: Any = (("grpc.enable_retries", 0),)  # the library's types know texts only
+# As between services (weft.rpc.client): gRPC's retries may take all memory.
+NO_RETRIES: Any = (("grpc.enable_retries", 0),)  # The library's types allow strings only.
 Attributes = Mapping[str, Any]
 
 _tracer: Tracer | None = None
@@ -35,59 +35,58 @@ _current: ContextVar[Span | None] = ContextVar("span", default=None)
 
 
 class Span:
-    """A span that has begun. Ends once, by `end`."""
+    """A started span; call `end` exactly once."""
 
     def __init__(self, inner: OtelSpan) -> None:
         self._inner = inner
 
     @property
     def traceparent(self) -> str:
-        """What others need to go on with the trace."""
+        """W3C traceparent header of this span."""
         context = self._inner.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
     @property
     def trace_id(self) -> str:
-        """What a trace is looked for by."""
+        """Trace id in hex, for searching the trace."""
         return f"{self._inner.get_span_context().trace_id:032x}"
 
     def rename(self, name: str) -> None:
-        """What it is about is known better now."""
+        """Replace the name once the request is known better."""
         self._inner.update_name(name)
 
     def set(self, attributes: Attributes) -> None:
-        """None and empty values say nothing, and are left out."""
+        """Set attributes; None and empty values are left out."""
         self._inner.set_attributes({key: value for key, value in attributes.items() if value not in (None, "", (), [])})
 
     def event(self, name: str, attributes: Attributes) -> None:
-        """Something happened now."""
+        """Record an event at the current time."""
         self._inner.add_event(name, dict(attributes))
 
     def child(self, name: str, start_ns: int, end_ns: int) -> None:
-        """A part that is over already; times since the epoch."""
+        """Record a finished child span; times in nanoseconds since the epoch."""
         assert _tracer is not None
         _tracer.start_span(name, self.context(), start_time=start_ns).end(max(end_ns, start_ns))
 
     def fail(self, error: BaseException) -> None:
-        """It ends badly."""
+        """Mark the span as failed."""
         from opentelemetry.trace import StatusCode
 
         self._inner.set_status(StatusCode.ERROR, str(error))
         self._inner.set_attribute("error.type", type(error).__name__)
 
     def end(self) -> None:
-        """It is over."""
         self._inner.end()
 
     def context(self) -> Context:
-        """For the library."""
+        """Return the OpenTelemetry context of this span."""
         from opentelemetry.trace import set_span_in_context
 
         return set_span_in_context(self._inner)
 
 
 def setup(service: str, instance: str = "") -> None:
-    """Called once by a process, before it serves. Raises ConfigError where the libraries are missing."""
+    """Enable tracing if configured. Call once before serving. Raises ConfigError if the libraries are missing."""
     global _tracer, _provider
     if not any(os.environ.get(name) for name in ENDPOINTS) or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return
@@ -97,7 +96,7 @@ def setup(service: str, instance: str = "") -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"{ENDPOINTS[0]} is set, and {error.name} is not installed") from error
+        raise ConfigError(f"{ENDPOINTS[0]} is set, but {error.name} is not installed") from error
     resource = Resource.create({"service.name": f"weft-{service}", "service.instance.id": instance or service})
     _provider = TracerProvider(resource=resource)
     _provider.add_span_processor(
@@ -107,7 +106,7 @@ def setup(service: str, instance: str = "") -> None:
 
 
 def shutdown() -> None:
-    """Send what waits, and be off again. Processes that end do the first of themselves."""
+    """Export pending spans and disable tracing. The provider also exports at process exit."""
     global _tracer, _provider
     if _provider is not None:
         _provider.shutdown()
@@ -115,7 +114,7 @@ def shutdown() -> None:
 
 
 def incoming(metadata: Iterable[tuple[str | bytes, str | bytes]] | None) -> str:
-    """The trace context among gRPC metadata or HTTP headers; empty without one, and while tracing is off."""
+    """Return the trace context from gRPC metadata or HTTP headers; empty without one or while tracing is off."""
     if _tracer is None:
         return ""
     for name, value in metadata or ():
@@ -125,21 +124,21 @@ def incoming(metadata: Iterable[tuple[str | bytes, str | bytes]] | None) -> str:
 
 
 def outgoing() -> tuple[tuple[str, str], ...] | None:
-    """Metadata for a call made in the name of the current span."""
+    """Return the metadata for a call on behalf of the current span."""
     parent = traceparent()
     return ((TRACEPARENT, parent),) if parent else None
 
 
 def traceparent() -> str:
-    """Of the current span; empty without one."""
+    """Return the current span's traceparent; empty without one."""
     span = _current.get() if _tracer is not None else None
     return span.traceparent if span is not None else ""
 
 
-def begin(name: str, parent: str = "") -> Span | None:
-    """A span of a request that came from outside, current for what this task does from here on; None while off.
+def start_span(name: str, parent: str = "") -> Span | None:
+    """Start a server span and make it current for this task; None while tracing is off.
 
-    Without a `parent` that makes sense the trace begins here.
+    Without a valid `parent` it starts a new trace.
     """
     if _tracer is None:
         return None
@@ -152,9 +151,9 @@ def begin(name: str, parent: str = "") -> Span | None:
     return span
 
 
-def served(name: str, parent: str) -> AbstractContextManager[Span | None]:
-    """A span of a peer's call, if the peer traces it; current inside the block."""
-    span = begin(name, parent) if parent else None
+def server_span(name: str, parent: str) -> AbstractContextManager[Span | None]:
+    """Return a context with a span for a peer's call if the peer traces it; current inside the block."""
+    span = start_span(name, parent) if parent else None
     return nullcontext() if span is None else _until_ended(span)
 
 
@@ -173,8 +172,8 @@ def _until_ended(span: Span) -> Iterator[Span]:
 
 
 @contextmanager
-def part(name: str) -> Iterator[Span | None]:
-    """A span inside the current one, current inside the block; None where there is none."""
+def child_span(name: str) -> Iterator[Span | None]:
+    """Start a child of the current span, current inside the block; None without a current span."""
     outer = _current.get() if _tracer is not None else None
     if outer is None or _tracer is None:
         yield None

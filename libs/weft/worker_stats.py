@@ -1,4 +1,4 @@
-"""What a worker has counted since its start, as it tells the fleet: caches, hand-offs and work. Values only."""
+"""Counters of a worker since its start, as its reports carry them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixTally:
-    """Prompt tokens that were looked up in caches, and those found in the worker's pool, the store's memory, its
-    disk; and what getting those of the store took."""
+class PrefixCacheStats:
+    """Prompt tokens looked up in caches, tokens found in each tier, and the time spent fetching from the store."""
 
     looked_up_tokens: int = 0
     pool_tokens: int = 0
@@ -18,12 +17,12 @@ class PrefixTally:
     nvme_seconds: float = 0.0
 
 
-NOTHING_LOOKED_UP = PrefixTally()
+NOTHING_LOOKED_UP = PrefixCacheStats()
 
 
 @dataclass(frozen=True, slots=True)
-class HandOffTally:
-    """What one lender has handed off to a decode worker: prompts, their bytes, and those that were thrown away."""
+class TransferStats:
+    """KV transfers from one prefill worker to a decode worker: prompts, bytes, and failed transfers."""
 
     prefill_worker_id: str
     num_prompts: int = 0
@@ -32,34 +31,37 @@ class HandOffTally:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkTally:
-    """Steps in which sequences went on with their texts and their time; the time of prompts, of a step with both their
-    share of its tokens. A first token is its prompt's."""
+class EngineTimeStats:
+    """Engine time for decoding and for prompts.
+
+    `generating_*` counts steps that decode. `computing_seconds` counts prompt time; a mixed step contributes by its
+    share of prompt tokens. A first token belongs to its prompt.
+    """
 
     generating_steps: int = 0
     generating_seconds: float = 0.0
     computing_seconds: float = 0.0
 
-    def add(self, prompt_tokens: int, text_tokens: int, seconds: float) -> WorkTally:
-        """With one more step."""
+    def add(self, prompt_tokens: int, text_tokens: int, seconds: float) -> EngineTimeStats:
+        """Return the statistics with one more step."""
         share = prompt_tokens / max(prompt_tokens + text_tokens, 1)
-        return WorkTally(
+        return EngineTimeStats(
             self.generating_steps + (text_tokens > 0),
             self.generating_seconds + (seconds if text_tokens else 0.0),
             self.computing_seconds + share * seconds,
         )
 
 
-NO_WORK = WorkTally()
+NO_ENGINE_TIME = EngineTimeStats()
 
 
 @dataclass(frozen=True, slots=True)
-class Tallies:
-    """All, as they go into a report."""
+class WorkerStats:
+    """All counters of a worker's report."""
 
-    prefix: PrefixTally = NOTHING_LOOKED_UP
-    hand_offs: tuple[HandOffTally, ...] = ()
-    work: WorkTally = NO_WORK
+    prefix: PrefixCacheStats = NOTHING_LOOKED_UP
+    transfers: tuple[TransferStats, ...] = ()
+    engine_time: EngineTimeStats = NO_ENGINE_TIME
 
 
-NO_TALLIES = Tallies()
+NO_STATS = WorkerStats()

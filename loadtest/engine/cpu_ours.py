@@ -16,7 +16,7 @@ from weft.engine.engine import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.model.config import read_config
 from weft.request import RequestKey, SamplingParams
-from weft.worker.os_tuning import keep_heap
+from weft.worker.os_tuning import disable_malloc_trim
 
 BLOCK_TOKENS = 16
 # between llama.cpp's 512 and the whole prompt that vLLM is given room for
@@ -26,7 +26,7 @@ Heard = queue.SimpleQueue[tuple[float, StepOutput]]
 
 def open_engine(task: Task, heard: Heard) -> Engine:
     """In the task's dtype, from bfloat16 weights."""
-    keep_heap()  # as a worker does when it boots
+    disable_malloc_trim()  # as a worker does when it boots
     torch.set_num_threads(task.threads)
     config = read_config(task.model)
     per_sequence = -(-(task.prompt_tokens + task.new_tokens) // BLOCK_TOKENS) + 1

@@ -21,7 +21,7 @@ from weft.capacity.layout import GIB
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import FirstToken, PoolMemory, Reserved, SequenceMode, SequenceSpec, StepOutput
-from weft.kv.layer_groups import Paging
+from weft.kv.layer_groups import PagingPolicy
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.request import RequestKey, SamplingParams
 
@@ -63,7 +63,7 @@ class Bench:
         self._names = itertools.count()
         self._heard: queue.SimpleQueue[tuple[float, StepOutput]] = queue.SimpleQueue()
         self._source = random.Random(0)
-        reaches = kv_groups(self.config).reaches
+        reaches = kv_groups(self.config).spans
         self.page_bytes = block_bytes(self.config, settings.dtype, settings.block_tokens)
         limits = EngineConfig(
             num_blocks=max(1, int(self._kv_bytes()) // self.page_bytes),
@@ -74,7 +74,7 @@ class Bench:
             mixed_tokens=settings.mixed_tokens,
             max_num_seqs=settings.max_seqs,
             max_waiting=2 * settings.max_seqs,
-            reaches=reaches,
+            spans=reaches,
             # as a worker sets them: one step ahead and replayed graphs on a GPU, the plain loop elsewhere
             steps_ahead=int(settings.device == "cuda"),
             decode_graphs=settings.device == "cuda",
@@ -109,8 +109,8 @@ class Bench:
 
     def kv_bytes(self, batch: int, tokens: int) -> int:
         """At most, in whole pages; one more for each sequence that grows."""
-        paging: Paging = self.paging
-        return batch * (paging.max_pages(tokens) + len(paging.reaches)) * self.page_bytes
+        paging: PagingPolicy = self.paging
+        return batch * (paging.max_pages(tokens) + len(paging.spans)) * self.page_bytes
 
     def decode(self, batch: int, context: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps in which all sequences generate a token."""

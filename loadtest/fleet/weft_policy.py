@@ -11,8 +11,8 @@ from loadtest.fleet.trace import BLOCK_TOKENS, Request
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 from weft.errors import Overloaded
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft.request_stage import Stage
-from weft.worker_stats import PrefixTally, Tallies, WorkTally
+from weft.request_stage import RequestStage
+from weft.worker_stats import EngineTimeStats, PrefixCacheStats, WorkerStats
 from weft_services.scheduler.fleet_state import Worker, WorkerInfo, WorkerReport
 from weft_services.scheduler.role_balancer import RoleBalancer
 from weft_services.scheduler.router import AttemptProgress, Router
@@ -96,12 +96,14 @@ class WeftPolicy:
 
     def first_token(self, job: Job, now: float) -> None:
         """Settle."""
-        self._router.settle(AttemptProgress(_key(job), Stage.DECODING), now)
+        self._router.settle(AttemptProgress(_key(job), RequestStage.DECODING), now)
 
     def ended(self, job: Job, now: float) -> None:
         """Settle, and bind the session."""
         tokens = job.request.output_tokens
-        reservation = self._router.settle(AttemptProgress(_key(job), Stage.FINISHED, generated_tokens=tokens), now)
+        reservation = self._router.settle(
+            AttemptProgress(_key(job), RequestStage.FINISHED, generated_tokens=tokens), now
+        )
         if reservation is not None and job.request.session:
             decode = reservation.decode.worker.worker_id
             self._sessions[job.request.session] = SessionAffinity(
@@ -124,9 +126,11 @@ class WeftPolicy:
             ready=True,
             generated_tokens=int(worker.generated_tokens),
             computed_prompt_tokens=int(worker.computed_tokens),
-            tallies=Tallies(
-                PrefixTally(dram_tokens=worker.fetched_tokens, dram_seconds=worker.fetching_seconds),
-                work=WorkTally(int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds),
+            tallies=WorkerStats(
+                PrefixCacheStats(dram_tokens=worker.fetched_tokens, dram_seconds=worker.fetching_seconds),
+                engine_time=EngineTimeStats(
+                    int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds
+                ),
             ),
             role=WorkerRole(worker.role),
         )

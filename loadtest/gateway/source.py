@@ -18,7 +18,7 @@ import grpc
 from prometheus_client import Counter, start_http_server
 from tokenizers import Tokenizer
 
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import common_pb2, decode_service_pb2_grpc
 from weft_mesh.v1 import decode_service_pb2 as pb
@@ -169,7 +169,7 @@ async def be_member(scheduler: str, address: str, model: str, source: Source) ->
     )
     async with open_channel(scheduler) as channel:
         await asyncio.wait_for(channel.channel_ready(), JOIN_SECONDS)
-        async with owned(FleetServiceStub(channel).Join()) as call:
+        async with cancelled_on_exit(FleetServiceStub(channel).Join()) as call:
             await call.write(scheduler_pb.JoinRequest(hello=hello))
             while True:
                 report = scheduler_pb.WorkerReport(ready=True, free_blocks=NUM_BLOCKS, num_running=source.num_running)

@@ -21,7 +21,7 @@ import uvloop
 from loadtest.gateway.client import COUNT, QUESTION
 from loadtest.gateway.processes import Processes, cpu_seconds
 from loadtest.gateway.stacks import Stack, weft
-from weft.file_descriptors import allow_files
+from weft.file_descriptors import raise_fd_limit
 
 # idle streams: a token every ten seconds
 IDLE_STEP_SECONDS, IDLE_TOKENS = 10.0, 13
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--stalled", type=int, default=4, help="clients that do not read")
     options = parser.parse_args()
-    if (hard := allow_files()) < options.streams + 1000:
+    if (hard := raise_fd_limit()) < options.streams + 1000:
         parser.error(f"--streams {options.streams}: this user may have {hard} files open (ulimit -n)")
     rows = []
     with Processes() as processes:

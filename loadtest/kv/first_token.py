@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from loadtest.local_mesh import LocalMesh
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft_mesh.v1 import common_pb2, decode_service_pb2, decode_service_pb2_grpc, scheduler_service_pb2
 
 FIRST_ORDINARY = 300
@@ -83,7 +83,7 @@ async def measure_ttft(
     channel = open_channel(decode.address)
     rows = []
     try:
-        async with owned(decode_service_pb2_grpc.DecodeServiceStub(channel).Attach()) as stream:
+        async with cancelled_on_exit(decode_service_pb2_grpc.DecodeServiceStub(channel).Attach()) as stream:
             asker = Asker(stream, decode, vocab_size)
             for _ in range(0 if in_new_pools else mesh.pool_tokens() // max(lengths) + 1):
                 for lender in (None, prefill):

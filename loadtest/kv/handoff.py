@@ -6,7 +6,7 @@
 
 Bandwidth: all read the same runs of the same memory of another process, in turn, into memory that was written just
 before; medians over the rounds, and the best round of each. Theirs is `batch_transfer_sync_read` with all runs of a
-size, in a thread; ours are `MooncakeTransport.pull`, as between machines, and `NearTransport.pull`, as on this one.
+size, in a thread; ours are `MooncakeTransport.pull`, as between machines, and `LocalTransport.pull`, as on this one.
 TTFT: one mesh with a prefill and a decode worker; the decode worker asks for prompts, or computes them itself, in turn.
 At the worker's own gRPC listener, so that gateway and scheduler do not count. The first token is told before the
 prompt's last blocks have come; what that hides is seen at the second one.
@@ -34,9 +34,9 @@ from loadtest.kv.first_token import Row, measure_ttft
 from loadtest.kv.lender import shared_pool
 from loadtest.local_mesh import ROOT, LocalMesh
 from loadtest.verdict import verdict
-from weft.kv.local_transport import NearTransport
+from weft.kv.local_transport import LocalTransport
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transport import Endpoint, Lender, Run, Transport
+from weft.kv.transport import CopyRange, Endpoint, KvSource, Transport
 from weft.request import RequestKey
 
 MIB = 1024 * 1024
@@ -63,7 +63,7 @@ async def bandwidth(rounds: int) -> Table:
 
 async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
     _shared, memory = shared_pool(MEMORY_BYTES)
-    mooncake, near = MooncakeTransport("127.0.0.1"), NearTransport(memory)
+    mooncake, near = MooncakeTransport("127.0.0.1"), LocalTransport(memory)
     mooncake.register(memory.address, MEMORY_BYTES)
     ways = (partial(_read_theirs, mooncake, peer), partial(_read_ours, mooncake, peer), partial(_read_ours, near, peer))
     table = Table(title="reading another process' memory, medians; the first two over loopback TCP", box=None)
@@ -73,7 +73,7 @@ async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
         table.add_column(heading, justify="right")
     for size, count in SIZES:
         # every other run, so that none can be joined
-        runs = [Run(peer.pool_address + 2 * i * size, memory.address + 2 * i * size, size) for i in range(count)]
+        runs = [CopyRange(peer.pool_address + 2 * i * size, memory.address + 2 * i * size, size) for i in range(count)]
         times = await _in_turns(ways, runs, rounds)
         theirs, ours, nearby = (size * count / statistics.median(each) / 1e9 for each in times)
         ratio, best = ours / theirs, min(times[0]) / min(times[1])
@@ -86,7 +86,7 @@ async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
 
 
 async def _in_turns(
-    ways: Sequence[Callable[[Sequence[Run]], Awaitable[None]]], runs: Sequence[Run], rounds: int
+    ways: Sequence[Callable[[Sequence[CopyRange]], Awaitable[None]]], runs: Sequence[CopyRange], rounds: int
 ) -> list[list[float]]:
     """Seconds of each way, round by round; each goes first as often as the others. The first round does not count."""
     times: list[list[float]] = [[] for _ in ways]
@@ -102,11 +102,11 @@ async def _in_turns(
     return [each[1:] for each in times]
 
 
-async def _read_ours(transport: Transport, peer: Endpoint, runs: Sequence[Run]) -> None:
-    await transport.pull(Lender(peer, "", RequestKey("r")), runs, 30)
+async def _read_ours(transport: Transport, peer: Endpoint, runs: Sequence[CopyRange]) -> None:
+    await transport.pull(KvSource(peer, "", RequestKey("r")), runs, 30)
 
 
-async def _read_theirs(transport: MooncakeTransport, peer: Endpoint, runs: Sequence[Run]) -> None:
+async def _read_theirs(transport: MooncakeTransport, peer: Endpoint, runs: Sequence[CopyRange]) -> None:
     code = await asyncio.to_thread(
         transport._engine.batch_transfer_sync_read,
         peer.segment,

@@ -7,15 +7,15 @@ import json
 import signal
 import sys
 
-from weft.kv.local_transport import NearTransport
-from weft.kv.memfd import SharedBytes, shared_bytes
+from weft.kv.local_transport import LocalTransport
+from weft.kv.memfd import SharedMemory, create_shared_memory
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
 
 
-def shared_pool(size: int) -> tuple[SharedBytes, HostBlocks]:
+def shared_pool(size: int) -> tuple[SharedMemory, HostBlocks]:
     """Memory as a CPU worker's pool is: in a file."""
-    shared = shared_bytes(size, "weft-kv-pool")
+    shared = create_shared_memory(size, "weft-kv-pool")
     if shared is None:
         sys.exit("this system has no files without a path")
     return shared, HostBlocks(ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping)), size, 1, shared.fd)
@@ -28,7 +28,7 @@ def main() -> None:
     ctypes.memset(memory.address, 7, size)
     transport = MooncakeTransport("127.0.0.1")
     transport.register(memory.address, size)
-    endpoint = NearTransport(memory).beside(transport.endpoint())
+    endpoint = LocalTransport(memory).with_file(transport.endpoint())
     print(
         json.dumps({"segment": endpoint.segment, "address": endpoint.pool_address, "file": endpoint.file}), flush=True
     )

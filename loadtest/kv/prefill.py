@@ -17,15 +17,15 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.kv.tiers import Tier
-from weft.kv.transfer_protocol import PrefillOrder
+from weft.kv.transfer_protocol import PrefillRequest
 from weft.model.config import ModelConfig, read_config
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint, RequestKey, SamplingParams
-from weft.worker.engine_client import EngineFeed
-from weft.worker.fetch_cost import FetchEstimate
-from weft.worker.os_tuning import keep_heap
+from weft.worker.engine_client import EngineEvents
+from weft.worker.fetch_cost import FetchCostModel
+from weft.worker.os_tuning import disable_malloc_trim
 from weft.worker.pool_memory import open_blocks
-from weft.worker.stats_recorder import Tally
+from weft.worker.stats_recorder import StatsRecorder
 from weft.worker.store_client import StoreClient, StorePrefix
 
 REQUEST_SECONDS = 600.0
@@ -88,7 +88,7 @@ class Prefill:
         key = RequestKey(f"load-{self._num_asked}")
         waiting = self._waiting[key] = _Waiting(loop.create_future(), loop.create_future())
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        order = PrefillOrder(key, "", self.fingerprint, tuple(token_ids), sampling)
+        order = PrefillRequest(key, "", self.fingerprint, tuple(token_ids), sampling)
         started = time.perf_counter()
         self.engine.submit(SequenceSpec(key, order.token_ids, sampling, SequenceMode.PREFILL, wait_for_kv=True))
         try:
@@ -113,9 +113,9 @@ def read_weights(model: Path) -> dict[str, Tensor]:
 
 
 @asynccontextmanager
-async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: FetchEstimate) -> AsyncIterator[Prefill]:
+async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: FetchCostModel) -> AsyncIterator[Prefill]:
     """A worker with an empty pool, for the length of a scope. `estimate` may have learned from an earlier one."""
-    keep_heap()
+    disable_malloc_trim()
     config = read_config(shape.model)
     engine_config = EngineConfig(
         num_blocks=shape.num_blocks,
@@ -125,15 +125,15 @@ async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: Fetc
         chunk_tokens=shape.chunk_tokens,
         pin_sealed=bool(shape.store),
     )
-    feed = EngineFeed()
+    feed = EngineEvents()
     engine = build_engine(
         config, weights, dtype=shape.dtype, device="cpu", engine_config=engine_config, listener=feed.listener
     )
     fingerprint = _fingerprint(config, shape)
     memory = open_blocks(engine.pool_memory, "cpu")
     store = StoreClient(shape.store, memory, fingerprint, engine.unpin, estimate)
-    worker = Prefill(engine, store, StorePrefix(store, engine_config.paging, Tally()), fingerprint)
-    feed.on_computed = estimate.computed
+    worker = Prefill(engine, store, StorePrefix(store, engine_config.paging, StatsRecorder()), fingerprint)
+    feed.on_computed = estimate.on_computed
     feed.subscribe(worker.on_step)
     await store.connect()
     engine.start()

@@ -14,7 +14,7 @@ import torch
 from loadtest.kv.prefill import Shape, prefilling, read_weights
 from weft import metrics
 from weft.kv.tiers import Tier
-from weft.worker.fetch_cost import AlwaysFetch, FetchEstimate
+from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
 
 
 async def main() -> None:
@@ -24,7 +24,7 @@ async def main() -> None:
     torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])
     # What is replayed is how much the tiers keep, not what is worth fetching for so small a model.
-    kind = FetchEstimate if settings.pop("chooses") else AlwaysFetch
+    kind = FetchCostModel if settings.pop("chooses") else AlwaysFetch
     shape = Shape(**{**settings, "model": Path(settings["model"])})
     estimate = kind(shape.block_tokens, shape.chunk_tokens)
     async with prefilling(shape, read_weights(shape.model), estimate) as worker:

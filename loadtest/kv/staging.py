@@ -22,25 +22,25 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.kv.node import KvStoreNode
-from weft.kv.memfd import SharedBytes, shared_bytes
+from weft.kv.memfd import SharedMemory, create_shared_memory
 from weft.kv.memory import HostBlocks
-from weft.kv.store_client_proxy import StoreAgent, StoreSpec
-from weft.worker.pool_memory import stage, summed
+from weft.kv.store_client_proxy import StoreClientProxy, StoreSpec
+from weft.worker.pool_memory import stage, staged_checksums
 
 MIB = 1024 * 1024
 SIZES = (24 * 1024, 96 * 1024, 512 * 1024, 4 * MIB)
 BATCH_BYTES, POOL_BYTES, SEGMENT_BYTES = 16 * MIB, 128 * MIB, 512 * MIB
-Way = Callable[[StoreAgent, HostBlocks, Sequence[int]], Awaitable[list[int]]]
+Way = Callable[[StoreClientProxy, HostBlocks, Sequence[int]], Awaitable[list[int]]]
 
 
-async def as_it_lies(agent: StoreAgent, memory: HostBlocks, blocks: Sequence[int]) -> list[int]:
+async def as_it_lies(agent: StoreClientProxy, memory: HostBlocks, blocks: Sequence[int]) -> list[int]:
     """Codes of the puts, straight from the pool."""
-    sums = await summed(memory, blocks)
+    sums = await staged_checksums(memory, blocks)
     offsets = [block * memory.block_bytes for block in blocks]
     return await agent.put(_names("direct", sums, blocks), offsets, memory.block_bytes, from_pool=True)
 
 
-async def by_way_of_staging(agent: StoreAgent, memory: HostBlocks, blocks: Sequence[int]) -> list[int]:
+async def by_way_of_staging(agent: StoreClientProxy, memory: HostBlocks, blocks: Sequence[int]) -> list[int]:
     """Codes of the puts, copied first."""
     size = memory.block_bytes
     sums = await stage(memory, blocks, agent.staging[: len(blocks) * size])
@@ -54,7 +54,7 @@ def _names(way: str, sums: Sequence[int], blocks: Sequence[int]) -> list[str]:
     return [f"{way}/{block}/{checksum}" for block, checksum in zip(blocks, sums, strict=True)]
 
 
-async def measure(agent: StoreAgent, memory: HostBlocks, rounds: int) -> list[float]:
+async def measure(agent: StoreClientProxy, memory: HostBlocks, rounds: int) -> list[float]:
     """GB/s of both ways, and of the copy with its checksums alone."""
     count = BATCH_BYTES // memory.block_bytes
     times: list[list[float]] = [[], [], []]
@@ -74,7 +74,7 @@ async def measure(agent: StoreAgent, memory: HostBlocks, rounds: int) -> list[fl
     return [count * memory.block_bytes / statistics.median(each) / 1e9 for each in times]
 
 
-async def run(node: KvStoreNode, pool: SharedBytes, rounds: int) -> Table:
+async def run(node: KvStoreNode, pool: SharedMemory, rounds: int) -> Table:
     """A row a size."""
     table = Table(title="from a pool to the store's memory, GB/s", box=None)
     for heading in ("block", "as it lies", "copied first", "ratio", "the copy alone, with checksums"):
@@ -86,7 +86,7 @@ async def run(node: KvStoreNode, pool: SharedBytes, rounds: int) -> Table:
         pool_fd=pool.fd,
         pool_bytes=POOL_BYTES,
     )
-    async with StoreAgent.running(spec) as agent:
+    async with StoreClientProxy.running(spec) as agent:
         for size in SIZES:
             memory = HostBlocks(address, size, POOL_BYTES // size, pool.fd)
             direct, staged, copy = await measure(agent, memory, rounds)
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Puts with and without a copy.")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    pool = shared_bytes(POOL_BYTES, "weft-kv-pool")
+    pool = create_shared_memory(POOL_BYTES, "weft-kv-pool")
     assert pool is not None, "this system has no memory that can be shared by a file's number"
     with KvStoreNode(SEGMENT_BYTES, Path(), 0) as node:
         table = asyncio.run(run(node, pool, options.rounds))

@@ -31,7 +31,7 @@ from loadtest.kv.node import KvStoreNode
 from loadtest.kv.prefill import Answer, Shape, prefilling, read_weights
 from loadtest.verdict import verdict
 from weft.kv.tiers import Tier
-from weft.worker.fetch_cost import FetchEstimate
+from weft.worker.fetch_cost import FetchCostModel
 
 BLOCK_TOKENS = 16
 SEGMENT_BYTES, DISK_BYTES = 1 << 30, 4 << 30
@@ -49,7 +49,7 @@ class Bench:
     node: KvStoreNode
     shape: Shape
     weights: Mapping[str, Tensor]
-    estimate: FetchEstimate
+    estimate: FetchCostModel
     rng: random.Random
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -148,7 +148,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         num_blocks = 8 * (options.tokens // BLOCK_TOKENS + 4)
         with node:
             shape = Shape(options.model, num_blocks, BLOCK_TOKENS, node.address)
-            estimate = FetchEstimate(BLOCK_TOKENS, shape.chunk_tokens)
+            estimate = FetchCostModel(BLOCK_TOKENS, shape.chunk_tokens)
             bench = Bench(node, shape, read_weights(options.model), estimate, rng)
             await bench.pooled(bench.prompt(2 * shape.chunk_tokens))
             first = await first_token(bench, options.tokens, options.rounds)

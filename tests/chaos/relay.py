@@ -12,9 +12,9 @@ from typing import Any
 from tests.services.workers import Meddler, Worker
 from weft.engine.messages import StepOutput
 from weft.kv.block_pool import BlockPool
-from weft.kv.transport import Lender, Run, TransferFailed
+from weft.kv.transport import CopyRange, KvSource, TransferFailed
 from weft.request import RequestKey
-from weft.rpc.client import owned
+from weft.rpc.client import cancelled_on_exit
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_mesh.v1 import prefill_service_pb2_grpc
 
@@ -75,7 +75,7 @@ class Relay(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._at = at
 
     async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        async with owned(self._stub.Prefill(self._requests(request_iterator))) as call:
+        async with cancelled_on_exit(self._stub.Prefill(self._requests(request_iterator))) as call:
             async for response in call:
                 self.heard.append(response.WhichOneof("event"))
                 is_held = self.heard[-1] == self._at and not self.hold.is_reached.is_set()
@@ -100,7 +100,7 @@ class Relay(prefill_service_pb2_grpc.PrefillServiceServicer):
         raise NotImplementedError("nobody asks")
 
     async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        async with owned(self._stub.ReadBlocks(request)) as call:
+        async with cancelled_on_exit(self._stub.ReadBlocks(request)) as call:
             async for response in call:
                 yield response
 
@@ -144,7 +144,7 @@ class Hurt(Meddler):
         self._fault = fault
         self._at = at
 
-    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+    async def pull(self, lender: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
         self.num_pulls += 1
         self.has_begun.set()
         is_held = self.num_pulls == self._at
@@ -157,7 +157,7 @@ class Hurt(Meddler):
         finally:
             self._expect_ours(runs)
 
-    async def _pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float, is_held: bool) -> None:
+    async def _pull(self, lender: KvSource, runs: Sequence[CopyRange], timeout_seconds: float, is_held: bool) -> None:
         if is_held and self._fault == "fails":
             raise TransferFailed("torn")
         if is_held and self._fault == "lands late":
@@ -169,7 +169,7 @@ class Hurt(Meddler):
             block = (runs[-1].local_address - memory.address) // memory.block_bytes
             memory.write(block, 5, bytes([memory.read(block)[5] ^ 1]))
 
-    def _land(self, runs: Sequence[Run]) -> None:
+    def _land(self, runs: Sequence[CopyRange]) -> None:
         memory = self.victim.place.memory
         pool = self.victim.engine._loop._pool
         for block in self._targets(runs):
@@ -177,14 +177,14 @@ class Hurt(Meddler):
             memory.write(block, 0, b"\xab" * memory.block_bytes)
             self.num_late_blocks += 1
 
-    def _sing(self, runs: Sequence[Run]) -> None:
+    def _sing(self, runs: Sequence[CopyRange]) -> None:
         self._expect_ours(runs)
         memory = self.victim.place.memory
         for block in self._targets(runs):
             memory.write(block, 0, CANARY * memory.block_bytes)
             self.num_canaries += 1
 
-    def _expect_ours(self, runs: Sequence[Run]) -> None:
+    def _expect_ours(self, runs: Sequence[CopyRange]) -> None:
         """Held by the sequence that they are for, or in quarantine: of no use to anybody else."""
         pool = self.victim.engine._loop._pool
         for block in self._targets(runs):
@@ -192,6 +192,6 @@ class Hurt(Meddler):
                 time.sleep(0.01)  # the engine's thread may be putting it into quarantine just now
                 assert _is_ours(pool, block), f"block {block} is somebody else's while a pull may write it"
 
-    def _targets(self, runs: Sequence[Run]) -> list[int]:
+    def _targets(self, runs: Sequence[CopyRange]) -> list[int]:
         memory = self.victim.place.memory
         return [(run.local_address - memory.address) // memory.block_bytes for run in runs]

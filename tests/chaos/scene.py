@@ -12,7 +12,7 @@ from tests.chaos.relay import Halt, Hold, Hurt, Relay
 from tests.services.attach import Answer, Gateway, new_key, prompt
 from tests.services.workers import Pair, Worker, start_pair, start_worker
 from tests.weft.tiny_llama import Tiny
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad
 from weft.engine.sequence import SequenceState
 from weft.request import RequestKey, SamplingParams, WorkerAddress
@@ -127,7 +127,7 @@ async def scene_of(
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(relay, rpc.server)
         lender = WorkerAddress("prefill-0", pair.prefill.address.boot_id, await rpc.start("127.0.0.1", 0))
         try:
-            async with background() as tasks:
+            async with background_tasks() as tasks:
                 gateway = Gateway(pair.decode.address, tasks)
                 _, bystander = await pair.gateway.start(OTHER, sampling=ENDLESS)
                 await bystander.has_begun.wait()

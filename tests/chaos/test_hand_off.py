@@ -238,7 +238,7 @@ async def _hurt(tiny: Tiny, cell: tuple[str, str], transport: str, monkeypatch: 
     if fault == "transfer fails, lands late":
         # Mooncake's first pull opens the other side, too
         monkeypatch.setattr(kv_receiver, "PULL_SECONDS", 0.3 if transport == "grpc" else 2.0)
-        monkeypatch.setattr(kv_pull, "PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(kv_pull, "EXTRA_WAIT_SECONDS", 0.0)
     fields: dict[str, Any] = {"remaining_ms": _deadline_ms(state, transport)} if fault == "deadline" else {}
     hurt = Hurt(transfer_fault, PULLS.get(state, 0))
     async with scene_of(tiny, EVENTS.get(state, ""), hurt, _lease_seconds(fault), transport) as scene:

@@ -30,7 +30,7 @@ from weft.kv.transfer_protocol import PromptFinished
 from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
 from weft.worker import store_client
-from weft.worker.store_connection import StoreLink
+from weft.worker.store_connection import StoreConnection
 from weft_mesh.v1 import prefill_service_pb2_grpc
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,9 +82,9 @@ class Scene:
     answer: Answer | None = None
 
     @property
-    def link(self) -> StoreLink:
+    def link(self) -> StoreConnection:
         """Prefill's."""
-        link = self.pair.prefill.place.store._keeper.link
+        link = self.pair.prefill.place.store._connector.connection
         assert link is not None
         return link
 
@@ -258,14 +258,14 @@ async def _scene(tiny: Tiny, kvstore: KvStoreProcess) -> AsyncIterator[Scene]:
 
 def _hold_at(question: str, hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one of its kind waits; later ones do not."""
-    ask = getattr(StoreLink, question)
+    ask = getattr(StoreConnection, question)
 
-    async def held(link: StoreLink, *arguments: Any) -> Any:
+    async def held(link: StoreConnection, *arguments: Any) -> Any:
         if not hold.is_reached.is_set():
             await hold.stop()
         return await ask(link, *arguments)
 
-    monkeypatch.setattr(StoreLink, question, held)
+    monkeypatch.setattr(StoreConnection, question, held)
 
 
 async def _until_under_way(scene: Scene, owner: psutil.Process) -> None:

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from tests.clients.scene import Door, Scene, scene
 from tests.mesh.conftest import Mesh
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 
 GATEWAYS = {"front", "whole_mesh"}
 
@@ -43,7 +43,7 @@ def whole_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh,
     """`weft up` with weft-nano, keys and two gateways, every service a process of its own, and how clients get in."""
     folder, secret = tmp_path_factory.mktemp("mesh"), make_secret()
     keys = folder / "keys.json"
-    keys.write_text(dump_keys([Key("tester", digest_of(secret))]))
+    keys.write_text(dump_keys([ApiKey("tester", digest_of(secret))]))
     timeline = folder / "start.svg"
     options = ["--both", "1", "--gateways", "2", "--weight-format", "packed12", "--timeline", str(timeline)]
     mesh = Mesh("--keys", str(keys), "--prefill", "1", "--decode", "1", *options)

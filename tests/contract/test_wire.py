@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PrefillRequest, PromptFinished, ReadyBlocks
 from weft.kv.transport import Endpoint
 from weft.request import (
     FinishReason,
@@ -27,8 +27,8 @@ from weft.request import (
 )
 from weft.rpc import transfer_wire, wire
 from weft_mesh.v1 import common_pb2, decode_service_pb2, prefill_service_pb2
-from weft_services.decode.messages import Delta, Failure
-from weft_services.decode.service import delta_to_wire, order_from_wire
+from weft_services.decode.messages import SequenceFailure, SequenceUpdate
+from weft_services.decode.service import sequence_from_wire, update_to_wire
 
 MessageT = TypeVar("MessageT", bound=Any)
 
@@ -73,7 +73,7 @@ endpoints = st.builds(Endpoint, text, text, u64, text)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text, text, u32, u32, u32, u32)
 retentions = st.builds(Retention, u32, st.booleans())
 orders = st.builds(
-    PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32, retentions, u32
+    PrefillRequest, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32, retentions, u32
 )
 events = st.one_of(
     st.builds(Accepted, text, endpoints, u32),
@@ -150,8 +150,8 @@ def test_transfer_endpoints(endpoint: Endpoint) -> None:
 
 
 @given(orders)
-def test_prefill_orders(order: PrefillOrder) -> None:
-    assert transfer_wire.order_from_wire(through_bytes(transfer_wire.order_to_wire(order))) == order
+def test_prefill_orders(order: PrefillRequest) -> None:
+    assert transfer_wire.prefill_request_from_wire(through_bytes(transfer_wire.prefill_request_to_wire(order))) == order
 
 
 @given(events)
@@ -181,7 +181,7 @@ def test_a_start_becomes_an_order(
         retention=wire.retention_to_wire(Retention(number, memory_only=True)),
         num_prompt_logprobs=None if prefill else number,
     )
-    order = order_from_wire(through_bytes(start))
+    order = sequence_from_wire(through_bytes(start))
     assert (order.key, order.prefill, order.token_ids, order.sampling) == (key, prefill, token_ids, sampling)
     assert (order.decode_boot_id, order.cache_salt, order.resumed_tokens) == ("boot", b"salt", number)
     assert (order.remaining_seconds, order.priority) == (number / 1000, -7)
@@ -193,7 +193,7 @@ def test_a_start_becomes_an_order(
 def test_a_delta_reaches_the_gateway(
     key: RequestKey, token_ids: tuple[int, ...], logprobs: tuple[PositionLogprobs, ...], usage: PromptUsage | None
 ) -> None:
-    delta = through_bytes(delta_to_wire(Delta(key, token_ids, logprobs, usage, FinishReason.STOP)))
+    delta = through_bytes(update_to_wire(SequenceUpdate(key, token_ids, logprobs, usage, FinishReason.STOP)))
     assert wire.key_from_wire(delta.key) == key
     assert tuple(delta.token_ids) == token_ids
     assert tuple(map(wire.logprobs_from_wire, delta.logprobs)) == logprobs
@@ -203,6 +203,8 @@ def test_a_delta_reaches_the_gateway(
 
 
 def test_a_failure_reaches_the_gateway() -> None:
-    delta = through_bytes(delta_to_wire(Delta(RequestKey("r"), failure=Failure(14, "gone", "decode-1"))))
+    delta = through_bytes(
+        update_to_wire(SequenceUpdate(RequestKey("r"), failure=SequenceFailure(14, "gone", "decode-1")))
+    )
     assert (delta.failure.code, delta.failure.message, delta.failure.worker_id) == (14, "gone", "decode-1")
     assert delta.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED

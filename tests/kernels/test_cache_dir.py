@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli.record import running_meshes
-from weft.worker.memory_profile import remembered
+from weft.worker.memory_profile import cached_peak
 from weft_kernels import cache_dir
 
 
@@ -76,5 +76,5 @@ def test_where_nothing_can_be_written_caches_are_missing_and_that_is_all(
     monkeypatch.setattr("tempfile.gettempdir", no_place)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert running_meshes() == []
-    assert remembered({"model": "a"}, lambda: 7) == 7
+    assert cached_peak({"model": "a"}, lambda: 7) == 7
     assert not homeless.exists()

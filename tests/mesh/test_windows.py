@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.mesh.conftest import MODEL, Mesh
 from tests.mesh.oracle import greedy, prompts
 from tests.mesh.test_tokens import complete
-from weft.kv.layer_groups import Paging
+from weft.kv.layer_groups import PagingPolicy
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes, kv_groups
 
@@ -41,8 +41,8 @@ def test_tokens_are_exact_cold_warm_and_from_the_store_and_pages_out_of_sight_st
 ) -> None:
     model = make_windowed(tmp_path / MODEL.name)
     groups = kv_groups(read_config(model))
-    paging = Paging(groups.reaches, 16, 64)
-    assert len(groups.reaches) == 3
+    paging = PagingPolicy(groups.spans, 16, 64)
+    assert len(groups.spans) == 3
     running = Mesh(
         *("--transport", "mooncake"),
         environment={"WEFT_CHUNK_TOKENS": str(paging.chunk_tokens), "WEFT_STORE_FETCH_POLICY": "always"},
@@ -61,7 +61,9 @@ def test_tokens_are_exact_cold_warm_and_from_the_store_and_pages_out_of_sight_st
         running.wait_ready()
         assert cached_of_exact_answers() == [0] * len(asked)
         size = block_bytes(read_config(model), "float32", 16)
-        moved = sum(len(paging.lent(group, 0, len(prompt), len(prompt))) for group in range(3) for prompt in asked)
+        moved = sum(
+            len(paging.needed_blocks(group, 0, len(prompt), len(prompt))) for group in range(3) for prompt in asked
+        )
         assert running.metric("decode-0", "weft_kv_transfer_bytes_total", transport="mooncake") == moved * size
         # one ends with a block: its repetition looks at a page more than the token behind it
         assert any(len(prompt) % 16 == 0 for prompt in asked)

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from tests.page.scene import Scene, scene
 from tests.page.test_page import WAIT_MS
-from weft.api_keys import Key, digest_of, dump_keys
+from weft.api_keys import ApiKey, digest_of, dump_keys
 
 USER, OPERATOR = "sk-weft-user", "sk-weft-operator"
 pytestmark = pytest.mark.timeout(240)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest_asyncio.fixture
 async def keyed(tmp_path: Path) -> AsyncIterator[Scene]:
     """A page that is shown the mesh by one of two keys."""
-    keys = [Key("alice", digest_of(USER)), Key("ops", digest_of(OPERATOR), operator=True)]
+    keys = [ApiKey("alice", digest_of(USER)), ApiKey("ops", digest_of(OPERATOR), operator=True)]
     (tmp_path / "keys.json").write_text(dump_keys(keys))
     async with scene(tmp_path, keys=str(tmp_path / "keys.json")) as made:
         yield made

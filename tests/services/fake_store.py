@@ -6,7 +6,7 @@ import asyncio
 
 from weft.kv.memory import BlockBytes
 from weft.kv.tiers import Tier
-from weft.worker.store_reader import Fetched, Wanted
+from weft.worker.store_reader import FetchRequest, FetchResult
 
 
 class FakeStore:
@@ -22,11 +22,11 @@ class FakeStore:
         self.may_answer.set()
         self.was_asked = asyncio.Event()
 
-    async def fetch(self, wanted: Wanted, stall_seconds: float) -> Fetched:
+    async def fetch(self, wanted: FetchRequest, stall_seconds: float) -> FetchResult:
         self.keys += wanted.keys
         self.was_asked.set()
         await self.may_answer.wait()
-        fetched = Fetched()
+        fetched = FetchResult()
         for key, block in zip(wanted.keys, wanted.blocks, strict=True):
             if key not in self.source:
                 break

@@ -19,7 +19,7 @@ from tests.services.attach import GREEDY, Gateway, prompt
 from tests.services.scheduler.fakes import serving
 from tests.services.worker_processes import start_process
 from tests.weft.tiny_llama import Tiny
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed
 from weft.model.config import read_config
@@ -30,10 +30,10 @@ from weft.worker.config import WeightFormat
 from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
-from weft_services.decode.service import POST as DECODE
+from weft_services.decode.service import DECODE_ROLE as DECODE
 from weft_services.gateway.mesh.fleet import FleetWatcher
 from weft_services.gateway.mesh.scheduler_client import SchedulerClient
-from weft_services.prefill.service import POST as PREFILL
+from weft_services.prefill.service import PREFILL_ROLE as PREFILL
 from weft_services.scheduler.affinity import AffinityStore
 
 
@@ -44,7 +44,7 @@ async def test_a_worker_serves_once_it_has_joined(tiny: Tiny) -> None:
         assert (process.hello.model, process.hello.num_blocks, process.hello.transport) == ("tiny", 32, "grpc")
         assert process.hello.fingerprint.weights_hash == process.peers.image.weights_hash
         assert process.hello.max_context_tokens == 128
-        async with background() as tasks:
+        async with background_tasks() as tasks:
             gateway = Gateway(process.address, tasks)
             assert (await gateway.generate(prompt(9))).tokens == tiny.greedy(list(prompt(9)), GREEDY.max_tokens)
             await gateway.leave()
@@ -77,7 +77,7 @@ async def test_resident_weights_give_the_tokens_of_plain_ones(
     asked = list(prompt(23))
     for form in WeightFormat:
         packed.clear()
-        async with start_process(half, weight_format=form) as process, background() as tasks:
+        async with start_process(half, weight_format=form) as process, background_tasks() as tasks:
             await process.until_serving()
             gateway = Gateway(process.address, tasks)
             answer = await gateway.generate(tuple(asked))
@@ -127,7 +127,7 @@ async def test_an_exhausted_pool_is_told_to_probes_and_by_way_of_the_scheduler_t
 ) -> None:
     monkeypatch.setattr("weft.worker.health.EXHAUSTED_SECONDS", 0.1)
     monkeypatch.setattr("weft.worker.process.WATCH_SECONDS", 0.05)
-    async with serving(AffinityStore("", 60)) as scheduler, silent_prefill() as silent, background() as tasks:
+    async with serving(AffinityStore("", 60)) as scheduler, silent_prefill() as silent, background_tasks() as tasks:
         # what the gateway answers to /ready
         watch = FleetWatcher(SchedulerClient(scheduler.address), ["tiny"])
         options: dict[str, Any] = {"posts": (PREFILL, DECODE), "scheduler": scheduler.address, "lease_seconds": 30.0}
@@ -155,7 +155,7 @@ async def until_watched(watch: FleetWatcher, is_ready: bool) -> None:
 
 
 async def test_sigterm_says_goodbye_and_lets_what_lives_end(tiny: Tiny) -> None:
-    async with start_process(tiny) as process, background() as tasks:
+    async with start_process(tiny) as process, background_tasks() as tasks:
         await process.until_serving()
         gateway = Gateway(process.address, tasks)
         _, answer = await gateway.start(prompt(40), sampling=GREEDY)
@@ -170,7 +170,7 @@ async def test_sigterm_says_goodbye_and_lets_what_lives_end(tiny: Tiny) -> None:
 
 async def test_the_end_of_the_grace_cuts_off(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"grace_seconds": 0.05, "lease_seconds": 30.0}
-    async with silent_prefill() as silent, start_process(tiny, **options) as process, background() as tasks:
+    async with silent_prefill() as silent, start_process(tiny, **options) as process, background_tasks() as tasks:
         await process.until_serving()
         gateway = Gateway(process.address, tasks)
         await gateway.start(prompt(20), silent)  # whose blocks never come
@@ -183,7 +183,7 @@ async def test_the_end_of_the_grace_cuts_off(tiny: Tiny, caplog: pytest.LogCaptu
 
 
 async def test_a_dead_engine_ends_the_process_with_an_error(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with start_process(tiny) as process, background() as tasks:
+    async with start_process(tiny) as process, background_tasks() as tasks:
         await process.until_serving()
 
         def explode(runner: ModelRunner, works: Sequence[object]) -> None:
@@ -207,7 +207,7 @@ async def test_workers_that_hold_both_roles_compute_for_themselves_and_for_each_
         for process in (a, b):
             assert process.hello.role == common_pb2.WORKER_ROLE_BOTH
             await process.until_serving()
-        async with background() as tasks:
+        async with background_tasks() as tasks:
             at_a, at_b = Gateway(a.address, tasks), Gateway(b.address, tasks)
             prompts = [prompt(40, seed=1), prompt(33, seed=2), prompt(21, seed=3)]
             answers = [

@@ -22,11 +22,11 @@ from weft.rpc.server import RpcServer
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Image, write_image
 from weft.worker.config import TransportChoice, WorkerConfig
-from weft.worker.process import Post, serve_worker
+from weft.worker.process import RoleService, serve_worker
 from weft_mesh.v1 import scheduler_service_pb2 as fleet_pb2
 from weft_mesh.v1 import scheduler_service_pb2_grpc, weights_service_pb2_grpc
 from weft_mesh.v1 import weights_service_pb2 as weights_pb2
-from weft_services.decode.service import POST as DECODE
+from weft_services.decode.service import DECODE_ROLE as DECODE
 
 
 class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2_grpc.WeightServiceServicer):
@@ -114,7 +114,7 @@ class Process:
 
 @asynccontextmanager
 async def start_process(
-    tiny: Tiny, posts: Sequence[Post] = (DECODE,), name: str = "decode-7", scheduler: str = "", **more: Any
+    tiny: Tiny, posts: Sequence[RoleService] = (DECODE,), name: str = "decode-7", scheduler: str = "", **more: Any
 ) -> AsyncIterator[Process]:
     """`more`: of the worker's settings. `scheduler`: another one that it joins."""
     checkpoint = read_checkpoint(tiny.directory)
@@ -125,7 +125,7 @@ async def start_process(
     async with AsyncExitStack() as stack:
         # its goodbye is waited for until it is heard
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("weft.worker.process.GOODBYE_SECONDS", 10.0)
+        patch.setattr("weft.worker.process.LEAVE_SECONDS", 10.0)
         patch.setitem(BLOCK_TOKENS, "cpu", 4)
         stack.callback(image.release)
         address = await rpc.start("127.0.0.1", 0)

@@ -10,25 +10,25 @@ from typing import Any
 
 from tests.services.attach import GREEDY, Gateway
 from tests.weft.tiny_llama import Tiny
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import EngineLoad, StepOutput
-from weft.kv.local_transport import NearTransport
+from weft.kv.local_transport import LocalTransport
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
 from weft.kv.transfer_protocol import LEASE_SECONDS
-from weft.kv.transport import Endpoint, Lender, Run, Transport
+from weft.kv.transport import CopyRange, Endpoint, KvSource, Transport
 from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint, WorkerAddress
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer
-from weft.worker.engine_client import EngineFeed
+from weft.worker.engine_client import EngineEvents
 from weft.worker.fetch_cost import AlwaysFetch
-from weft.worker.kv_pull import lent_endpoint
-from weft.worker.process import Workplace
+from weft.worker.kv_pull import advertised_endpoint
+from weft.worker.process import WorkerContext
 from weft.worker.store_client import StoreClient
 from weft_services.decode.service import install as install_decode
 from weft_services.prefill.service import install as install_prefill
@@ -44,7 +44,7 @@ class Meddler:
 
     def __init__(self) -> None:
         self.num_pulls = 0
-        self.runs: list[Run] = []
+        self.runs: list[CopyRange] = []
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Meddler:
     async def connect(self, peer: Endpoint) -> None:
         await self.inner.connect(peer)
 
-    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+    async def pull(self, lender: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
         self.num_pulls += 1
         self.runs += runs
         await self.before()
@@ -72,7 +72,7 @@ class Meddler:
     async def before(self) -> None:
         """Nothing."""
 
-    async def after(self, runs: Sequence[Run]) -> None:
+    async def after(self, runs: Sequence[CopyRange]) -> None:
         """Nothing."""
 
     async def close(self) -> None:
@@ -83,7 +83,7 @@ class Meddler:
 class Worker:
     """A listening worker and its insides."""
 
-    place: Workplace
+    place: WorkerContext
     desk: Any
     address: WorkerAddress
     rpc: RpcServer
@@ -96,7 +96,7 @@ class Worker:
     @property
     def load(self) -> EngineLoad:
         """As last seen by the loop."""
-        return self.place.feed.load
+        return self.place.events.load
 
     async def until_load(self, is_so: Any) -> EngineLoad:
         """Wait for a step after which the load is as asked for."""
@@ -106,7 +106,7 @@ class Worker:
             if is_so(output.load):
                 seen.set()
 
-        self.place.feed.subscribe(look)
+        self.place.events.subscribe(look)
         if is_so(self.load):
             return self.load
         # an idle engine says nothing; an empty command makes it speak
@@ -128,11 +128,11 @@ def fingerprint_of(tiny: Tiny) -> ModelFingerprint:
     return ModelFingerprint("cafe", "float32", BLOCK_TOKENS, size, layout_name(tiny.config))
 
 
-def _engine(tiny: Tiny, feed: EngineFeed, num_blocks: int, pins: bool) -> Engine:
+def _engine(tiny: Tiny, feed: EngineEvents, num_blocks: int, pins: bool) -> Engine:
     config = EngineConfig(
         *(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS),
         pin_sealed=pins,
-        reaches=kv_groups(tiny.config).reaches,
+        spans=kv_groups(tiny.config).spans,
     )
     return build_engine(
         tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
@@ -145,7 +145,7 @@ def _transports(kind: str, channels: ChannelPool, memory: HostBlocks) -> list[Tr
     if kind == "mooncake":
         first.append(MooncakeTransport("127.0.0.1"))
     if kind == "local":
-        first.append(NearTransport(memory))
+        first.append(LocalTransport(memory))
     return [*first, GrpcTransport(channels, memory)]
 
 
@@ -164,7 +164,7 @@ async def start_worker(
     kvstore_addr: str = "",
 ) -> AsyncIterator[Worker]:
     """A worker on a port of its own, or on that one; `store` instead of a client of that kvstore."""
-    feed = EngineFeed()
+    feed = EngineEvents()
     engine = _engine(tiny, feed, num_blocks, pins=bool(kvstore_addr))
     pool = engine.pool_memory
     memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd)
@@ -172,7 +172,7 @@ async def start_worker(
     transports = _transports(transport, channels, memory)
     for each in transports:
         each.register(pool.address, pool.block_bytes * pool.num_blocks)
-    endpoint = lent_endpoint(transports)
+    endpoint = advertised_endpoint(transports)
     if meddler is not None:
         meddler.inner = transports[0]
         transports[0] = meddler
@@ -183,12 +183,12 @@ async def start_worker(
     engine.start()
     try:
         await client.connect()
-        async with background() as tasks:
-            place = Workplace(
+        async with background_tasks() as tasks:
+            place = WorkerContext(
                 worker_id=name,
                 boot_id=boot_id or f"boot-of-{name}",
                 engine=engine,
-                feed=feed,
+                events=feed,
                 fingerprint=fingerprint_of(tiny),
                 memory=memory,
                 transports=tuple(transports),
@@ -257,7 +257,7 @@ async def start_pair(
                 tiny, "decode-0", install_decode, transport, num_blocks, meddler=meddler, lease_seconds=lease_seconds
             )
         )
-        tasks = await stack.enter_async_context(background())
+        tasks = await stack.enter_async_context(background_tasks())
         gateway = Gateway(decode.address, tasks)
         yield Pair(tiny, prefill, decode, gateway)
         await gateway.leave()

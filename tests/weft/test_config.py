@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import ConfigError, CpuKernels, describe, model_name, read_config, read_models
+from weft.config import ConfigError, CpuKernels, format_config, model_name, read_config, read_models
 from weft.worker.config import WorkerConfig
 from weft_kernels.native.build import FLAGS
 from weft_services.weights.config import Config as WeightsConfig
@@ -146,14 +146,14 @@ class Store:
 @pytest.mark.parametrize("password", ["secret", "sec@ret", "secret@", "sec/ret"])
 def test_the_log_has_no_password_whatever_it_is_made_of(password: str) -> None:
     """Clients take what stands before the last @ for it."""
-    told = describe(Store(f"redis://me:{password}@valkey:6379/0", "secret"))
+    told = format_config(Store(f"redis://me:{password}@valkey:6379/0", "secret"))
     assert told == "redis_url=redis://***@valkey:6379/0 api_key=***"
 
 
 @pytest.mark.parametrize("query", ["password=secret", "db=1&password=sec@ret&username=me"])
 def test_the_log_has_no_password_from_behind_an_address(query: str) -> None:
     """Where clients of a Valkey look for one too."""
-    told = describe(Store(f"redis://valkey:6379/0?{query}"))
+    told = format_config(Store(f"redis://valkey:6379/0?{query}"))
     assert told.startswith("redis_url=redis://valkey:6379/0?")
     assert "password=***" in told
     assert "ret" not in told

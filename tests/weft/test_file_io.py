@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from weft.file_io import share_alike
+from weft.file_io import copy_ownership
 
 
 def of_others(path: Path, mode: int) -> Any:
@@ -30,13 +30,13 @@ def test_a_group_that_is_another_may_do_no_more_than_all(
 
     monkeypatch.setattr(os, "chown", refuse)
     (made := tmp_path / "made").write_text("")
-    share_alike(of_others(made, mode), made)
+    copy_ownership(of_others(made, mode), made)
     assert stat.S_IMODE(made.stat().st_mode) == kept
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_root_gives_it_to_whose_the_other_is(tmp_path: Path) -> None:
     (made := tmp_path / "made").write_text("")
-    share_alike(wanted := of_others(made, 0o640), made)
+    copy_ownership(wanted := of_others(made, 0o640), made)
     assert made.stat()[0] & 0o777 == 0o640
     assert made.stat()[4:6] == wanted.stat()[4:6]

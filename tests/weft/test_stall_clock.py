@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from weft.stall_clock import MAX_STEP_SECONDS, SHAKEN_SECONDS, TICK_SECONDS, AwakeClock, AwakeTimeout
+from weft.stall_clock import MAX_STEP_SECONDS, RECENT_STALL_SECONDS, TICK_SECONDS, StallAwareClock, StallAwareTimeout
 
 
 class Time:
@@ -17,7 +17,7 @@ class Time:
     def __init__(self) -> None:
         self.now = 100.0
         self.standstills: list[float] = []
-        self.clock = AwakeClock(lambda: self.now, self.standstills.append)
+        self.clock = StallAwareClock(lambda: self.now, self.standstills.append)
 
     def pass_(self, seconds: float) -> None:
         while seconds > 0:
@@ -64,23 +64,23 @@ def test_clock_is_plain_while_it_does_not_tick() -> None:
     began = time.clock()
     time.stand_still(60.0)
     assert time.clock() - began == 60.0
-    assert not time.clock.is_shaken
+    assert not time.clock.stalled_recently
 
 
 @pytest.mark.parametrize("seconds", [0.7, 27.0], ids=["as long as pings last", "long"])
 async def test_clock_is_shaken_after_a_standstill(seconds: float) -> None:
     async with ticking() as time:
         time.pass_(3.0)
-        assert not time.clock.is_shaken
+        assert not time.clock.stalled_recently
         time.stand_still(seconds)
-        assert time.clock.is_shaken, "noticed by the look itself"
-        time.pass_(SHAKEN_SECONDS)
-        assert not time.clock.is_shaken
+        assert time.clock.stalled_recently, "noticed by the look itself"
+        time.pass_(RECENT_STALL_SECONDS)
+        assert not time.clock.stalled_recently
 
 
 async def test_timeout_leaves_rest_of_limit_after_standstill() -> None:
     """Its timer runs out, as all do at the end of a standstill; the limit by the clock is not over."""
-    async with ticking() as time, AwakeTimeout(0.01, time.clock) as limit:
+    async with ticking() as time, StallAwareTimeout(0.01, time.clock) as limit:
         limit.restart(20.0)
         time.stand_still(27.0)
         await asyncio.sleep(0.05)
@@ -89,13 +89,13 @@ async def test_timeout_leaves_rest_of_limit_after_standstill() -> None:
 
 async def test_timeout_ends_what_takes_longer() -> None:
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(20), AwakeTimeout(0.01, AwakeClock()):
+        async with asyncio.timeout(20), StallAwareTimeout(0.01, StallAwareClock()):
             await asyncio.Event().wait()
 
 
 async def test_timeout_counts_again_when_restarted() -> None:
     time = Time()
-    async with AwakeTimeout(0.01, time.clock) as limit:
+    async with StallAwareTimeout(0.01, time.clock) as limit:
         time.now += 60.0
         limit.restart(60.0)
         await asyncio.sleep(0.05)
@@ -103,7 +103,7 @@ async def test_timeout_counts_again_when_restarted() -> None:
 
 async def test_timeout_passes_other_cancellations_on() -> None:
     async def wait() -> None:
-        async with AwakeTimeout(60.0, AwakeClock()):
+        async with StallAwareTimeout(60.0, StallAwareClock()):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())

@@ -21,11 +21,11 @@ LEFT = """
 import ctypes, mmap, os, sys
 from weft import startup_cache
 path = sys.argv[1]
-startup_cache.inherit()
+startup_cache.mark_inherited_modules()
 setattr(startup_cache, "_library_pages", dict)
 setattr(sys.modules["__main__"], "__file__", None)
-print(startup_cache.keep({path}) if sys.argv[2] == "keep" else 0)
-assert startup_cache.keep({path} if sys.argv[2] == "keep" else set()) == 0, "once"
+print(startup_cache.lock_startup_files({path}) if sys.argv[2] == "keep" else 0)
+assert startup_cache.lock_startup_files({path} if sys.argv[2] == "keep" else set()) == 0, "once"
 fd, size = os.open(path, os.O_RDWR), os.path.getsize(path)
 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 mapping = mmap.mmap(fd, size)
@@ -41,7 +41,7 @@ from weft import startup_cache
 libraries = startup_cache._library_pages()
 assert {json.__file__, json.__cached__} & startup_cache.modules() and libraries
 paths = startup_cache.modules() | set(libraries)
-print(startup_cache.keep(set()), sum(map(os.path.getsize, paths)))
+print(startup_cache.lock_startup_files(set()), sum(map(os.path.getsize, paths)))
 (line,) = (line for line in open("/proc/self/status") if line.startswith("VmLck:"))
 print(int(line.split()[1]) * 1024)
 """
@@ -94,7 +94,7 @@ def test_only_what_was_read_and_the_little_between() -> None:
 
 def test_the_modules_that_came_since_and_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_cache, "_INHERITED", set[str]())
-    startup_cache.inherit()
+    startup_cache.mark_inherited_modules()
     monkeypatch.setitem(sys.modules, "late", late := ModuleType("late"))
     late.__file__ = __file__
     monkeypatch.setitem(sys.modules, "strange", object())
@@ -134,7 +134,7 @@ def test_what_cannot_be_mapped_leaves_no_file_open() -> None:
 def test_nothing_where_others_need_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_cache, "_may_lock", lambda: False)
     monkeypatch.setattr(startup_cache, "_KEPT", mine := set[str]())
-    assert startup_cache.keep({__file__}) == 0
+    assert startup_cache.lock_startup_files({__file__}) == 0
     assert not mine
 
 
@@ -145,4 +145,4 @@ def test_a_system_that_does_not_tell_ends_nobody(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(startup_cache, "_may_lock", lambda: True)
     monkeypatch.setattr(startup_cache, "_KEPT", set[str]())
     monkeypatch.setattr(startup_cache, "_library_pages", fail)
-    assert startup_cache.keep({__file__}) == 0
+    assert startup_cache.lock_startup_files({__file__}) == 0

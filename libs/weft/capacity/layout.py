@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weft.capacity.footprint import FIRST, LAST, Footprint, TensorKind, Weight
 from weft.capacity.gpus import Gpu
 from weft.errors import WeftError
-from weft.kv.layer_groups import Paging
+from weft.kv.layer_groups import PagingPolicy
 from weft.model.spec import ModelConfig
 
 GIB = 1 << 30
@@ -82,7 +82,7 @@ class PipelineStage:
     growing: int
     bounded: tuple[tuple[int, int], ...]
     page: int
-    paging: Paging
+    paging: PagingPolicy
 
     @property
     def kv(self) -> int:
@@ -99,7 +99,7 @@ class PipelineStage:
 
     def max_context(self) -> int:
         """Tokens of the one sequence that the KV memory can take through its life, as the engine counts."""
-        return self.paging.longest(max(0, self.kv) // self.page, UNBOUNDED)
+        return self.paging.max_sequence_tokens(max(0, self.kv) // self.page, UNBOUNDED)
 
 
 def layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from weft.capacity.footprint import ITEM_BYTES, Footprint, footprint
 from weft.capacity.layout import GIB, Demand, Layout, PipelineStage, on_stage, share
 from weft.capacity.roofline import Roofline
-from weft.kv.layer_groups import Paging
+from weft.kv.layer_groups import PagingPolicy
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import WORKSPACE_BYTES, ModelConfig
 
@@ -88,7 +88,7 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         bounded=tuple((token * spans.count(window), window) for window in windows),
         page=token * groups.size * demand.block_tokens,
         # on a GPU a step is planned beside the one under way
-        paging=Paging(groups.reaches, demand.block_tokens, 2 * demand.chunk_tokens),
+        paging=PagingPolicy(groups.spans, demand.block_tokens, 2 * demand.chunk_tokens),
     )
 
 

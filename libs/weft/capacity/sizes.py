@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from weft.capacity.memory_budget import Machine, MemoryBudget, estimate_budget
 from weft.config import ConfigError, variable_name
-from weft.kv.layer_groups import Paging
+from weft.kv.layer_groups import PagingPolicy
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig
 
@@ -65,10 +65,10 @@ class Sizes:
         """Maximum prompt tokens of any step: up to three chunks where these are small."""
         return max(self.chunk_tokens, min(3 * self.chunk_tokens, BURST_TOKENS))
 
-    def paging(self, model: ModelConfig) -> Paging:
+    def paging(self, model: ModelConfig) -> PagingPolicy:
         """How the model's sequences lie in the pool. On a GPU a step is planned beside the one under way."""
         steps = 1 if self.machine.device == "cpu" else 2
-        return Paging(kv_groups(model).reaches, self.machine.block_tokens, self.chunk_tokens * steps)
+        return PagingPolicy(kv_groups(model).spans, self.machine.block_tokens, self.chunk_tokens * steps)
 
     def min_pool(self, model: ModelConfig) -> tuple[int, str]:
         """Bytes of the smallest pool that is of use, and what it would hold."""

@@ -16,23 +16,23 @@ from weft.api_keys import (
     VALKEY_KEYS,
     VALKEY_SCHEMES,
     VALKEY_VERSION,
+    ApiKey,
     BadKeys,
-    Key,
     by_digest,
     dump_key,
     dump_keys,
     load_key,
     load_keys,
 )
-from weft.config import ConfigError, masked
+from weft.config import ConfigError, redact_credentials
 from weft.rpc.valkey import checked_url
 
 SECONDS, RETRY_SECONDS = 5.0, 0.05
 FORGETFUL = "this Valkey forgets what it likes when it is full (maxmemory-policy); keys want one with noeviction"
-Change = Callable[[dict[str, Key]], dict[str, Key]]
+Change = Callable[[dict[str, ApiKey]], dict[str, ApiKey]]
 
 
-def read_keys(where: str) -> dict[str, Key]:
+def read_keys(where: str) -> dict[str, ApiKey]:
     """By digest. Raises BadKeys, OSError where Valkey fails."""
     if not _is_valkey(where):
         with _named(where, "cannot be read"):
@@ -73,7 +73,8 @@ def _named(where: str, what: str) -> Iterator[None]:
 def _is_valkey(where: str) -> bool:
     """Raises BadKeys for a URL of something else, of which a file would be called."""
     if "://" in where and not where.startswith(VALKEY_SCHEMES):
-        raise BadKeys(f"--keys {masked(where)}: expected a file, or a URL that begins with {', '.join(VALKEY_SCHEMES)}")
+        schemes = ", ".join(VALKEY_SCHEMES)
+        raise BadKeys(f"--keys {redact_credentials(where)}: expected a file, or a URL that begins with {schemes}")
     return "://" in where
 
 
@@ -86,7 +87,7 @@ def _warning(server: Any) -> str:
     return FORGETFUL if str(memory.get("maxmemory_policy", "")).startswith("allkeys") else ""
 
 
-def _read_file(path: Path) -> dict[str, Key]:
+def _read_file(path: Path) -> dict[str, ApiKey]:
     try:
         return load_keys(path.read_bytes())
     except FileNotFoundError:
@@ -140,7 +141,7 @@ def _opened(url: str) -> Iterator[redis.Redis]:
         raise OSError(f"Valkey: {error}") from error
 
 
-def _read_valkey(server: Any) -> dict[str, Key]:
+def _read_valkey(server: Any) -> dict[str, ApiKey]:
     return by_digest(map(load_key, server.hvals(VALKEY_KEYS)))
 
 

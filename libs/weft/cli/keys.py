@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weft.api_keys import LEAST_URGENT, MOST_URGENT, BadKeys, Key, by_digest, digest_of, make_secret
+from weft.api_keys import LEAST_URGENT, MOST_URGENT, ApiKey, BadKeys, by_digest, digest_of, make_secret
 
 app = typer.Typer(name="keys", help="API keys: add, list, revoke.", no_args_is_help=True)
 Keys = Annotated[str, typer.Option("--keys", envvar="WEFT_KEYS", help="A file, or redis://HOST:PORT/DB for a fleet.")]
@@ -36,7 +36,7 @@ def add(
     """Make a key and print it, this once."""
     secret = make_secret()
     with _told():
-        key = Key(
+        key = ApiKey(
             name=name,
             digest=digest_of(secret),
             tenant=tenant,
@@ -83,14 +83,14 @@ def revoke(name: Name, keys: Keys = "keys.json") -> None:
         _change(keys, lambda found: _without(found, name))
 
 
-def _change(keys: str, change: Callable[[dict[str, Key]], dict[str, Key]]) -> None:
+def _change(keys: str, change: Callable[[dict[str, ApiKey]], dict[str, ApiKey]]) -> None:
     from weft.cli.key_store import change_keys
 
     if warning := change_keys(keys, change):
         typer.secho(f"weft keys: {warning}", fg="yellow", err=True)
 
 
-def _without(found: dict[str, Key], name: str) -> dict[str, Key]:
+def _without(found: dict[str, ApiKey], name: str) -> dict[str, ApiKey]:
     kept = {digest: key for digest, key in found.items() if key.name != name}
     if len(kept) == len(found):
         raise BadKeys(f"there is no key named {name!r}; `weft keys list` has them all")

@@ -17,12 +17,12 @@ def certs(
 ) -> None:
     """Make a certificate authority and a certificate; where there is an authority, a new certificate by it."""
     from weft.cli.certs import make_certs
-    from weft.file_io import in_words
+    from weft.file_io import format_os_error
 
     try:
         left = make_certs(folder, host or [])
     except (OSError, ValueError) as error:
-        said = in_words(error) if isinstance(error, OSError) else error
+        said = format_os_error(error) if isinstance(error, OSError) else error
         typer.secho(f"weft certs: {said}", fg="red", err=True)
         raise typer.Exit(1) from None
     print(f"{folder}: ca.pem, cert.pem and key.pem for every service; ca-key.pem makes new ones, keep it elsewhere")

@@ -16,7 +16,7 @@ from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
 from weft.cli.up_command import DType, WeightFormat, up
 from weft.config import ConfigError, check_addresses
-from weft.file_descriptors import open_streams, written_out
+from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
 
 app = typer.Typer(
     name="weft",
@@ -283,8 +283,8 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # of all that this process starts, or becomes: with -m, Python looks for modules in the current directory first
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    open_streams()
-    with written_out():
+    ensure_stdio()
+    with flush_stdout_on_exit():
         try:
             app()
         except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR

@@ -27,7 +27,7 @@ from weft.capacity.layout import (
 )
 from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, CapacityPlan, make_plan
 from weft.capacity.roofline import TERA, StepShape
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.foreign_files import foreign_path
 from weft.model.config import read_config
 from weft.model.spec import ModelConfig
@@ -62,7 +62,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> int:
         config = _read(options.model)
         demand = _demand(options, config)
         plans = [make_plan(config, layout, demand) for layout in _layouts(options, config)]
-    except (BadCheckpoint, BadPlan, Unreadable) as error:
+    except (BadCheckpoint, BadPlan, StorageUnavailable) as error:
         said = Text(f"weft plan: {error}", style="red")  # as it is: brackets in a path are no markup
         Console(stderr=True).print(said, soft_wrap=True)
         return 2
@@ -197,13 +197,13 @@ def _kv_lines(
     paging, size = stage.paging, stage.paging.block_tokens
     group_layers = stage.page // token // size
     lines = [("KV page", f"{group_layers} layers x {each} x {size} tokens", _gib(stage.page))]
-    growing = sum(not reach.width for reach in paging.reaches)
+    growing = sum(not reach.width for reach in paging.spans)
     if growing:
         made_of = f"{growing} x {group_layers} growing layers, a page each for {size} tokens"
         lines.append(("KV a token", made_of, _gib(growing * stage.page / size)))
-    for reach in sorted({reach for reach in paging.reaches if reach.width}, key=lambda each: each.width):
-        most = paging.most_generating(paging.reaches.index(reach))
-        number = paging.reaches.count(reach)
+    for reach in sorted({reach for reach in paging.spans if reach.width}, key=lambda each: each.width):
+        most = paging.max_pages_decoding(paging.spans.index(reach))
+        number = paging.spans.count(reach)
         made_of = f"{number} x {group_layers} layers that see {reach.width:,} tokens, at most {most:,} pages each"
         lines.append(("KV within windows", made_of, f"{_gib(number * most * stage.page)} a sequence"))
     if plan.fits and growing and plan.max_context != UNBOUNDED:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weft.cli.child_spec import Listener, State
-from weft.log import ASLEEP, JOINING, MARK
+from weft.log import JOINING, SLEEPING, STARTUP_PHASE
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")
 CHART_WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 900, 26, 110, 20
@@ -87,13 +87,13 @@ class Timeline:
 
     def on_line(self, name: str, line: str) -> None:
         """A child wrote a line; marks are kept."""
-        row, mark = self._current.get(name), MARK.search(line)
+        row, mark = self._current.get(name), STARTUP_PHASE.search(line)
         if mark and row is not None:
             self._on_mark(row, name, mark["phase"], float(mark["at"]))
         self._inner.on_line(name, line)
 
     def _on_mark(self, row: _Row, name: str, phase: str, at: float) -> None:
-        if phase == ASLEEP:
+        if phase == SLEEPING:
             self._begin(name, _Row(f"{name}, woken", at, at, is_later=True, is_woken=True))
         elif not row.is_over:
             row.marks.append((phase, at))

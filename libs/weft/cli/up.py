@@ -29,7 +29,7 @@ from weft.cli.settings import check_settings
 from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
 from weft.config import ConfigError, check_addresses, is_loopback, model_name, read_models
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.foreign_files import foreign_path
 from weft.model.config import read_config
 from weft.rpc.tls import channel_credentials
@@ -77,7 +77,7 @@ def _usual_models(name: str) -> dict[str, Path]:
             name = name or os.environ.get("WEFT_MODEL_NAME", "")
             settings = with_local_model({"WEFT_MODEL": setting, "WEFT_MODEL_NAME": name})
             models = read_models(settings["WEFT_MODEL"], settings["WEFT_MODEL_NAME"])
-        except (ConfigError, BadCheckpoint, Unreadable) as error:
+        except (ConfigError, BadCheckpoint, StorageUnavailable) as error:
             raise UsageError(str(error)) from error
         return {served: _checked(str(path), f"WEFT_MODEL={path}") for served, path in models.items()}
     # in a checkout the shipped model lies beside libs/
@@ -93,7 +93,7 @@ def _checked(place: str, given: str) -> Path:
         if (path / "config.json").is_file():
             return path.resolve()
         raise UsageError(f"{given}: {foreign_path(path)}")
-    except (BadCheckpoint, Unreadable) as error:
+    except (BadCheckpoint, StorageUnavailable) as error:
         raise UsageError(str(error)) from error
     except OSError as error:  # one may not look into a folder, for one
         raise UsageError(f"{given}: {error.strerror}") from error
@@ -107,7 +107,7 @@ def _check_models(options: MeshOptions) -> dict[str, int]:
             read_config(directory)
             check_tokenizer(directory)
         return check_fit(options, os.environ)
-    except (BadCheckpoint, ConfigError, Unreadable) as error:
+    except (BadCheckpoint, ConfigError, StorageUnavailable) as error:
         raise UsageError(str(error)) from error
 
 

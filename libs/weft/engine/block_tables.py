@@ -9,17 +9,17 @@ from collections.abc import Iterable
 
 from weft.engine.sequence import Sequence
 from weft.kv.block_pool import BlockPool, PoolExhausted
-from weft.kv.layer_groups import PageRun, Paging, page_key
+from weft.kv.layer_groups import PageRange, PagingPolicy, page_key
 
 
 class BlockTables:
     """Changes `runs` of sequences, and nothing else of them."""
 
-    def __init__(self, paging: Paging, pool: BlockPool) -> None:
+    def __init__(self, paging: PagingPolicy, pool: BlockPool) -> None:
         self._paging = paging
         self._pool = pool
-        self._groups = range(len(paging.reaches))
-        self._bounded = [group for group in self._groups if paging.reaches[group].width]
+        self._groups = range(len(paging.spans))
+        self._bounded = [group for group in self._groups if paging.spans[group].width]
 
     def allocate_prompt(self, sequence: Sequence, num_growing: int) -> int | None:
         """Pages to begin with, found ones first; returns the found blocks of the prefix, None when there is no room.
@@ -28,10 +28,10 @@ class BlockTables:
         """
         paging, size = self._paging, self._paging.block_tokens
         keys = sequence.reusable_keys(size)
-        num_hit = paging.longest_hit(keys, self._pool.is_known)
+        num_hit = paging.longest_prefix_hit(keys, self._pool.is_known)
         hits = [self._match(keys[:num_hit], group) for group in self._groups]
         num_blocks = paging.num_blocks(len(sequence.token_ids))
-        wanted = [paging.num_new(group, num_hit, num_blocks) for group in self._groups]
+        wanted = [paging.num_new_pages(group, num_hit, num_blocks) for group in self._groups]
         if sum(wanted) + num_growing * len(wanted) > self._pool.num_available:
             for run in hits:
                 self._pool.release(run.blocks)
@@ -42,7 +42,7 @@ class BlockTables:
     def num_prompt_blocks(self, sequence: Sequence, num_growing: int) -> int:
         """Pages that must be available for `seat`, when none are found."""
         num_blocks = self._paging.num_blocks(len(sequence.token_ids))
-        return sum([self._paging.num_new(group, 0, num_blocks) + num_growing for group in self._groups])
+        return sum([self._paging.num_new_pages(group, 0, num_blocks) + num_growing for group in self._groups])
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
         """Pages that it takes to go on."""
@@ -87,7 +87,7 @@ class BlockTables:
             sequence.page_ranges = []
             return False
         sequence.page_ranges = [
-            PageRun(run.first, tuple(next(fresh) if block in suspect else block for block in run.blocks))
+            PageRange(run.first, tuple(next(fresh) if block in suspect else block for block in run.blocks))
             for run in sequence.page_ranges
         ]
         return True
@@ -101,27 +101,27 @@ class BlockTables:
     def _shift_window(self, sequence: Sequence, group: int, num_fixed: int) -> None:
         paging, run = self._paging, sequence.page_ranges[group]
         num_blocks = paging.num_blocks(sequence.num_tokens)
-        kept = paging.placed(group, run, num_fixed, self._visible_from(sequence, group))
+        kept = paging.remap(group, run, num_fixed, self._visible_from(sequence, group))
         num_left = len(run.blocks) - len(kept.blocks)
         self._pool.release(run.blocks[:num_left])
         if kept.end > num_blocks:
             self._pool.release(kept.within(num_blocks, kept.end).blocks)
             kept = kept.within(kept.first, num_blocks)
-        wanted = min(num_blocks, kept.first + paging.most(group)) - kept.end
+        wanted = min(num_blocks, kept.first + paging.max_pages_per_step(group)) - kept.end
         sequence.page_ranges[group] = self._extend(kept, min(max(0, wanted), self._pool.num_available))
 
     def _visible_from(self, sequence: Sequence, group: int) -> int:
         """In its text, and where it was found to begin later than that, what the next token looks at. Of one that was
         preempted, more than a token of its text may be left at its prompt's end: it needs the room for them."""
-        sight = self._paging.sight(sequence.num_computed, sequence.num_prompt)
+        sight = self._paging.retention_point(sequence.num_computed, sequence.num_prompt)
         is_in_prompt = sequence.num_computed + sequence.is_prefilling <= sequence.num_prompt
         has_them = self._paging.first(group, sight) >= sequence.page_ranges[group].first
         return sight if is_in_prompt and has_them else sequence.num_computed
 
-    def _match(self, keys: Iterable[bytes], group: int) -> PageRun:
+    def _match(self, keys: Iterable[bytes], group: int) -> PageRange:
         keys = list(keys)
         first = self._paging.first(group, len(keys) * self._paging.block_tokens)
-        return PageRun(first, tuple(self._pool.match(page_key(key, group) for key in keys[first:])))
+        return PageRange(first, tuple(self._pool.match(page_key(key, group) for key in keys[first:])))
 
-    def _extend(self, run: PageRun, count: int) -> PageRun:
-        return PageRun(run.first, (*run.blocks, *self._pool.reserve(count))) if count else run
+    def _extend(self, run: PageRange, count: int) -> PageRange:
+        return PageRange(run.first, (*run.blocks, *self._pool.reserve(count))) if count else run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.engine.niceness import MAX_NICENESS
-from weft.kv.layer_groups import Paging, Reach
+from weft.kv.layer_groups import AttentionSpan, PagingPolicy
 
 MAX_PINNED_SHARE = 8  # at most one block in 8 is pinned for copying
 MIN_PINNED = 64
@@ -28,7 +28,7 @@ class EngineConfig:
       an eighth of the pool, at least 64.
     - `niceness`: of the engine's thread and its compute threads, 0 to 19. On cores shared with event loops, the loops
       then run first.
-    - `reaches`: attention span of each group of layers. A block is a page: one group's layers, `block_tokens` tokens.
+    - `spans`: attention span of each group of layers. A block is a page: one group's layers, `block_tokens` tokens.
     - `paging`, `context_tokens`: derived. `context_tokens` bounds prompt plus generated tokens of one sequence by the
       model's context and by the pool.
     """
@@ -49,8 +49,8 @@ class EngineConfig:
     pin_sealed: bool = False
     max_pinned: int = 0
     niceness: int = 0
-    reaches: tuple[Reach, ...] = (Reach(),)
-    paging: Paging = field(init=False)
+    spans: tuple[AttentionSpan, ...] = (AttentionSpan(),)
+    paging: PagingPolicy = field(init=False)
     context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,10 +67,10 @@ class EngineConfig:
         if self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
         # With a step in flight, the next one is planned before the pages of the first are released.
-        paging = Paging(self.reaches, self.block_tokens, self.chunk_tokens * (1 + self.steps_ahead))
+        paging = PagingPolicy(self.spans, self.block_tokens, self.chunk_tokens * (1 + self.steps_ahead))
         object.__setattr__(self, "paging", paging)
         object.__setattr__(self, "max_pinned", self.max_pinned or max(MIN_PINNED, self.num_blocks // MAX_PINNED_SHARE))
-        object.__setattr__(self, "context_tokens", paging.longest(self.num_blocks, self.max_context_tokens))
+        object.__setattr__(self, "context_tokens", paging.max_sequence_tokens(self.num_blocks, self.max_context_tokens))
 
     @property
     def max_step_tokens(self) -> int:

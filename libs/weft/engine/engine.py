@@ -28,7 +28,7 @@ from weft.engine.sequence import Sequence
 from weft.engine.wait_queue import MAX_PRIORITY
 from weft.engine.watchdog import StepWatchdog
 from weft.errors import Cancelled, EngineFailed, InvalidRequest, WeftError
-from weft.kv.layer_groups import Paging
+from weft.kv.layer_groups import PagingPolicy
 from weft.request import RequestKey, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Engine:
         return self._runner.pool_memory
 
     @property
-    def paging(self) -> Paging:
+    def paging(self) -> PagingPolicy:
         """How the pages of sequences lie."""
         return self._config.paging
 

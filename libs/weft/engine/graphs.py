@@ -56,7 +56,7 @@ class DecodeGraphs:
         self._model, self._pool, self._link = model, pool, link
         self._recorder = GraphRecorder(link.device)
         self._replays: dict[int, Callable[[], None]] = {}
-        largest, num_groups = self.sizes[-1], len(config.reaches)
+        largest, num_groups = self.sizes[-1], len(config.spans)
         at = np.arange(largest)
         slots = config.num_blocks * config.block_tokens + at
         self._padding = np.stack([0 * at, 0 * at, *[slots] * num_groups])

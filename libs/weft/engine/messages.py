@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from weft.engine.token_history import Constraint
 from weft.errors import WeftError
-from weft.kv.layer_groups import PageRun
-from weft.kv.offload_queue import SealedBlock
+from weft.kv.layer_groups import PageRange
+from weft.kv.offload_queue import FullBlock
 from weft.request import KEEP, FinishReason, PositionLogprobs, RequestKey, Retention, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ class FirstToken:
 class Reserved:
     """Blocks are held for the prompt; the first `num_hit_tokens` of it are there already.
 
-    `runs`, one a group: where they lie in the end depends on how much of the prompt is filled, see `Paging.placed`.
+    `runs`, one a group: their final place depends on how much of the prompt is filled; see `PagingPolicy.remap`.
     """
 
     key: RequestKey
-    page_ranges: tuple[PageRun, ...]
+    page_ranges: tuple[PageRange, ...]
     num_hit_tokens: int
 
 
@@ -94,7 +94,7 @@ class PromptProgress:
     """
 
     key: RequestKey
-    page_ranges: tuple[PageRun, ...]
+    page_ranges: tuple[PageRange, ...]
     num_ready_tokens: int
 
 
@@ -153,7 +153,7 @@ class StepOutput:
     progress: list[PromptProgress] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
     failures: list[SequenceFailed] = field(default_factory=list)
-    sealed: list[SealedBlock] = field(default_factory=list)
+    sealed: list[FullBlock] = field(default_factory=list)
     step_seconds: float = 0.0
     cache_changes: dict[bytes, bool] = field(default_factory=dict)
 

@@ -15,7 +15,7 @@ from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepSchedul
 from weft.kv.block_keys import tenant_tag
 from weft.kv.block_pool import BlockPool
 from weft.kv.layer_groups import page_key
-from weft.kv.offload_queue import Offers, SealedBlock
+from weft.kv.offload_queue import FullBlock, OffloadQueue
 from weft.request import FinishReason
 
 
@@ -28,7 +28,7 @@ class Postprocessor:
         self._config = config
         self._pool = pool
         self._scheduler = planner
-        self._offers = Offers(pool, config.max_pinned if config.pin_sealed else 0)
+        self._offers = OffloadQueue(pool, config.max_pinned if config.pin_sealed else 0)
 
     def apply(
         self, chunks: Items[ScheduledChunk], sampled: Items[SampledToken], seconds: float, events: StepOutput
@@ -84,14 +84,14 @@ class Postprocessor:
                 block = run.page(index)
                 if block is not None:
                     is_wanted = index >= self._config.paging.first(group, sequence.num_reusable(size))
-                    sealed = SealedBlock(page_key(key, group), block, tenant, sequence.spec.retention)
+                    sealed = FullBlock(page_key(key, group), block, tenant, sequence.spec.retention)
                     self._publish(sealed, is_wanted, events)
 
-    def _publish(self, sealed: SealedBlock, is_wanted: bool, events: StepOutput) -> None:
+    def _publish(self, sealed: FullBlock, is_wanted: bool, events: StepOutput) -> None:
         """`is_wanted`: not out of sight for whoever goes on from this prompt, and so worth a copy elsewhere."""
         if self._pool.publish(sealed.block, sealed.block_key) and is_wanted:
             events.sealed.extend(self._offers.add(sealed))
 
     def unpin(self, blocks: Iterable[int], events: StepOutput) -> None:
         """Sealed blocks were copied or declined; unknown ones are left alone. Others are reported in their place."""
-        events.sealed.extend(self._offers.answered(blocks))
+        events.sealed.extend(self._offers.on_copied(blocks))

@@ -18,7 +18,7 @@ from weft.engine.messages import PoolMemory
 from weft.engine.sampler import LaunchedStep, Sampler
 from weft.engine.step_input import StepInput, StepInputBuilder
 from weft.engine.step_scheduler import ScheduledChunk
-from weft.kv.memfd import shared_bytes
+from weft.kv.memfd import create_shared_memory
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.step import TokenBatch
@@ -35,13 +35,13 @@ class ModelRunner:
         self._model = model
         self._block_tokens = config.block_tokens
         groups = kv_groups(model.config)
-        if groups.reaches != config.reaches:
-            raise ValueError(f"the model's layers reach {groups.reaches}, the engine is for {config.reaches}")
+        if groups.spans != config.spans:
+            raise ValueError(f"the model's layers reach {groups.spans}, the engine is for {config.spans}")
         size = block_bytes(model.config, dtype, config.block_tokens)
         # Transfer engines register whole pages. Zeros: masked values are still multiplied, and 0 times NaN is NaN.
         num_blocks = config.num_blocks + num_scratch_blocks(config)
         num_bytes = num_blocks * size + PAGE_BYTES
-        shared = shared_bytes(num_bytes, "weft-kv-pool") if device.type == "cpu" else None
+        shared = create_shared_memory(num_bytes, "weft-kv-pool") if device.type == "cpu" else None
         if shared is None:
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         else:

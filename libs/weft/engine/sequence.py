@@ -8,7 +8,7 @@ from enum import Enum, auto
 from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
 from weft.engine.token_history import TokenHistory
 from weft.kv.block_keys import block_key, reusable_blocks, root_key
-from weft.kv.layer_groups import PageRun
+from weft.kv.layer_groups import PageRange
 from weft.request import FinishReason
 
 
@@ -36,7 +36,7 @@ class Sequence:
     token_ids: list[int]
     submitted_at: float
     state: SequenceState = SequenceState.WAITING
-    page_ranges: list[PageRun] = field(default_factory=list)
+    page_ranges: list[PageRange] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_sealed: int = 0
     num_computed: int = 0

@@ -12,7 +12,7 @@ import numpy as np
 from weft.engine.device_copy import Array
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import ScheduledChunk
-from weft.kv.layer_groups import PageRun, Paging
+from weft.kv.layer_groups import PageRange, PagingPolicy
 
 Tables = list[tuple[int, ...]]
 
@@ -43,14 +43,14 @@ class StepInput:
 class StepInputBuilder:
     """`last_row` tells where the last step left the newest token of a sequence."""
 
-    def __init__(self, paging: Paging, last_row: Callable[[Sequence], int]) -> None:
+    def __init__(self, paging: PagingPolicy, last_row: Callable[[Sequence], int]) -> None:
         self._paging = paging
         self._block_tokens = paging.block_tokens
         self._last_row = last_row
 
     def build(self, chunks: Items[ScheduledChunk]) -> StepInput:
         """The works in their order."""
-        rows: list[list[int]] = [[], [], *([] for _ in self._paging.reaches)]
+        rows: list[list[int]] = [[], [], *([] for _ in self._paging.spans)]
         token_ids, positions, *slots = rows
         logit_rows: list[int] = []
         unknown: list[tuple[int, int]] = []
@@ -70,11 +70,11 @@ class StepInputBuilder:
             if chunk.has_observer:
                 read_rows += range(len(token_ids) - chunk.num_tokens, len(token_ids))
         starts = list(accumulate((chunk.num_tokens for chunk in chunks), initial=0))
-        contexts = [self._contexts(chunks, group) for group in range(len(self._paging.reaches))]
+        contexts = [self._contexts(chunks, group) for group in range(len(self._paging.spans))]
         lens, tables = [each[0] for each in contexts], [each[1] for each in contexts]
         return StepInput(np.array(rows, dtype=np.int64), unknown, logit_rows, starts, lens, tables, read_rows)
 
-    def _slots(self, run: PageRun, start: int, end: int) -> Iterator[int]:
+    def _slots(self, run: PageRange, start: int, end: int) -> Iterator[int]:
         """Where the KV of these consecutive positions goes."""
         size = self._block_tokens
         for index in range(start // size, -(-end // size)):
@@ -87,7 +87,7 @@ class StepInputBuilder:
         tables: Tables = []
         for chunk in chunks:
             run = chunk.sequence.page_ranges[group]
-            num_left_out = self._paging.num_left_out(group, run.first)
+            num_left_out = self._paging.skipped_blocks(group, run.first)
             lens.append(chunk.start + chunk.num_tokens - num_left_out * self._block_tokens)
             tables.append(run.blocks[:1] * (run.first - num_left_out) + run.blocks)
         return lens, tables

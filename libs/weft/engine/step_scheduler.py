@@ -17,7 +17,7 @@ from weft.engine.sequence import Sequence, SequenceState
 from weft.engine.wait_queue import WaitQueue
 from weft.errors import WeftError
 from weft.kv.block_pool import BlockPool
-from weft.kv.layer_groups import PageRun
+from weft.kv.layer_groups import PageRange
 from weft.request import PositionLogprobs, RequestKey
 
 
@@ -249,7 +249,7 @@ class StepScheduler:
         if sum(len(run.blocks) for other in lower for run in other.page_ranges) < wanted:
             return None  # told without looking at every block, since every step asks
         # blocks that somebody else holds as well stay where they are
-        freed = self._pool.num_freed(block for other in lower for run in other.page_ranges for block in run.blocks)
+        freed = self._pool.num_freeable(block for other in lower for run in other.page_ranges for block in run.blocks)
         return lower[-1] if freed >= wanted else None
 
     def _allocate_next(self, sequence: Sequence, is_settled: bool) -> bool:
@@ -266,7 +266,7 @@ class StepScheduler:
             self.block_tables.append_blocks(sequence)
         return True
 
-    def _num_trusted_tokens(self, fresh: list[PageRun], suspect: set[int]) -> int:
+    def _num_trusted_tokens(self, fresh: list[PageRange], suspect: set[int]) -> int:
         """Tokens before the first suspect page; none, where it depends on their number what lies in which page."""
         if self._config.paging.is_bounded:
             return 0

@@ -100,7 +100,7 @@ class BlockPool:
             else:
                 heapq.heappush(self._free, block)
 
-    def num_freed(self, blocks: Iterable[int]) -> int:
+    def num_freeable(self, blocks: Iterable[int]) -> int:
         """How many more would be available if each of these were released, as often as it is named."""
         return sum(count == self._refs[block] for block, count in Counter(blocks).items())
 

@@ -14,7 +14,7 @@ from weft.kv.block_keys import reusable_blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class AttentionSpan:
     """How far back a token looks: at the last `window` tokens, those of its own aligned `chunk`, or all (both 0)."""
 
     window: int = 0
@@ -32,7 +32,7 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class PageRun:
+class PageRange:
     """One group's pages of a sequence: those of its blocks `first`, `first` + 1, ..."""
 
     first: int
@@ -47,28 +47,28 @@ class PageRun:
         """That of block `index`, if there is one."""
         return self.blocks[index - self.first] if self.first <= index < self.end else None
 
-    def within(self, first: int, end: int) -> PageRun:
+    def within(self, first: int, end: int) -> PageRange:
         """What it has of these blocks; `first` may lie before the run."""
         first = max(first, self.first)
-        return PageRun(first, self.blocks[first - self.first : max(0, end - self.first)])
+        return PageRange(first, self.blocks[first - self.first : max(0, end - self.first)])
 
 
 @dataclass(frozen=True, slots=True)
-class Paging:
+class PagingPolicy:
     """A model's groups, `block_tokens` to a page, and steps of at most `chunk_tokens` of one sequence.
 
     A group that sees everything has a run from block 0 on. Another one has what the next token sees and what the next
     step writes: pages that nobody looks at any more go back.
     """
 
-    reaches: tuple[Reach, ...]
+    spans: tuple[AttentionSpan, ...]
     block_tokens: int
     chunk_tokens: int
 
     @property
     def is_bounded(self) -> bool:
         """Some group gives pages back before the sequence ends."""
-        return any(reach.width for reach in self.reaches)
+        return any(reach.width for reach in self.spans)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
@@ -76,47 +76,47 @@ class Paging:
 
     def first(self, group: int, num_tokens: int) -> int:
         """The first block that a group still needs once the KV of `num_tokens` tokens is there."""
-        return self.reaches[group].first(num_tokens) // self.block_tokens
+        return self.spans[group].first(num_tokens) // self.block_tokens
 
-    def most(self, group: int) -> int:
+    def max_pages_per_step(self, group: int) -> int:
         """Pages with which a group can always take the next step, wherever in a block it begins; 0: no limit."""
-        width = self.reaches[group].width
+        width = self.spans[group].width
         # and, see `sight`, a whole block behind a prompt's last step
         return self._spanned(group, width - 1 + max(self.chunk_tokens, self.block_tokens)) if width else 0
 
-    def num_new(self, group: int, num_hit: int, num_blocks: int) -> int:
+    def num_new_pages(self, group: int, num_hit: int, num_blocks: int) -> int:
         """Pages to be had behind `num_hit` found blocks before a sequence of so many may start.
 
         Found pages do not count: they may be others' as well, and then giving them back makes no room.
         """
-        return min(num_blocks - num_hit, self.most(group) or num_blocks)
+        return min(num_blocks - num_hit, self.max_pages_per_step(group) or num_blocks)
 
-    def most_generating(self, group: int) -> int:
+    def max_pages_decoding(self, group: int) -> int:
         """Pages of a group while tokens are generated one by one; 0: no limit."""
-        width = self.reaches[group].width
+        width = self.spans[group].width
         return self._spanned(group, width) if width else 0
 
     def num_pages(self, num_tokens: int) -> int:
         """What a sequence of so many tokens takes while it generates, in all groups together."""
         total = self.num_blocks(num_tokens)
-        return sum(min(total, self.most_generating(group) or total) for group in range(len(self.reaches)))
+        return sum(min(total, self.max_pages_decoding(group) or total) for group in range(len(self.spans)))
 
     def max_pages(self, num_tokens: int) -> int:
         """What a sequence of so many tokens takes at any time of its life: as a prompt, found pages beside new ones."""
-        return sum(self._most_held(group, num_tokens) for group in range(len(self.reaches)))
+        return sum(self._max_held(group, num_tokens) for group in range(len(self.spans)))
 
     def table_widths(self, num_tokens: int) -> list[int]:
         """Of each group, entries of such a sequence's block table at most: its pages behind those not left out."""
         total = self.num_blocks(num_tokens)
-        periods = [reach.chunk // gcd(reach.chunk, self.block_tokens) if reach.chunk else 1 for reach in self.reaches]
-        return [min(total, self._most_held(group, num_tokens) + each - 1) for group, each in enumerate(periods)]
+        periods = [reach.chunk // gcd(reach.chunk, self.block_tokens) if reach.chunk else 1 for reach in self.spans]
+        return [min(total, self._max_held(group, num_tokens) + each - 1) for group, each in enumerate(periods)]
 
-    def longest(self, num_pages: int, max_tokens: int) -> int:
+    def max_sequence_tokens(self, num_pages: int, max_tokens: int) -> int:
         """Tokens of the longest sequence that so many pages can take through its life, `max_tokens` at most."""
         counts = range(0, max_tokens + self.block_tokens, self.block_tokens)
         return min(max_tokens, counts[bisect_right(counts, num_pages, key=self.max_pages) - 1])
 
-    def sight(self, num_ready: int, num_prompt: int) -> int:
+    def retention_point(self, num_ready: int, num_prompt: int) -> int:
         """The tokens behind which pages of a prompt may go once `num_ready` of it have their KV.
 
         At its end fewer than those: whoever asks for the same prompt again goes on from its last reusable block, and
@@ -124,43 +124,45 @@ class Paging:
         """
         return min(num_ready, reusable_blocks(num_prompt, self.block_tokens) * self.block_tokens)
 
-    def placed(self, group: int, run: PageRun, num_fixed: int, sight: int) -> PageRun:
+    def remap(self, group: int, run: PageRange, num_fixed: int, sight: int) -> PageRange:
         """What becomes of a run whose pages may go as far as is out of `sight`.
 
         Pages before block `num_fixed` stay where they are. Those behind have nothing in them yet: where the next token
         looks at none of the others, they begin at the first block that it looks at.
         """
         first = self.first(group, sight)
-        return PageRun(first, run.blocks[min(first, num_fixed) - run.first :])
+        return PageRange(first, run.blocks[min(first, num_fixed) - run.first :])
 
-    def lent(self, group: int, num_held: int, num_ready: int, num_prompt: int) -> range:
+    def needed_blocks(self, group: int, num_held: int, num_ready: int, num_prompt: int) -> range:
         """Blocks that somebody with the first `num_held` of a prompt needs of another's KV of `num_ready` tokens."""
-        return range(max(self.first(group, self.sight(num_ready, num_prompt)), num_held), self.num_blocks(num_ready))
+        return range(
+            max(self.first(group, self.retention_point(num_ready, num_prompt)), num_held), self.num_blocks(num_ready)
+        )
 
-    def longest_hit(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool]) -> int:
+    def longest_prefix_hit(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool]) -> int:
         """Blocks of the longest prefix that can be gone on from: each group has all pages that the next token sees."""
         num_blocks = len(keys)
-        for group, reach in enumerate(self.reaches):
+        for group, reach in enumerate(self.spans):
             if not reach.width:
                 lacking = (at for at in range(num_blocks) if not is_known(page_key(keys[at], group)))
                 num_blocks = next(lacking, num_blocks)
-        shorter = self._without_gap(keys, is_known, num_blocks)
+        shorter = self._prefix_without_gap(keys, is_known, num_blocks)
         while shorter < num_blocks:
-            num_blocks, shorter = shorter, self._without_gap(keys, is_known, shorter)
+            num_blocks, shorter = shorter, self._prefix_without_gap(keys, is_known, shorter)
         return num_blocks
 
-    def num_left_out(self, group: int, first: int) -> int:
+    def skipped_blocks(self, group: int, first: int) -> int:
         """Of the blocks before a run, those that attention need not count: without them no chunk's edge moves."""
-        chunk = self.reaches[group].chunk
+        chunk = self.spans[group].chunk
         return first - first % (chunk // gcd(chunk, self.block_tokens)) if chunk else first
 
-    def _most_held(self, group: int, num_tokens: int) -> int:
-        total, width = self.num_blocks(num_tokens), self.reaches[group].width
-        return min(total, self._spanned(group, width - 1) + self.most(group)) if width else total
+    def _max_held(self, group: int, num_tokens: int) -> int:
+        total, width = self.num_blocks(num_tokens), self.spans[group].width
+        return min(total, self._spanned(group, width - 1) + self.max_pages_per_step(group)) if width else total
 
-    def _without_gap(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool], num_blocks: int) -> int:
+    def _prefix_without_gap(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool], num_blocks: int) -> int:
         """`num_blocks`, or, where a page is missing, the longest prefix for which that one is not looked at."""
-        for group, reach in enumerate(self.reaches):
+        for group, reach in enumerate(self.spans):
             if reach.width:
                 needed = range(self.first(group, num_blocks * self.block_tokens), num_blocks)
                 lacking = (at for at in reversed(needed) if not is_known(page_key(keys[at], group)))
@@ -169,7 +171,7 @@ class Paging:
 
     def _spanned(self, group: int, num_tokens: int) -> int:
         """Blocks that so many tokens in a row touch at most, where the first one may be the first that is seen."""
-        reach = self.reaches[group]
+        reach = self.spans[group]
         latest = self.block_tokens - (1 if reach.window else gcd(reach.chunk, self.block_tokens))
         return (latest + num_tokens - 1) // self.block_tokens + 1
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.kv.memory import BlockBytes
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
 
 NUM_THREADS = 4
 MAX_READ_BYTES = 16 * 1024 * 1024
@@ -28,8 +28,8 @@ OPEN_FILES = Path("/proc")
 FILE_NAME = re.compile(r"(\d+/fd/\d+) (/memfd:\S+-[0-9a-f]{32}\b.*)")
 
 
-class NearTransport:
-    """For a pool that lies in an open file of this process, as `shared_bytes` makes them."""
+class LocalTransport:
+    """For a pool that lies in an open file of this process, as `create_shared_memory` makes them."""
 
     name = "local"
 
@@ -47,9 +47,9 @@ class NearTransport:
 
     def endpoint(self) -> Endpoint:
         """For peers on this machine alone."""
-        return self.beside(Endpoint(self.name, "", self._address))
+        return self.with_file(Endpoint(self.name, "", self._address))
 
-    def beside(self, endpoint: Endpoint) -> Endpoint:
+    def with_file(self, endpoint: Endpoint) -> Endpoint:
         """Another transport's endpoint of the same pool, with the file in it for those who see it."""
         return replace(endpoint, file=self._file)
 
@@ -65,19 +65,19 @@ class NearTransport:
     async def connect(self, peer: Endpoint) -> None:
         """Nothing to connect."""
 
-    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+    async def pull(self, source: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
         """See Transport.pull. It waits for nobody: a lender that is frozen, or ends meanwhile, changes nothing."""
         deadline = time.monotonic() + timeout_seconds
         if sum(run.size_bytes for run in runs) <= MAX_BYTES_AT_ONCE:
-            self._read(lender.endpoint, runs, deadline)
+            self._read(source.endpoint, runs, deadline)
         else:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._read, lender.endpoint, runs, deadline)
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._read, source.endpoint, runs, deadline)
 
     async def close(self) -> None:
         """Wait for what is being read."""
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
-    def _read(self, peer: Endpoint, runs: Sequence[Run], deadline: float) -> None:
+    def _read(self, peer: Endpoint, runs: Sequence[CopyRange], deadline: float) -> None:
         try:
             with _opened(peer.file) as file:
                 for run in coalesce(runs):

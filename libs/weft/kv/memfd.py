@@ -13,14 +13,14 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
-class SharedBytes:
+class SharedMemory:
     """Zeros at first, page-aligned; there as long as somebody has the mapping."""
 
     mapping: mmap.mmap
     fd: int
 
 
-def shared_bytes(size_bytes: int, name: str) -> SharedBytes | None:
+def create_shared_memory(size_bytes: int, name: str) -> SharedMemory | None:
     """Of a file without a path, which goes with its last process; None where the system has no such thing.
 
     To whoever finds it among the open files of another process, `name` and 128 random bits tell that it is this one.
@@ -31,7 +31,7 @@ def shared_bytes(size_bytes: int, name: str) -> SharedBytes | None:
     os.ftruncate(fd, size_bytes)
     mapping = mmap.mmap(fd, size_bytes)
     weakref.finalize(mapping, os.close, fd)
-    return SharedBytes(mapping, fd)
+    return SharedMemory(mapping, fd)
 
 
 def map_file(fd: int, size_bytes: int, is_writable: bool) -> int:

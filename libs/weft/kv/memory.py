@@ -29,7 +29,7 @@ class BlockBytes(Protocol):
         """An open file that begins with the pool's bytes, for other processes to map; None where there is none."""
 
     @property
-    def is_near(self) -> bool:
+    def is_host(self) -> bool:
         """Copies take as long as their bytes do; otherwise they wait for a device, and want a thread."""
 
     def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
@@ -48,7 +48,7 @@ class BlockBytes(Protocol):
 class HostBlocks:
     """A pool in this process' own memory; `read` copies nothing."""
 
-    is_near = True
+    is_host = True
 
     def __init__(self, address: int, block_bytes: int, num_blocks: int, shared_fd: int | None = None) -> None:
         self.address = address

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from weft.kv.mooncake_loading import load_cuda_runtime
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
 
 logger = logging.getLogger(__name__)
 # a peer that hangs holds up so many pulls, and nobody else's
@@ -70,14 +70,14 @@ class MooncakeTransport:
         except (ImportError, OSError) as error:
             raise MooncakeUnavailable(str(error)) from error
         self._engine: Any = TransferEngine()
-        with _held_stderr() as said:
+        with _captured_stderr() as said:
             code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
             if code != 0:
                 raise MooncakeUnavailable(f"initialize({host}, {protocol}) returned {code}: {said()}")
         self._segment = f"{host}:{self._engine.get_rpc_port()}"
         self._pool_address = 0
         self._opened: set[str] = set()
-        self._lanes: dict[str, _Lane] = {}
+        self._peers: dict[str, _PeerThreads] = {}
 
     def register(self, address: int, size_bytes: int) -> None:
         """Raises MooncakeUnavailable when the library refuses the memory."""
@@ -100,29 +100,29 @@ class MooncakeTransport:
             # a frozen peer holds the probe for a minute: neither a pull nor our exit may wait for that
             threading.Thread(target=self._engine.send_probe, args=(peer.segment,), daemon=True).start()
 
-    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+    async def pull(self, source: KvSource, ranges: Sequence[CopyRange], timeout_seconds: float) -> None:
         """See Transport.pull."""
         deadline = time.monotonic() + timeout_seconds
-        segment = lender.endpoint.segment
-        lane = self._lanes.setdefault(segment, _Lane())
-        lane.num_users += 1
+        segment = source.endpoint.segment
+        peer_threads = self._peers.setdefault(segment, _PeerThreads())
+        peer_threads.num_users += 1
         try:
-            pull = Pull(self._engine, segment, coalesce(runs), deadline)
-            await asyncio.get_running_loop().run_in_executor(lane.threads, pull.run)
+            pull = Pull(self._engine, segment, coalesce(ranges), deadline)
+            await asyncio.get_running_loop().run_in_executor(peer_threads.threads, pull.run)
         finally:
-            lane.num_users -= 1
+            peer_threads.num_users -= 1
             self._retire()
 
     def _retire(self) -> None:
         """Peers come and go under new names: of many, those that are not in use give their threads back."""
-        idle = [segment for segment, lane in self._lanes.items() if not lane.num_users]
-        for segment in idle[: max(0, len(self._lanes) - MAX_LANES)]:
-            self._lanes.pop(segment).threads.shutdown(wait=False)
+        idle = [segment for segment, peer_threads in self._peers.items() if not peer_threads.num_users]
+        for segment in idle[: max(0, len(self._peers) - MAX_LANES)]:
+            self._peers.pop(segment).threads.shutdown(wait=False)
 
     async def close(self) -> None:
         """Wait for the transfers under way to end, then give the memory back, and the library's threads and sockets."""
-        for lane in self._lanes.values():
-            await asyncio.to_thread(lane.threads.shutdown, wait=True, cancel_futures=True)
+        for peer_threads in self._peers.values():
+            await asyncio.to_thread(peer_threads.threads.shutdown, wait=True, cancel_futures=True)
         if self._pool_address:
             self._engine.unregister_memory(self._pool_address)
             self._pool_address = 0
@@ -130,15 +130,15 @@ class MooncakeTransport:
         self._engine = None
 
 
-class _Lane:
+class _PeerThreads:
     """The threads that read from one peer: one that hangs holds up its own, and nobody else's."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(PULLS_PER_PEER, thread_name_prefix="mooncake", initializer=_wake_in_time)
+        self.threads = ThreadPoolExecutor(PULLS_PER_PEER, thread_name_prefix="mooncake", initializer=_set_timer_slack)
         self.num_users = 0
 
 
-def _wake_in_time() -> None:
+def _set_timer_slack() -> None:
     """Have this thread's naps end when they should: Linux adds up to 50 us, as long as a small transfer takes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)
@@ -147,11 +147,11 @@ def _wake_in_time() -> None:
 class Pull:
     """Runs from one peer, a bounded number of transfers at a time. `run` blocks until the last of them has ended."""
 
-    def __init__(self, engine: Any, segment: str, runs: Sequence[Run], deadline: float) -> None:
+    def __init__(self, engine: Any, segment: str, ranges: Sequence[CopyRange], deadline: float) -> None:
         self._engine = engine
         self._segment = segment
         self._deadline = deadline
-        self._waiting = deque(pieces(runs))
+        self._waiting = deque(pieces(ranges))
         self._in_flight: dict[int, int] = {}  # transfer -> bytes, the oldest first
         self._in_flight_bytes = 0
         self._trouble = ""
@@ -207,13 +207,13 @@ class Pull:
         else:
             time.sleep(LONG_NAP_SECONDS)
 
-    def _has_room(self, run: Run) -> bool:
+    def _has_room(self, run: CopyRange) -> bool:
         is_within = self._in_flight_bytes + run.size_bytes <= MAX_IN_FLIGHT_BYTES
         return not self._in_flight or (len(self._in_flight) < MAX_IN_FLIGHT and is_within)
 
 
 @contextmanager
-def _held_stderr() -> Iterator[Callable[[], str]]:
+def _captured_stderr() -> Iterator[Callable[[], str]]:
     """Keep what the library writes to stderr: it reports an error at every start that is none."""
     kept = os.dup(2)
     with open(os.memfd_create("weft-stderr"), "rb") as file:  # a file on a disk has metadata to be read
@@ -225,12 +225,12 @@ def _held_stderr() -> Iterator[Callable[[], str]]:
             os.close(kept)
 
 
-def pieces(runs: Sequence[Run]) -> Iterator[Run]:
+def pieces(ranges: Sequence[CopyRange]) -> Iterator[CopyRange]:
     """The runs, in order, those that are too long cut up."""
-    for run in runs:
+    for run in ranges:
         if run.size_bytes <= MAX_RUN_BYTES:  # nearly all: to make one anew takes as long as to begin its transfer
             yield run
             continue
         for offset in range(0, run.size_bytes, MAX_RUN_BYTES):
             size = min(MAX_RUN_BYTES, run.size_bytes - offset)
-            yield Run(run.remote_address + offset, run.local_address + offset, size)
+            yield CopyRange(run.remote_address + offset, run.local_address + offset, size)

@@ -25,7 +25,7 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit("the parent has ended")
 
 
-def copy_session_manners(pid: int) -> None:
+def inherit_autogroup(pid: int) -> None:
     """A child that leads a session of its own lets others pass as much as our session does.
 
     Where the kernel deals out cores by session first (sched_autogroup), what a worker's store client copies in the

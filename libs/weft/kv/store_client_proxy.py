@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from weft.kv.parent_death import copy_session_manners
+from weft.kv.parent_death import inherit_autogroup
 
 logger = logging.getLogger(__name__)
 MAX_PENDING = 256
@@ -53,7 +53,7 @@ class StoreSpec:
     pool_bytes: int = 0
 
 
-class StoreAgent:
+class StoreClientProxy:
     """A running store process. Not restarted: after StoreLost or TimeoutError leave its scope and enter another.
 
     Calls of one operation go one after the other, those of different ones beside each other.
@@ -69,19 +69,19 @@ class StoreAgent:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, spec: StoreSpec) -> AsyncIterator[StoreAgent]:
+    async def running(cls, spec: StoreSpec) -> AsyncIterator[StoreClientProxy]:
         """An agent for the length of a scope, which no transfer outlives. Raises StoreLost."""
         async with _process(spec) as (ours, staging):
-            agent = cls(*await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), staging)
-            ready = agent._expect("setup")
-            listening = asyncio.create_task(agent._listen())
+            proxy = cls(*await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), staging)
+            ready = proxy._expect("setup")
+            listening = asyncio.create_task(proxy._listen())
             try:
-                await agent._until(ready, spec.master)
-                yield agent
+                await proxy._until(ready, spec.master)
+                yield proxy
             finally:
                 listening.cancel()
                 await asyncio.wait({listening})
-                agent._writer.close()
+                proxy._writer.close()
 
     @property
     def is_running(self) -> bool:
@@ -225,5 +225,5 @@ def _spawn(spec: StoreSpec, theirs: socket.socket, files: dict[str, int]) -> sub
         # a Ctrl-C in the terminal is for the parent to act on
         start_new_session=True,
     )
-    copy_session_manners(process.pid)
+    inherit_autogroup(process.pid)
     return process

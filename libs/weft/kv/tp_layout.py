@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class HeadRange:
     """Key heads `first` ... `first` + `count` - 1 of every block."""
 
     first: int
@@ -23,16 +23,16 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RankCopy:
     """A run of one block: from the lender's rank, at this offset of its share, to this offset of ours."""
 
-    lender_rank: int
-    lender_offset: int
+    source_rank: int
+    source_offset: int
     offset: int
     size_bytes: int
 
 
-def share(num_heads: int, degree: int, rank: int) -> Share:
+def head_range(num_heads: int, degree: int, rank: int) -> HeadRange:
     """A rank's part. Raises ValueError where heads and ranks do not divide evenly."""
     if not 0 <= rank < degree:
         raise ValueError(f"no rank {rank} of {degree}")
@@ -40,22 +40,22 @@ def share(num_heads: int, degree: int, rank: int) -> Share:
         raise ValueError(f"{num_heads} key heads cannot be shared by {degree} ranks")
     if degree <= num_heads:
         count = num_heads // degree
-        return Share(rank * count, count)
-    return Share(rank // (degree // num_heads), 1)
+        return HeadRange(rank * count, count)
+    return HeadRange(rank // (degree // num_heads), 1)
 
 
-def moves(num_heads: int, head_bytes: int, lender_degree: int, degree: int, rank: int) -> tuple[Move, ...]:
+def rank_copies(num_heads: int, head_bytes: int, source_degree: int, degree: int, rank: int) -> tuple[RankCopy, ...]:
     """What `rank` of `degree` pulls of each block, in order and as few runs as can be.
 
     Of several lenders that hold the same head each borrower takes another one.
     """
-    own = share(num_heads, degree, rank)
-    num_copies = max(1, lender_degree // num_heads)
+    own = head_range(num_heads, degree, rank)
+    num_copies = max(1, source_degree // num_heads)
     runs = []
-    for lender_rank in range(rank % num_copies, lender_degree, num_copies):
-        theirs = share(num_heads, lender_degree, lender_rank)
-        first, end = max(own.first, theirs.first), min(own.end, theirs.end)
+    for source_rank in range(rank % num_copies, source_degree, num_copies):
+        source = head_range(num_heads, source_degree, source_rank)
+        first, end = max(own.first, source.first), min(own.end, source.end)
         if first < end:
-            offsets = [(first - side.first) * head_bytes for side in (theirs, own)]
-            runs.append(Move(lender_rank, offsets[0], offsets[1], (end - first) * head_bytes))
+            offsets = [(first - side.first) * head_bytes for side in (source, own)]
+            runs.append(RankCopy(source_rank, offsets[0], offsets[1], (end - first) * head_bytes))
     return tuple(runs)

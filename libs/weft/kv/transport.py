@@ -23,7 +23,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Lender:
+class KvSource:
     """Whom we pull from: its pool, the gRPC listener beside it, and the lease under which we may read."""
 
     endpoint: Endpoint
@@ -32,7 +32,7 @@ class Lender:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CopyRange:
     """Bytes to copy: from `remote_address` in the peer's memory to `local_address` in ours."""
 
     remote_address: int
@@ -63,7 +63,7 @@ class Transport(Protocol):
     async def connect(self, peer: Endpoint) -> None:
         """Open the peer ahead of need. Never raises: a dead peer shows at the first pull."""
 
-    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+    async def pull(self, source: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
         """Copy all runs, or raise TransferFailed.
 
         Returns or raises only once nothing can be written any more, which may be much later than the timeout: that is
@@ -75,9 +75,9 @@ class Transport(Protocol):
         """Unregister and stop."""
 
 
-def coalesce(runs: Sequence[Run]) -> list[Run]:
+def coalesce(runs: Sequence[CopyRange]) -> list[CopyRange]:
     """Join runs that are neighbours on both sides, order kept."""
-    joined: list[Run] = []
+    joined: list[CopyRange] = []
     for run in runs:
         last = joined[-1] if joined else None
         if (
@@ -85,7 +85,7 @@ def coalesce(runs: Sequence[Run]) -> list[Run]:
             and last.remote_address + last.size_bytes == run.remote_address
             and last.local_address + last.size_bytes == run.local_address
         ):
-            joined[-1] = Run(last.remote_address, last.local_address, last.size_bytes + run.size_bytes)
+            joined[-1] = CopyRange(last.remote_address, last.local_address, last.size_bytes + run.size_bytes)
         else:
             joined.append(run)
     return joined

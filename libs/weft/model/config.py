@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
-from weft.file_io import is_there
+from weft.file_io import path_exists
 from weft.foreign_files import foreign_path
 from weft.model import deepseek, llama, llama4, mistral, mixtral, qwen, smollm3
 from weft.model.common import read_eos
@@ -42,14 +42,14 @@ MAX_EXPERTS = 100_000  # of all layers; each has tensors of its own
 def read_config(model_dir: Path) -> ModelConfig:
     """Read `config.json` of a Hugging Face checkpoint directory, with the end tokens of its other files.
 
-    Raises BadCheckpoint naming file and field, Unreadable where the disk fails.
+    Raises BadCheckpoint naming file and field, StorageUnavailable where the disk fails.
     """
-    if not is_there(model_dir / "config.json"):
+    if not path_exists(model_dir / "config.json"):
         where = f"{model_dir / 'config.json'}: no such file: the directory" if model_dir.is_dir() else f"{model_dir}"
         raise BadCheckpoint(f"{where} {foreign_path(model_dir)}")
     generation = model_dir / "generation_config.json"
     # Chat tuning updates any one of the three files and leaves the others as the base model had them.
-    others = read_eos(read_json(generation)) if is_there(generation) else ()
+    others = read_eos(read_json(generation)) if path_exists(generation) else ()
     end = read_end_token(model_dir)
     return config_of(read_json(model_dir / "config.json"), (*others, *(end.ids if end else ())))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.file_io import read_object
+from weft.file_io import read_json_object
 
 # What the outer object of a wrapped model says for its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
@@ -97,5 +97,5 @@ class Fields:
 
 
 def read_json(path: Path) -> Fields:
-    """Raises BadCheckpoint, Unreadable, as `read_object` does."""
-    return Fields(path, read_object(path))
+    """Raises BadCheckpoint, StorageUnavailable, as `read_json_object` does."""
+    return Fields(path, read_json_object(path))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 
-from weft.kv.layer_groups import Reach
+from weft.kv.layer_groups import AttentionSpan
 from weft.model.spec import ModelConfig
 
 # [page][kv_head][layer of the group][k, v][token][dim]: one page is one contiguous run, and so is any range of its
@@ -26,24 +26,24 @@ class KvGroups:
     """
 
     size: int
-    reaches: tuple[Reach, ...]
+    spans: tuple[AttentionSpan, ...]
     places: tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=64)
 def kv_groups(config: ModelConfig) -> KvGroups:
     """How the layers of a model are grouped."""
-    layers_of: dict[Reach, list[int]] = {}
+    layers_of: dict[AttentionSpan, list[int]] = {}
     for index, layer in enumerate(config.layers):
-        layers_of.setdefault(Reach(layer.window, layer.chunk), []).append(index)
+        layers_of.setdefault(AttentionSpan(layer.window, layer.chunk), []).append(index)
     size = group_size([len(layers) for layers in layers_of.values()])
-    reaches: list[Reach] = []
+    spans: list[AttentionSpan] = []
     places: dict[int, tuple[int, int]] = {}
     for reach in sorted(layers_of, key=lambda each: each.width > 0):
         layers = layers_of[reach]
-        places.update({layer: (len(reaches) + at // size, at % size) for at, layer in enumerate(layers)})
-        reaches += [reach] * -(-len(layers) // size)
-    return KvGroups(size, tuple(reaches), tuple(places[index] for index in range(config.num_layers)))
+        places.update({layer: (len(spans) + at // size, at % size) for at, layer in enumerate(layers)})
+        spans += [reach] * -(-len(layers) // size)
+    return KvGroups(size, tuple(spans), tuple(places[index] for index in range(config.num_layers)))
 
 
 def group_size(counts: Collection[int]) -> int:
@@ -65,7 +65,7 @@ def layout_name(config: ModelConfig) -> str:
     """What peers compare: order and version, layers and reach of each group, and how the numbers come about: the same
     tensors have other KV with another rotation, norm or routing."""
     groups = kv_groups(config)
-    names = [f"{groups.size}w{each.window}c{each.chunk}" if each.width else str(groups.size) for each in groups.reaches]
+    names = [f"{groups.size}w{each.window}c{each.chunk}" if each.width else str(groups.size) for each in groups.spans]
     # all but limits, names and what comes behind the last layer; what is not known to be harmless counts
     rest = replace(config, max_positions=0, is_tied=False, eos_token_ids=(), dtype="", architecture="")
     rest = replace(rest, prefix="", ignored=())

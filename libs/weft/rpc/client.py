@@ -1,6 +1,6 @@
-"""Channels, and streams that are cancelled when their scope ends.
+"""gRPC channels, and streams that end with their scope.
 
-A grpc.aio stream that is merely dropped keeps running on the server, so every stream goes through `owned`.
+A grpc.aio stream that is merely dropped keeps running on the server, so every stream goes through `cancelled_on_exit`.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # a peer that is frozen or unplugged is noticed without traffic, 0.7 to 1 s after its last word (measured); pings
-    # are answered by threads of the library's own, so that one whose Python is busy for long is not taken for frozen
+    # Detects a frozen or unplugged peer without traffic, 0.7 to 1 s after its last message (measured). The library's
+    # own threads answer pings, so a peer with a busy Python interpreter is not taken for frozen.
     ("grpc.keepalive_time_ms", 250),
     ("grpc.keepalive_timeout_ms", 700),
-    # without this one a frozen peer is noticed after a minute, whatever the two above say (measured, grpcio 1.85)
+    # Without this, a frozen peer is detected only after a minute (measured, grpcio 1.85).
     ("grpc.http2.ping_timeout_ms", 700),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # a restarted peer on the same port is found again quickly
+    # Reconnect quickly to a restarted peer on the same port.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # also how long one try to connect may take: the kernel accepts for a frozen peer, which then says nothing
+    # Also limits one connection attempt: the kernel accepts for a frozen peer, which then sends nothing.
     ("grpc.min_reconnect_backoff_ms", 1_000),
-    # nor is it taken for gone by a new channel because an old one to that port was refused a moment ago
+    # A new channel must not inherit the refused state of an older channel to the same port.
     ("grpc.use_local_subchannel_pool", 1),
-    # gRPC itself repeats a call that never left the process, at once and without end. Where a peer has said GOAWAY and
-    # then stands still, that loop takes 260 MiB a second in `event_engine` threads (measured, grpcio 1.85.1)
+    # gRPC retries a call that never left the process at once and without end. If a peer sends GOAWAY and then freezes,
+    # that loop takes 260 MiB/s in `event_engine` threads (measured, grpcio 1.85.1).
     ("grpc.enable_retries", 0),
-    # a proxy named in the environment leads to the world outside, not to peers
+    # An HTTP proxy from the environment leads outside, not to peers.
     ("grpc.enable_http_proxy", 0),
 )
-# of a channel in a pool
+# Idle time after which a pooled channel is closed.
 MAX_IDLE_SECONDS = 300.0
 CallT = TypeVar("CallT")
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a peer at host:port; connects lazily. The caller closes it. With the mesh's certificate where there
-    is one; raises ConfigError when that cannot be read.
+    """Return a lazily connecting channel to host:port; the caller closes it. Uses the mesh's certificate if there is
+    one.
 
-    Several by commas are one service: calls go to the first that answers, and to another when it is gone. gRPC looks a
-    single name up by itself, and again when it has lost it; of several, names are looked up here, once. Raises
-    ConfigError when nothing is found.
+    Comma-separated addresses form one service: calls go to the first that answers, and fail over. gRPC resolves a
+    single name itself, and again after a loss; several names are resolved here, once. Raises ConfigError if the
+    certificate is unreadable or no name resolves.
     """
     target = _one_target(address) if "," in address else address
     options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
@@ -70,15 +70,15 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 def _one_target(addresses: str) -> str:
-    """All of them as gRPC takes several: as IP addresses, of one kind."""
+    """Return one gRPC target for several addresses: IP addresses of one family."""
     found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
     for address in addresses.split(","):
         host, _, port = address.strip().rpartition(":")
         try:
             infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # the latter of what cannot be a name
-            # known again later, perhaps: the others are what several are for
-            logger.warning("passed over, cannot be looked up: %s (%s)", address, error)
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a name.
+            # The name may resolve again later; the other addresses serve meanwhile.
+            logger.warning("address skipped, name resolution failed address=%s error=%s", address, error)
             continue
         for family, *_, where in infos:
             if family in found:
@@ -87,12 +87,12 @@ def _one_target(addresses: str) -> str:
     for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):
         if found[family]:
             return f"{scheme}:{','.join(dict.fromkeys(found[family]))}"
-    raise ConfigError(f"none of {addresses!r} can be looked up; is WEFT_SCHEDULER_ADDR right?")
+    raise ConfigError(f"{addresses!r}: no name resolves; check WEFT_SCHEDULER_ADDR")
 
 
 @asynccontextmanager
-async def owned(call: CallT) -> AsyncIterator[CallT]:
-    """A streaming call, cancelled on the way out whatever the way; RPC errors come out as WeftError."""
+async def cancelled_on_exit(call: CallT) -> AsyncIterator[CallT]:
+    """Cancel the streaming call at the end of the scope. RPC errors are raised as WeftError."""
     handle: Any = call
     try:
         yield call
@@ -100,15 +100,17 @@ async def owned(call: CallT) -> AsyncIterator[CallT]:
         raise_as_weft(error)
     finally:
         handle.cancel()
-        # when the other side has ended the call first, cancel() leaves the task that reads our request iterator waiting
+        # If the server ended the call first, cancel() leaves the task that reads our request iterator waiting.
         if (reader := getattr(handle, "_async_request_poller", None)) is not None:
             reader.cancel()
 
 
 @contextmanager
-def own_fault_told(what: str) -> Iterator[None]:
-    """gRPC cancels a call whose next message cannot be made, and whoever reads it. Nobody cancelled that task, and it
-    must not end as if somebody had: without a word. Raises EngineFailed."""
+def send_failures_raised(what: str) -> Iterator[None]:
+    """Raise EngineFailed when gRPC cancels the reading task because our request iterator failed.
+
+    Without this, the task would end silently as if it had been cancelled.
+    """
     task = asyncio.current_task()
     assert task is not None
     try:
@@ -116,12 +118,12 @@ def own_fault_told(what: str) -> Iterator[None]:
     except asyncio.CancelledError as error:
         if task.cancelling():
             raise
-        raise EngineFailed(f"{what} was broken off by a fault of our own") from error
+        raise EngineFailed(f"{what} failed by a bug on our side") from error
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """For unary calls: RPC errors come out as WeftError."""
+def rpc_errors_translated() -> Iterator[None]:
+    """Raise RPC errors of unary calls as WeftError."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -129,8 +131,8 @@ def translated() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Lent:
-    """A channel and who uses it."""
+class _PooledChannel:
+    """A channel and its number of users."""
 
     channel: grpc.aio.Channel
     num_users: int = 0
@@ -138,44 +140,49 @@ class _Lent:
 
 
 class ChannelPool:
-    """One channel a peer address, opened on first use, closed when another comes back and nobody has used it for long:
-    workers come and go under new addresses, and an idle connection pings its peer all the time."""
+    """One channel for each peer address, opened on first use.
+
+    Closes a channel that has been idle for MAX_IDLE_SECONDS: workers come and go under new addresses, and an idle
+    connection keeps sending pings.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lent: dict[str, _Lent] = {}
+        self._channels: dict[str, _PooledChannel] = {}
         self._clock = clock
         self._looked_at = clock()
 
     def __len__(self) -> int:
-        """Channels that are open."""
-        return len(self._lent)
+        """Return the number of open channels."""
+        return len(self._channels)
 
     @asynccontextmanager
     async def lend(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel to host:port; it stays open for the scope and for a while after it."""
-        if (lent := self._lent.get(address)) is None:
-            lent = self._lent[address] = _Lent(open_channel(address))
-        lent.num_users += 1
+        """Yield the channel to host:port. It stays open during the scope and up to MAX_IDLE_SECONDS after it."""
+        if (pooled := self._channels.get(address)) is None:
+            pooled = self._channels[address] = _PooledChannel(open_channel(address))
+        pooled.num_users += 1
         try:
-            yield lent.channel
+            yield pooled.channel
         finally:
-            lent.num_users -= 1
-            lent.used_at = self._clock()
-            await self._close_idle(lent.used_at)
+            pooled.num_users -= 1
+            pooled.used_at = self._clock()
+            await self._close_idle(pooled.used_at)
 
     async def _close_idle(self, now: float) -> None:
-        """Looks at all of them, so not each time."""
+        """Close idle channels. Scans all of them, so it runs at most every MAX_IDLE_SECONDS / 4."""
         if now - self._looked_at < MAX_IDLE_SECONDS / 4:
             return
         self._looked_at = now
         idle = [
-            each for each, lent in self._lent.items() if not lent.num_users and now - lent.used_at > MAX_IDLE_SECONDS
+            each
+            for each, pooled in self._channels.items()
+            if not pooled.num_users and now - pooled.used_at > MAX_IDLE_SECONDS
         ]
         for address in idle:
-            await self._lent.pop(address).channel.close()
+            await self._channels.pop(address).channel.close()
 
     async def close(self) -> None:
-        """Close all, used or not."""
-        while self._lent:
-            _, lent = self._lent.popitem()
-            await lent.channel.close()
+        """Close all channels, used or not."""
+        while self._channels:
+            _, pooled = self._channels.popitem()
+            await pooled.channel.close()

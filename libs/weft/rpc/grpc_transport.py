@@ -1,6 +1,6 @@
-"""KV blocks over plain gRPC: the fallback where Mooncake is missing or cannot reach, and the oracle in tests.
+"""KV transport over plain gRPC: the fallback without Mooncake, and the reference in tests.
 
-The lender's half is `block_chunks`; the borrower's half is GrpcTransport. Neither knows what a lease is beyond its key.
+`block_chunks` serves the prefill side, GrpcTransport the decode side.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import ParamSpec, TypeVar
 
 from weft.errors import WeftError
 from weft.kv.memory import BlockBytes
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed
-from weft.rpc.client import ChannelPool, owned
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
+from weft.rpc.client import ChannelPool, cancelled_on_exit
 from weft.rpc.wire import key_to_wire
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
@@ -25,18 +25,20 @@ T = TypeVar("T")
 async def block_chunks(
     memory: BlockBytes, blocks: Iterable[int]
 ) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
-    """The lender's answer: every block in order, in pieces of at most 1 MiB, copied when they are asked for: each by
-    itself, or a device's whole block with its first."""
+    """Yield every block in order, in chunks of at most 1 MiB.
+
+    Host memory is copied chunk by chunk as requested; a device's block is copied whole with its first chunk.
+    """
     for block in blocks:
-        whole = await _beside(memory, memory.read, block)
+        whole = await _copy_off_loop(memory, memory.read, block)
         for offset in range(0, memory.block_bytes, CHUNK_BYTES):
             data = bytes(whole[offset : offset + CHUNK_BYTES])
             yield prefill_service_pb2.ReadBlocksResponse(block=block, offset_bytes=offset, data=data)
 
 
-async def _beside(memory: BlockBytes, copy: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """At once, or on a thread where a copy waits for a device; then to its end, also when this is cancelled."""
-    if memory.is_near:
+async def _copy_off_loop(memory: BlockBytes, copy: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Copy inline, or in a thread if the copy waits for a device. A cancelled copy still runs to its end."""
+    if memory.is_host:
         return copy(*args, **kwargs)
     copying = asyncio.ensure_future(asyncio.to_thread(copy, *args, **kwargs))
     try:
@@ -48,7 +50,9 @@ async def _beside(memory: BlockBytes, copy: Callable[P, T], *args: P.args, **kwa
 
 
 class GrpcTransport:
-    """Pulls whole blocks from the lender's gRPC listener; writes them on the event loop, a device's beside it."""
+    """Pulls whole blocks through the prefill worker's gRPC listener. Writes host memory on the event loop, device
+    memory in a thread.
+    """
 
     name = "grpc"
 
@@ -57,42 +61,42 @@ class GrpcTransport:
         self._memory = memory
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Nothing to register: both sides copy through their own process."""
+        """Check the pool; gRPC needs no registration."""
         assert address == self._memory.address
         assert size_bytes == self._memory.block_bytes * self._memory.num_blocks
 
     def endpoint(self) -> Endpoint:
-        """No segment: peers use the listener they know already."""
+        """Return an endpoint without a segment: peers use the listener that they already know."""
         return Endpoint(self.name, "", self._memory.address)
 
     def reaches(self, peer: Endpoint) -> bool:
-        """Every lender answers."""
+        """True: every prefill worker has this listener."""
         return True
 
     async def connect(self, peer: Endpoint) -> None:
-        """The channel of the hand-off itself is used."""
+        """Do nothing: the pull uses the channel of the transfer itself."""
 
-    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
-        """See Transport.pull. Nothing lands after it has ended, cancelled or not."""
-        targets = dict(self._pairs(lender.endpoint, runs))
+    async def pull(self, source: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
+        """Implements Transport.pull. Nothing is written after it has ended, even when cancelled."""
+        targets = dict(self._pairs(source.endpoint, runs))
         missing = self._memory.block_bytes * len(targets)
-        request = prefill_service_pb2.ReadBlocksRequest(key=key_to_wire(lender.lease), blocks=list(targets))
+        request = prefill_service_pb2.ReadBlocksRequest(key=key_to_wire(source.lease), blocks=list(targets))
         try:
             async with (
                 asyncio.timeout(timeout_seconds),
-                self._channels.lend(lender.address) as channel,
-                owned(prefill_service_pb2_grpc.PrefillServiceStub(channel).ReadBlocks(request)) as call,
+                self._channels.lend(source.address) as channel,
+                cancelled_on_exit(prefill_service_pb2_grpc.PrefillServiceStub(channel).ReadBlocks(request)) as call,
             ):
                 async for chunk in call:
                     write = self._memory.write
-                    await _beside(self._memory, write, targets[chunk.block], chunk.offset_bytes, chunk.data)
+                    await _copy_off_loop(self._memory, write, targets[chunk.block], chunk.offset_bytes, chunk.data)
                     missing -= len(chunk.data)
         except (WeftError, TimeoutError, KeyError, ValueError) as error:
-            raise TransferFailed(f"reading from {lender.address}: {error!r}") from error
+            raise TransferFailed(f"reading from {source.address}: {error!r}") from error
         if missing != 0:
-            raise TransferFailed(f"{lender.address} left {missing} bytes unsent")
+            raise TransferFailed(f"{source.address} did not send {missing} bytes")
 
-    def _pairs(self, peer: Endpoint, runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
+    def _pairs(self, peer: Endpoint, runs: Sequence[CopyRange]) -> Iterator[tuple[int, int]]:
         size = self._memory.block_bytes
         for run in runs:
             assert run.size_bytes % size == 0, "gRPC moves whole blocks"
@@ -104,4 +108,4 @@ class GrpcTransport:
                 yield remote + position, local + position
 
     async def close(self) -> None:
-        """The channels belong to somebody else."""
+        """Do nothing: the channel pool belongs to the caller."""

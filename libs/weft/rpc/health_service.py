@@ -1,7 +1,7 @@
-"""grpc.health.v1 for one process, whose services are all ready or none.
+"""grpc.health.v1 for a process whose services are all ready or all not ready.
 
-The library's own servicer writes to a watcher while it holds the lock that a change needs: one client that takes no
-byte keeps every service from saying how it is. Here nobody waits for a watcher.
+The library's servicer writes to a watcher while it holds the lock that a change needs. One client that reads nothing
+then blocks every health check. This one never waits for a watcher.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from weft.errors import Cancelled, NotFound
 
 Response = health_pb2.HealthCheckResponse
 SERVING, NOT_SERVING = Response.SERVING, Response.NOT_SERVING
-# how long a watcher may leave full buffers unread
+# Limit on how long a watcher may leave full buffers unread.
 SLOW_READER_SECONDS = 30.0
 
 
-class Health(health_pb2_grpc.HealthServicer):
-    """NOT_SERVING until it is told otherwise. Behind StatusInterceptor, as every servicer here."""
+class HealthService(health_pb2_grpc.HealthServicer):
+    """Reports NOT_SERVING until `set_ready(True)`. Runs behind StatusInterceptor, as every servicer here."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
-        """The empty name, the whole process, is always among them."""
+        """The empty name, which stands for the whole process, is always included."""
         self._names = frozenset(("", *service_names))
         self._is_ready = False
         self._changed = asyncio.Event()
 
     def set_ready(self, ready: bool) -> None:
-        """Who watches is woken when something has changed, and only then."""
+        """Set the state, and wake watchers if it changed."""
         if ready != self._is_ready:
             self._is_ready = ready
             self._changed.set()
             self._changed = asyncio.Event()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Response:
-        """How it is now."""
+        """Return the current state."""
         if request.service not in self._names:
-            raise NotFound("no such service is here")
+            raise NotFound("unknown service")
         return Response(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """How it is, and what becomes of it, to the end of the call."""
-        told = None
+        """Send the current state and every change until the call ends."""
+        sent = None
         while True:
             changed, status = self._changed, self._status(request.service)
-            if status != told:
+            if status != sent:
                 await _write(context, Response(status=status))
-                told = status
+                sent = status
             await changed.wait()
 
     def _status(self, name: str) -> int:
@@ -63,4 +63,4 @@ async def _write(context: Any, response: Response) -> None:
         async with asyncio.timeout(SLOW_READER_SECONDS):
             await context.write(response)
     except TimeoutError as error:
-        raise Cancelled("the client does not read what it watches") from error
+        raise Cancelled("the client does not read its health stream") from error

@@ -1,4 +1,4 @@
-"""A service's process: bind, health, reflection, signals, graceful stop."""
+"""Process of a service: bind, health, reflection, signals, graceful stop."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from weft.config import CannotListen, ConfigError
-from weft.errors import BadCheckpoint, Unreadable
+from weft.config import BindError, ConfigError
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.rpc.client import CHANNEL_OPTIONS
-from weft.rpc.health_service import Health
+from weft.rpc.health_service import HealthService
 from weft.rpc.status import StatusInterceptor
 from weft.rpc.tls import peer_credentials
 
 logger = logging.getLogger(__name__)
-# supervisors do not start such a process again
+# Supervisors do not restart a process with this status.
 CONFIG_EXIT_CODE = 2
-# between two looks for cycles; Python's own 700 are there again after ten requests
+# Allocations between two garbage collections; Python's default of 700 is reached after ten requests.
 NUM_YOUNG_OBJECTS = 10_000
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -35,9 +35,10 @@ SERVER_OPTIONS = (
 
 
 class RpcServer:
-    """One listener with health and reflection. NOT_SERVING until `set_ready(True)`.
+    """One gRPC listener with health and reflection. NOT_SERVING until `set_ready(True)`.
 
-    `options` go before those of a listener for peers; `inner` interceptors may raise WeftError.
+    - `options`: override those of a listener for peers.
+    - `inner`: interceptors, which may raise WeftError.
     """
 
     def __init__(
@@ -49,33 +50,32 @@ class RpcServer:
         self._names = tuple(service_names)
         merged = {**dict(SERVER_OPTIONS), **dict(options)}
         self.server = grpc.aio.server(interceptors=[StatusInterceptor(), *inner], options=list(merged.items()))
-        self._health = Health(self._names)
+        self._health = HealthService(self._names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
 
     async def start(
         self, host: str, port: int, credentials: Callable[[], grpc.ServerCredentials | None] = peer_credentials
     ) -> str:
-        """Bind and listen; returns host:port with the real port (0 asks for a free one).
+        """Bind and listen; return host:port with the real port (0 picks a free one).
 
-        A listener is for peers, who show the mesh's certificate where there is one, unless it has other credentials.
-        Raises CannotListen.
+        By default the listener is for peers, which must show the mesh's certificate if there is one. Raises BindError.
         """
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         address, shown = f"{host}:{port}", credentials()
         try:
             bound = self.server.add_secure_port(address, shown) if shown else self.server.add_insecure_port(address)
-        except RuntimeError as error:  # all that gRPC says is how to hear more of it
-            raise CannotListen(f"cannot listen on {address} for gRPC; is the port taken?") from error
+        except RuntimeError as error:  # gRPC's message only says how to enable more logging.
+            raise BindError(f"cannot listen on {address} for gRPC; is the port taken?") from error
         await self.server.start()
         return f"{host}:{bound}"
 
     async def set_ready(self, ready: bool) -> None:
-        """What grpc.health.v1 answers, for the whole process and each service."""
+        """Set what grpc.health.v1 reports for the process and each service."""
         self._health.set_ready(ready)
 
     async def stop(self, grace_seconds: float) -> None:
-        """NOT_SERVING, then wait for calls up to the grace, then cut them off."""
+        """Set NOT_SERVING, wait for calls up to the grace period, then abort them."""
         await self.set_ready(False)
         await self.server.stop(grace_seconds)
 
@@ -83,9 +83,9 @@ class RpcServer:
 async def until_signal(
     *background: Coroutine[Any, Any, None], or_when: Callable[[], Awaitable[None]] | None = None
 ) -> bool:
-    """Run the background until SIGTERM or SIGINT; a coroutine that fails ends the process with its error.
+    """Run the background coroutines until SIGTERM or SIGINT. A coroutine that fails ends the process with its error.
 
-    False when `or_when` came first: signals then do again what they do by themselves.
+    Returns False if `or_when` finished first; the default signal handlers are then restored.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -108,19 +108,21 @@ async def _awaited(come: Callable[[], Awaitable[None]]) -> None:
     await come()
 
 
-def settle_heap() -> None:
-    """Once, when a process begins to serve. What it is made of lives as long as it does, and is no longer looked at for
-    cycles, which stops everything for a tenth of a second or two; what requests leave is looked at less often."""
+def freeze_startup_objects() -> None:
+    """Exclude startup objects from garbage collection and collect less often. Call once, when serving begins.
+
+    Startup objects live as long as the process, and scanning them stops everything for 0.1 to 0.2 s.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(NUM_YOUNG_OBJECTS)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """asyncio.run under uvloop where it is installed.
+    """Run `main` under uvloop if it is installed, else under asyncio.
 
-    A wrong setting or checkpoint ends the process with status 2 and one line: starting it again would not help. A port
-    that is taken, or storage that fails, ends it with status 1 and one line.
+    A wrong setting or checkpoint ends the process with status 2 and one line, since a restart would not help. A taken
+    port or failing storage ends it with status 1 and one line.
     """
     status = 0
     try:
@@ -129,10 +131,10 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         for error in _leaves(group):
             logger.error("cannot start: %s", error)
         status = CONFIG_EXIT_CODE
-    except* (CannotListen, Unreadable) as group:
+    except* (BindError, StorageUnavailable) as group:
         logger.error("cannot start: %s", next(iter(_leaves(group))))
         status = status or 1
-    if status:  # here: Python before 3.11.4 wraps what is raised above in a group, which no interpreter's end knows
+    if status:  # Exit outside the except* clause: Python before 3.11.4 wraps SystemExit raised there in a group.
         sys.exit(status)
 
 

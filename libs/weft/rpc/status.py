@@ -1,4 +1,4 @@
-"""Exceptions become gRPC statuses here and nowhere else, on both sides of a call."""
+"""Maps exceptions to gRPC statuses, on both sides of a call."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from google.rpc import error_details_pb2, status_pb2
 from weft.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded, WeftError, from_code
 
 logger = logging.getLogger(__name__)
-# trailing metadata of RESOURCE_EXHAUSTED: seconds
+# Trailing metadata of RESOURCE_EXHAUSTED, in seconds.
 RETRY_AFTER = "weft-retry-after"
-# trailing metadata with a google.rpc.Status, as gRPC's clients know it
+# Trailing metadata with a google.rpc.Status, which gRPC clients parse.
 DETAILS = "grpc-status-details-bin"
-MAX_WORDS_BYTES = 1024
-"""Of an error. gRPC takes 8 KiB of trailing metadata for sure, where they are twice, and a byte beyond ASCII is three;
-of more than 16 KiB the caller hears nothing but RESOURCE_EXHAUSTED."""
+MAX_MESSAGE_BYTES = 1024
+"""Limit of an error message. It appears twice in the trailing metadata, of which gRPC guarantees 8 KiB, and a byte
+beyond ASCII becomes three. Above 16 KiB the caller receives only RESOURCE_EXHAUSTED."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def as_weft_error(error: BaseException) -> WeftError:
-    """Any exception as a leaf of our tree. Internals of unknown ones stay in the log."""
+    """Return any exception as a WeftError. Details of unknown exceptions stay in the log."""
     if isinstance(error, WeftError):
         return error
     if isinstance(error, BaseExceptionGroup):
         known = [as_weft_error(inner) for inner in error.exceptions]
         return next((e for e in known if not isinstance(e, EngineFailed)), known[0])
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded(str(error) or "a peer did not answer in time")
+        return DeadlineExceeded(str(error) or "deadline exceeded: a peer did not answer in time")
     if isinstance(error, grpc.aio.AioRpcError):
         return _from_status(error)
     return EngineFailed("internal error")
@@ -50,7 +50,7 @@ def _from_status(error: grpc.aio.AioRpcError) -> WeftError:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Wraps every handler: WeftError -> its code, anything else -> INTERNAL with its details withheld."""
+    """Wraps every handler: a WeftError becomes its code, any other exception INTERNAL without details."""
 
     async def intercept_service(
         self,
@@ -68,7 +68,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unuse
                 else grpc.unary_stream_rpc_method_handler
             )
         else:
-            wrap = _told(handler.unary_unary or handler.stream_unary)
+            wrap = _with_status(handler.unary_unary or handler.stream_unary)
             make = (
                 grpc.stream_unary_rpc_method_handler
                 if handler.request_streaming
@@ -78,39 +78,39 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unuse
 
 
 def _streaming(method: Any) -> Any:
-    """Both styles of handler: a generator of responses, or a coroutine that calls `context.write`.
+    """Wrap either style of handler: a generator of responses, or a coroutine that calls `context.write`.
 
-    The latter may hold a TaskGroup, which a generator must not hold over a yield.
+    Only a coroutine may hold a TaskGroup; a generator must not hold one over a yield.
     """
     is_coroutine = inspect.iscoroutinefunction(method)
 
     async def answer(request: Any, context: Any) -> None:
-        writes = _Writes(context)
+        writes = _WritingContext(context)
         try:
             if is_coroutine:
                 await method(request, writes)
                 return
-            # closed here and now: a generator that is cut off at a yield must not wait for the garbage collector
+            # Close at once: a generator that is cut off at a yield must not wait for the garbage collector.
             async with aclosing(method(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
         except Exception:
-            await writes.settle()
+            await writes.until_sent()
             raise
         finally:
-            writes.forget()
+            writes.discard()
 
-    return _told(answer)
+    return _with_status(answer)
 
 
-def _told(answer: Any) -> Any:
-    """What is raised becomes the status of the call.
+def _with_status(answer: Any) -> Any:
+    """Turn an exception into the status of the call.
 
-    gRPC keeps what ends a call together with it. So that must know no frame that knows the call: all of it, the whole
-    request too, would stay in that circle until the garbage collector comes by.
+    gRPC keeps the exception together with the call. Its traceback must not refer to a frame that refers to the call;
+    otherwise the whole request stays in memory until a garbage collection.
     """
 
-    async def told(request: Any, context: Any) -> Any:
+    async def answered(request: Any, context: Any) -> Any:
         try:
             return await answer(request, context)
         except Exception as error:
@@ -120,12 +120,13 @@ def _told(answer: Any) -> Any:
                 del request, context
                 raise end.with_traceback(None) from None
 
-    return told
+    return answered
 
 
-class _Writes:
-    """The context of a handler that writes. A message whose sender is cancelled goes out nevertheless: grpc sends no
-    status while one is on its way."""
+class _WritingContext:
+    """Context of a handler that writes. A message still goes out after its sender is cancelled: gRPC sends no status
+    while a message is in progress.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -137,25 +138,25 @@ class _Writes:
         await asyncio.shield(self._last)
 
     def time_remaining(self) -> float | None:
-        """Seconds to the caller's deadline; None without one."""
+        """Return the seconds to the caller's deadline; None without one."""
         remaining: float | None = self._context.time_remaining()
         return remaining
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """What the caller sent beside its messages."""
+        """Return the metadata of the call."""
         return tuple((key, value) for key, value in self._context.invocation_metadata() or ())
 
     def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
-        """What the caller gets behind the last message."""
+        """Set the metadata that follows the last message."""
         self._context.set_trailing_metadata(metadata)
 
-    async def settle(self) -> None:
-        """The last message is out, or never will be. A peer that reads nothing is waited for until it is gone."""
+    async def until_sent(self) -> None:
+        """Wait until the last message is sent or has failed, or until the peer is gone."""
         if self._last is not None:
             await asyncio.wait({self._last})
 
-    def forget(self) -> None:
-        """The call ends; how its last message fared was told to whoever sent it."""
+    def discard(self) -> None:
+        """Cancel the last write and drop its result; its sender already received it."""
         if self._last is not None:
             self._last.cancel()
             self._last.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -167,21 +168,23 @@ async def _abort(error: Exception, context: Any) -> None:
     mapped = as_weft_error(error)
     if isinstance(mapped, EngineFailed):
         logger.exception("handler failed", exc_info=error)
-    _let_go(error)
-    await context.abort(_CODES[mapped.code], _words(mapped), _trailers(mapped))
+    _drop_tracebacks(error)
+    await context.abort(_CODES[mapped.code], _status_message(mapped), _trailers(mapped))
 
 
-def _words(said: WeftError | str) -> str:
-    """As the wire can carry them: the names of files are bytes, in no encoding, and those of tensors and of a client's
-    own fields of any length."""
-    words, half = str(said).encode(errors="backslashreplace"), MAX_WORDS_BYTES // 2
-    if len(words) > MAX_WORDS_BYTES:  # where it is comes first, what is wrong with it last
+def _status_message(said: WeftError | str) -> str:
+    """Return the message as the wire can carry it: valid UTF-8 and at most MAX_MESSAGE_BYTES.
+
+    File names are bytes in no encoding; tensor names and clients' field names have any length.
+    """
+    words, half = str(said).encode(errors="backslashreplace"), MAX_MESSAGE_BYTES // 2
+    if len(words) > MAX_MESSAGE_BYTES:  # The location stands first, the reason last.
         words = words[:half] + b" ... " + words[-half:]
     return words.decode(errors="ignore")
 
 
-def _let_go(error: BaseException) -> None:
-    """Of the frames that it has passed by."""
+def _drop_tracebacks(error: BaseException) -> None:
+    """Remove the tracebacks of an exception and its causes."""
     left: list[BaseException | None] = [error]
     while left:
         each = left.pop()
@@ -192,9 +195,11 @@ def _let_go(error: BaseException) -> None:
 
 
 def _trailers(error: WeftError) -> tuple[tuple[str, str | bytes], ...]:
-    """Which field is wrong, or when to try again: for ourselves, and for everybody else's clients."""
+    """Return the field at fault or the retry time, in our own metadata and in google.rpc form."""
     if isinstance(error, InvalidRequest) and error.param is not None:
-        field = error_details_pb2.BadRequest.FieldViolation(field=_words(error.param), description=_words(error))
+        field = error_details_pb2.BadRequest.FieldViolation(
+            field=_status_message(error.param), description=_status_message(error)
+        )
         return (_details(error, error_details_pb2.BadRequest(field_violations=[field])),)
     if isinstance(error, Overloaded):
         delay = duration_pb2.Duration()
@@ -205,14 +210,16 @@ def _trailers(error: WeftError) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def _details(error: WeftError, detail: Message) -> tuple[str, bytes]:
-    """https://google.aip.dev/193"""
+    """Encode an error detail, see https://google.aip.dev/193."""
     packed = any_pb2.Any()
     packed.Pack(detail)
-    return DETAILS, status_pb2.Status(code=error.code, message=_words(error), details=[packed]).SerializeToString()
+    return DETAILS, status_pb2.Status(
+        code=error.code, message=_status_message(error), details=[packed]
+    ).SerializeToString()
 
 
 def raise_as_weft(error: BaseException) -> None:
-    """Client side: re-raise an RPC error as ours, cancellation untouched."""
+    """Raise an RPC error as WeftError on the client side; cancellation passes unchanged."""
     if isinstance(error, asyncio.CancelledError):
         raise error
     mapped = as_weft_error(error)

@@ -1,8 +1,8 @@
-"""What goes out on a stream, written in the very turn of the loop in which it is there.
+"""Writes stream messages in the current event-loop iteration, without a writer task.
 
-A task that waits for messages and writes them would be woken a turn later, and another one reading the library's own
-iterator: each turn is some tens of microseconds of a process that was idle. So a write begins where the message is
-made, and is gone on with by what it waits for; what comes meanwhile goes out together after it.
+A writer task would wake one iteration later, and the library's iterator another one. Each iteration takes tens of
+microseconds in an idle process. So `push` starts the write; its future continues it. Messages that arrive meanwhile
+follow in one batch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from weft.errors import PeerLost
-from weft.rpc.client import owned
+from weft.rpc.client import cancelled_on_exit
 
 logger = logging.getLogger(__name__)
 CallT = TypeVar("CallT")
 MessageT = TypeVar("MessageT")
 
 
-class Outgoing(Generic[MessageT]):
-    """One writer of one stream, whose messages go out one after the other. Its bound is that of `take`'s source."""
+class EagerStreamWriter(Generic[MessageT]):
+    """Single writer of one stream; messages go out in order. The source of `take` bounds the backlog."""
 
     def __init__(
         self,
@@ -30,8 +30,9 @@ class Outgoing(Generic[MessageT]):
         take: Callable[[], MessageT | None],
         on_failure: Callable[[], object],
     ) -> None:
-        """`take`: the next message, or None. `on_failure`: a write has failed, and there will be no other; the stream
-        has ended, or has to."""
+        """- `take`: returns the next message, or None.
+        - `on_failure`: called once when a write fails; the stream has ended or must end.
+        """
         self._write = write
         self._take = take
         self._on_failure = on_failure
@@ -40,52 +41,54 @@ class Outgoing(Generic[MessageT]):
         self.failure: BaseException | None = None
 
     def push(self) -> None:
-        """There is something to take. Begins to write it, unless a write is under way, after which it comes."""
+        """Start writing the next message, unless a write is in progress; that write then continues with it."""
         while self._writing is None and not self._is_over and (message := self._take()) is not None:
             self._writing = self._write(message)
-            self._go_on()
+            self._advance()
 
     def close(self) -> None:
-        """Write nothing more; what is under way ends with its call."""
+        """Write nothing more; a write in progress ends with its call."""
         self._is_over = True
 
-    def give_up(self, why: BaseException) -> None:
-        """The stream is of no more use: it ends as if a write had failed."""
+    def fail(self, why: BaseException) -> None:
+        """End the stream as if a write had failed."""
         self._is_over, self.failure = True, why
         self._on_failure()
 
-    def _go_on(self) -> None:
-        """As far as it goes without waiting: what a task does, but here and now."""
+    def _advance(self) -> None:
+        """Step the write coroutine until it waits, as a task would."""
         assert self._writing is not None
         try:
             awaited = self._writing.send(None)
         except StopIteration:
             self._writing = None
-        except (Exception, asyncio.CancelledError) as error:  # a write that was cancelled is no less over
+        except (Exception, asyncio.CancelledError) as error:  # A cancelled write also ends the stream.
             self._writing, self._is_over, self.failure = None, True, error
-            logger.info("a stream has ended while it was written to: %s", error)
+            logger.info("stream ended during a write error=%s", error)
             self._on_failure()
         else:
-            awaited._asyncio_future_blocking = False  # asyncio's own sign that somebody minds the future
-            awaited.add_done_callback(self._waited)
+            awaited._asyncio_future_blocking = False  # asyncio's sign that a task awaits this future
+            awaited.add_done_callback(self._on_awaited_done)
 
-    def _waited(self, awaited: asyncio.Future[Any]) -> None:
-        self._go_on()
+    def _on_awaited_done(self, awaited: asyncio.Future[Any]) -> None:
+        self._advance()
         self.push()
 
 
 @asynccontextmanager
-async def speaking(call: CallT, take: Callable[[], MessageT | None]) -> AsyncIterator[tuple[CallT, Outgoing[MessageT]]]:
-    """A call of a client's that streams both ways, owned, and what is said in it. Raises WeftError."""
+async def writing_to(
+    call: CallT, take: Callable[[], MessageT | None]
+) -> AsyncIterator[tuple[CallT, EagerStreamWriter[MessageT]]]:
+    """Yield a bidirectional client call, cancelled at the end, and its writer. Raises WeftError."""
     handle: Any = call
-    outgoing = Outgoing(handle.write, take, handle.cancel)
+    writer = EagerStreamWriter(handle.write, take, handle.cancel)
     try:
-        async with owned(call):
-            yield call, outgoing
+        async with cancelled_on_exit(call):
+            yield call, writer
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if outgoing.failure is None or (task is not None and task.cancelling()):
+        if writer.failure is None or (task is not None and task.cancelling()):
             raise
-        raise PeerLost(f"nothing more can be said: {outgoing.failure}") from outgoing.failure
+        raise PeerLost(f"the stream can no longer be written: {writer.failure}") from writer.failure
     finally:
-        outgoing.close()
+        writer.close()

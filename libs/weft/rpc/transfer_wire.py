@@ -1,4 +1,4 @@
-"""The values of `weft.kv.transfer_protocol` <-> wire messages: a to_wire / from_wire pair a type."""
+"""Converts the values of `weft.kv.transfer_protocol` to and from wire messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.kv.transfer_protocol import (
     Heartbeat,
     LeaseClosed,
     PrefillEvent,
-    PrefillOrder,
+    PrefillRequest,
     PromptFinished,
     ReadyBlocks,
 )
@@ -27,26 +27,24 @@ from weft.rpc.wire import (
 from weft_mesh.v1 import common_pb2, prefill_service_pb2
 
 
-def order_to_wire(order: PrefillOrder) -> prefill_service_pb2.PrefillStart:
-    """Total."""
+def prefill_request_to_wire(request: PrefillRequest) -> prefill_service_pb2.PrefillStart:
     return prefill_service_pb2.PrefillStart(
-        key=key_to_wire(order.key),
-        prefill_boot_id=order.prefill_boot_id,
-        fingerprint=fingerprint_to_wire(order.fingerprint),
-        token_ids=order.token_ids,
-        sampling=sampling_to_wire(order.sampling),
-        cache_salt=order.cache_salt,
-        held_blocks=order.held_blocks,
-        resumed_tokens=order.resumed_tokens,
-        priority=order.priority,
-        retention=retention_to_wire(order.retention),
-        lease_ms=order.lease_ms,
+        key=key_to_wire(request.key),
+        prefill_boot_id=request.prefill_boot_id,
+        fingerprint=fingerprint_to_wire(request.fingerprint),
+        token_ids=request.token_ids,
+        sampling=sampling_to_wire(request.sampling),
+        cache_salt=request.cache_salt,
+        held_blocks=request.held_blocks,
+        resumed_tokens=request.resumed_tokens,
+        priority=request.priority,
+        retention=retention_to_wire(request.retention),
+        lease_ms=request.lease_ms,
     )
 
 
-def order_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillOrder:
-    """Total."""
-    return PrefillOrder(
+def prefill_request_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillRequest:
+    return PrefillRequest(
         key_from_wire(start.key),
         start.prefill_boot_id,
         fingerprint_from_wire(start.fingerprint),
@@ -62,7 +60,6 @@ def order_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillOrder:
 
 
 def endpoint_to_wire(endpoint: Endpoint) -> common_pb2.TransferEndpoint:
-    """Total."""
     return common_pb2.TransferEndpoint(
         transport=endpoint.transport,
         segment=endpoint.segment,
@@ -72,12 +69,10 @@ def endpoint_to_wire(endpoint: Endpoint) -> common_pb2.TransferEndpoint:
 
 
 def endpoint_from_wire(endpoint: common_pb2.TransferEndpoint) -> Endpoint:
-    """Total."""
     return Endpoint(endpoint.transport, endpoint.segment, endpoint.pool_address, endpoint.file)
 
 
 def event_to_wire(event: PrefillEvent) -> prefill_service_pb2.PrefillResponse:
-    """Total."""
     match event:
         case Accepted():
             accepted = prefill_service_pb2.PrefillAccepted(
@@ -99,7 +94,7 @@ def event_to_wire(event: PrefillEvent) -> prefill_service_pb2.PrefillResponse:
 
 
 def event_from_wire(response: prefill_service_pb2.PrefillResponse) -> PrefillEvent:
-    """Raises ValueError for an event newer than this code."""
+    """Raises ValueError for an event that is newer than this code."""
     match response.WhichOneof("event"):
         case "accepted":
             accepted = response.accepted
@@ -114,7 +109,7 @@ def event_from_wire(response: prefill_service_pb2.PrefillResponse) -> PrefillEve
         case "heartbeat":
             return Heartbeat()
         case _:
-            raise ValueError("an event of an unknown kind")
+            raise ValueError("unknown event")
 
 
 def _finished_to_wire(event: PromptFinished) -> prefill_service_pb2.PrefillFinished:

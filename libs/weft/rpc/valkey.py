@@ -1,5 +1,4 @@
-"""Valkey as something one asks for help and can do without: every question has its turn and a deadline, and after a
-failure it is left alone for a while. Knows no command and no key."""
+"""Optional Valkey client: bounded concurrency, a deadline for each call, back-off after failures."""
 
 from __future__ import annotations
 
@@ -16,24 +15,24 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as LateError
 
-from weft.asyncio_compat import cancellation_heeded
-from weft.config import ConfigError, masked
+from weft.asyncio_compat import reraise_lost_cancellation
+from weft.config import ConfigError, redact_credentials
 
 logger = logging.getLogger(__name__)
 DEADLINE_SECONDS = 0.05
-# after a failure it is left alone for so long
+# Back-off after a failure.
 PAUSE_SECONDS = 1.0
-# so many late answers in a row are a failure
+# This many late answers in a row count as a failure.
 MAX_LATE = 3
 MAX_CONNECTIONS = 16
 ResultT = TypeVar("ResultT")
 
 
 class Valkey:
-    """One server for one purpose: `found` and `lost` are what the log says when it answers again, or no more.
+    """One server for one purpose. `found` and `lost` are the log messages when it answers again or stops answering.
 
-    So many questions are asked `at_once`; the others wait for their turn, up to `turn_seconds` (as long as for an
-    answer unless it is said). That wait is about us, so it is no part of the deadline, and no failure of the server's.
+    At most `at_once` calls run at a time; the others wait up to `turn_seconds` (default: `deadline_seconds`). That wait
+    does not count towards the deadline or as a failure of the server.
     """
 
     def __init__(
@@ -58,24 +57,23 @@ class Valkey:
         self._paused_until = 0.0
 
     @property
-    def is_resting(self) -> bool:
-        """It failed a moment ago, and is not asked."""
+    def is_backing_off(self) -> bool:
+        """True within PAUSE_SECONDS after a failure."""
         return self._clock() < self._paused_until
 
-    async def ask(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
-        """The answer, or None: too late, refused, or not even asked, because it failed a moment ago or
-        so much was asked before."""
-        if self.is_resting:
+    async def call(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
+        """Run a command; return None if it is late, fails, or is skipped because of back-off or too many calls."""
+        if self.is_backing_off:
             return None
         try:
             async with asyncio.timeout(self._turn_seconds):
                 await self._turns.acquire()
         except TimeoutError:
-            logger.info("%s: too much is asked at once", self._lost)
+            logger.info("%s: too many calls at once", self._lost)
             return None
         try:
-            with cancellation_heeded():
-                return await self._ask(command)
+            with reraise_lost_cancellation():
+                return await self._call(command)
         finally:
             self._turns.release()
 
@@ -83,27 +81,27 @@ class Valkey:
         """Close the connections."""
         await self.redis.aclose()
 
-    async def _ask(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
-        if self.is_resting:  # since it began to wait for its turn
+    async def _call(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
+        if self.is_backing_off:  # A failure may have happened during the wait.
             return None
         if not self._is_up:
-            # this one tries; the others do not wait with it
+            # This call probes the server; other calls do not wait with it.
             self._paused_until = self._clock() + PAUSE_SECONDS
         try:
             async with asyncio.timeout(self._deadline_seconds):
                 answer = await command(self.redis)
         except (RedisError, OSError) as error:
             self._num_late = self._num_late + 1 if isinstance(error, TimeoutError | LateError) else MAX_LATE
-            # an answer may be late because this process was: nobody is to go without for that
+            # An answer may be late because this process stalled; a single one must not disable the server.
             if self._num_late >= MAX_LATE or not self._is_up:
                 self._paused_until = self._clock() + PAUSE_SECONDS
-                self._note(False, str(error) or type(error).__name__)
+                self._log_change(False, str(error) or type(error).__name__)
             return None
         self._paused_until, self._num_late = 0.0, 0
-        self._note(True, "")
+        self._log_change(True, "")
         return answer
 
-    def _note(self, is_up: bool, why: str) -> None:
+    def _log_change(self, is_up: bool, why: str) -> None:
         if is_up != self._is_up:
             self._is_up = is_up
             if is_up:
@@ -113,12 +111,14 @@ class Valkey:
 
 
 def checked_url(url: str, variable: str) -> str:
-    """The same. Raises ConfigError where nobody could connect to it, which has nothing of a password."""
+    """Return the URL. Raises ConfigError if it is unusable; the message contains no password."""
     try:
         ConnectionPool.from_url(url).connection_kwargs.get("host", "").encode("idna")
-    except ValueError:  # UnicodeError is one; what it says may be part of a password that had to be quoted
+    except ValueError:  # UnicodeError is a ValueError; its message may contain part of an unquoted password.
         advice = "expected redis://HOST:PORT/DB or redis://:PASSWORD@HOST:PORT/DB, its / # ? as %2F %23 %3F"
-        raise ConfigError(f"{variable}: {masked(url).rpartition('@')[2]} is no address of a Valkey; {advice}") from None
+        raise ConfigError(
+            f"{variable}: {redact_credentials(url).rpartition('@')[2]} is not a Valkey URL; {advice}"
+        ) from None
     return url
 
 

@@ -1,4 +1,4 @@
-"""Domain values <-> wire messages: a to_wire / from_wire pair a type. Converted once, at the door."""
+"""Converts shared values to and from wire messages, once at the edge of a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
-from weft.worker_stats import NOTHING_LOOKED_UP, HandOffTally, PrefixTally, Tallies, WorkTally
+from weft.worker_stats import NOTHING_LOOKED_UP, EngineTimeStats, PrefixCacheStats, TransferStats, WorkerStats
 from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
 
 _FINISH_TO_WIRE = {
@@ -37,17 +37,16 @@ _ROLE_FROM_WIRE = {wire: role for role, wire in _ROLE_TO_WIRE.items()}
 
 
 def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """None is UNSPECIFIED: still going."""
+    """None, a sequence that continues, becomes UNSPECIFIED."""
     return _FINISH_TO_WIRE[reason]
 
 
 def finish_from_wire(reason: common_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """UNSPECIFIED, and values newer than this code, are None."""
+    """UNSPECIFIED and values newer than this code become None."""
     return _FINISH_FROM_WIRE.get(reason)
 
 
 def role_to_wire(role: WorkerRole) -> common_pb2.WorkerRole.ValueType:
-    """Total."""
     return _ROLE_TO_WIRE[role]
 
 
@@ -57,27 +56,22 @@ def role_from_wire(role: common_pb2.WorkerRole.ValueType) -> WorkerRole:
 
 
 def key_to_wire(key: RequestKey) -> common_pb2.RequestKey:
-    """Total."""
     return common_pb2.RequestKey(request_id=key.request_id, generation=key.generation)
 
 
 def key_from_wire(key: common_pb2.RequestKey) -> RequestKey:
-    """Total."""
     return RequestKey(key.request_id, key.generation)
 
 
 def retention_to_wire(retention: Retention) -> common_pb2.Retention:
-    """Total."""
     return common_pb2.Retention(idle_seconds=retention.idle_seconds, memory_only=retention.memory_only)
 
 
 def retention_from_wire(retention: common_pb2.Retention) -> Retention:
-    """Total."""
     return Retention(retention.idle_seconds, retention.memory_only)
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Total."""
     return common_pb2.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -98,7 +92,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
-    """Floats come back as float32 would hold them."""
+    """Floats come back with float32 precision."""
     return SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -133,19 +127,16 @@ def _logprob_from_wire(entry: common_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def logprobs_to_wire(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
-    """Total."""
     top = [_logprob_to_wire(entry) for entry in position.top]
     return common_pb2.PositionLogprobs(chosen=_logprob_to_wire(position.chosen), top=top)
 
 
 def logprobs_from_wire(position: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    """Total."""
     top = tuple(_logprob_from_wire(entry) for entry in position.top)
     return PositionLogprobs(_logprob_from_wire(position.chosen), top)
 
 
 def prompt_logprobs_to_wire(piece: PromptLogprobs) -> decode_service_pb2.PromptLogprobs:
-    """Total."""
     return decode_service_pb2.PromptLogprobs(
         start=piece.start,
         chosen=piece.chosen,
@@ -157,13 +148,11 @@ def prompt_logprobs_to_wire(piece: PromptLogprobs) -> decode_service_pb2.PromptL
 
 
 def prompt_logprobs_from_wire(piece: decode_service_pb2.PromptLogprobs) -> PromptLogprobs:
-    """Total."""
     top_ids, top = tuple(piece.top_ids), tuple(piece.top)
     return PromptLogprobs(piece.start, tuple(piece.chosen), tuple(piece.ranks), top_ids, top, piece.num_top)
 
 
 def fingerprint_to_wire(fingerprint: ModelFingerprint) -> common_pb2.ModelFingerprint:
-    """Total."""
     return common_pb2.ModelFingerprint(
         weights_hash=fingerprint.weights_hash,
         kv_dtype=fingerprint.kv_dtype,
@@ -174,7 +163,6 @@ def fingerprint_to_wire(fingerprint: ModelFingerprint) -> common_pb2.ModelFinger
 
 
 def fingerprint_from_wire(fingerprint: common_pb2.ModelFingerprint) -> ModelFingerprint:
-    """Total."""
     return ModelFingerprint(
         fingerprint.weights_hash,
         fingerprint.kv_dtype,
@@ -185,24 +173,21 @@ def fingerprint_from_wire(fingerprint: common_pb2.ModelFingerprint) -> ModelFing
 
 
 def address_to_wire(worker: WorkerAddress) -> scheduler_service_pb2.WorkerAddress:
-    """Total."""
     message = scheduler_service_pb2.WorkerAddress()
     address_into_wire(worker, message)
     return message
 
 
 def address_into_wire(worker: WorkerAddress, message: scheduler_service_pb2.WorkerAddress) -> None:
-    """Total; into its place in a larger message."""
+    """Fill the address field of a larger message in place."""
     message.worker_id, message.boot_id, message.address = worker.worker_id, worker.boot_id, worker.address
 
 
 def address_from_wire(worker: scheduler_service_pb2.WorkerAddress) -> WorkerAddress:
-    """Total."""
     return WorkerAddress(worker.worker_id, worker.boot_id, worker.address)
 
 
 def usage_to_wire(usage: PromptUsage) -> decode_service_pb2.PromptUsage:
-    """Total."""
     return decode_service_pb2.PromptUsage(
         cached_tokens=usage.cached_tokens,
         store_tokens=usage.store_tokens,
@@ -220,7 +205,6 @@ def usage_to_wire(usage: PromptUsage) -> decode_service_pb2.PromptUsage:
 
 
 def usage_from_wire(usage: decode_service_pb2.PromptUsage) -> PromptUsage:
-    """Total."""
     return PromptUsage(
         usage.cached_tokens,
         usage.store_tokens,
@@ -237,8 +221,8 @@ def usage_from_wire(usage: decode_service_pb2.PromptUsage) -> PromptUsage:
     )
 
 
-def prefix_to_wire(prefix: PrefixTally) -> scheduler_service_pb2.PrefixTally | None:
-    """None while nothing was looked up."""
+def prefix_stats_to_wire(prefix: PrefixCacheStats) -> scheduler_service_pb2.PrefixTally | None:
+    """Return None if nothing was looked up."""
     if prefix == NOTHING_LOOKED_UP:
         return None
     return scheduler_service_pb2.PrefixTally(
@@ -251,8 +235,7 @@ def prefix_to_wire(prefix: PrefixTally) -> scheduler_service_pb2.PrefixTally | N
     )
 
 
-def hand_offs_to_wire(tallies: Iterable[HandOffTally]) -> list[scheduler_service_pb2.HandOffTally]:
-    """Total."""
+def transfer_stats_to_wire(tallies: Iterable[TransferStats]) -> list[scheduler_service_pb2.HandOffTally]:
     return [
         scheduler_service_pb2.HandOffTally(
             prefill_worker_id=tally.prefill_worker_id,
@@ -264,11 +247,11 @@ def hand_offs_to_wire(tallies: Iterable[HandOffTally]) -> list[scheduler_service
     ]
 
 
-def tallies_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand_offs: bool = True) -> Tallies:
-    """Total. Hand-offs, one for each pair of workers, take longer than all the rest."""
+def worker_stats_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand_offs: bool = True) -> WorkerStats:
+    """Convert a report. Transfers, one for each pair of workers, take longer than everything else."""
     prefix = report.prefix
-    return Tallies(
-        PrefixTally(
+    return WorkerStats(
+        PrefixCacheStats(
             prefix.looked_up_tokens,
             prefix.pool_tokens,
             prefix.dram_tokens,
@@ -277,8 +260,8 @@ def tallies_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand_offs
             prefix.nvme_seconds,
         ),
         tuple(
-            HandOffTally(tally.prefill_worker_id, tally.num_prompts, tally.size_bytes, tally.num_failed)
+            TransferStats(tally.prefill_worker_id, tally.num_prompts, tally.size_bytes, tally.num_failed)
             for tally in (report.hand_offs if with_hand_offs else ())
         ),
-        WorkTally(report.generating_steps, report.generating_seconds, report.computing_seconds),
+        EngineTimeStats(report.generating_steps, report.generating_seconds, report.computing_seconds),
     )

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
-from weft.file_io import is_there, open_regular, told
+from weft.file_io import open_regular, path_exists, to_weft_error
 from weft.weights.ahead import ahead
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
@@ -55,7 +55,7 @@ class Blob(ABC):
 
     @abstractmethod
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
-        """These bytes, in `scratch` or elsewhere. Raises BadCheckpoint naming the file, or Unreadable."""
+        """These bytes, in `scratch` or elsewhere. Raises BadCheckpoint naming the file, or StorageUnavailable."""
 
     @abstractmethod
     def close(self) -> None:
@@ -71,12 +71,12 @@ class WeightsFile(ABC):
     def open(self, cached: bool = False) -> Blob:
         """For reading all of it once; `cached`: for a few bytes that will be asked for again.
 
-        Raises BadCheckpoint, Unreadable.
+        Raises BadCheckpoint, StorageUnavailable.
         """
 
     @abstractmethod
     def stamp(self) -> tuple[str, ...]:
-        """Differs whenever the file was written anew. Raises BadCheckpoint, Unreadable."""
+        """Differs whenever the file was written anew. Raises BadCheckpoint, StorageUnavailable."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -101,14 +101,14 @@ class LocalFile(WeightsFile):
         self.name = path.name
 
     def open(self, cached: bool = False) -> Blob:
-        is_there(self.path)  # which names what a link leads to that leads nowhere
+        path_exists(self.path)  # which names what a link leads to that leads nowhere
         return FileBlob(self.path, direct=not cached)
 
     def stamp(self) -> tuple[str, ...]:
         try:
             stat = self.path.stat()
         except OSError as error:
-            raise told(error, f"{self.path}") from error
+            raise to_weft_error(error, f"{self.path}") from error
         return stamp_of(stat)
 
     def __str__(self) -> str:
@@ -151,13 +151,13 @@ class FileBlob(Blob):
             return os.preadv(self._fd, [target], offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise told(error, f"{self._path}: not readable at byte {offset}") from error
+                raise to_weft_error(error, f"{self._path}: not readable at byte {offset}") from error
         # larger sectors than ours, or the rest of a read that was cut short
         fd = _open(self._path, 0)
         try:
             return os.preadv(fd, [target], offset)
         except OSError as error:
-            raise told(error, f"{self._path}: not readable at byte {offset}") from error
+            raise to_weft_error(error, f"{self._path}: not readable at byte {offset}") from error
         finally:
             os.close(fd)
 
@@ -187,7 +187,7 @@ class SharedOutBlob(FileBlob):
     """
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor | None) -> None:
-        """No `threads`: by the one that reads. Raises BadCheckpoint, Unreadable."""
+        """No `threads`: by the one that reads. Raises BadCheckpoint, StorageUnavailable."""
         super().__init__(path, direct=False)
         self._threads = threads
 
@@ -215,4 +215,4 @@ def _open(path: Path, flags: int) -> int:
     except OSError as error:
         if flags and error.errno == errno.EINVAL:
             return _open(path, 0)  # a file system that knows no direct reads
-        raise told(error, f"{path}: not readable") from error
+        raise to_weft_error(error, f"{path}: not readable") from error

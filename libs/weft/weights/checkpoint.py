@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import BadCheckpoint, Unreadable
-from weft.file_io import is_there
+from weft.errors import BadCheckpoint, StorageUnavailable
+from weft.file_io import path_exists
 from weft.foreign_files import PICKLE_SUFFIXES, foreign_names
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
@@ -65,9 +65,9 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read config, index and headers. Raises BadCheckpoint naming the file or tensor at fault, Unreadable."""
+    """Read config, index and headers. Raises BadCheckpoint naming the file or tensor at fault, StorageUnavailable."""
     directory = directory.absolute()
-    if not is_there(directory):
+    if not path_exists(directory):
         raise BadCheckpoint(f"{directory}: no such directory")
     origin = origin_of(directory)
     config = read_config(directory)
@@ -81,7 +81,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def source_id(directory: Path, tensors: Sequence[TensorSource], second_head: TensorSource | None = None) -> str:
-    """Of the files as they are now. Raises BadCheckpoint, Unreadable."""
+    """Of the files as they are now. Raises BadCheckpoint, StorageUnavailable."""
     files = {tensor.file.name: tensor.file for tensor in tensors}
     parts = [str(directory)]
     if second_head is not None:  # that it is the embedding again was true of this file
@@ -97,16 +97,16 @@ def source_id(directory: Path, tensors: Sequence[TensorSource], second_head: Ten
 @contextmanager
 def while_unchanged(checkpoint: Checkpoint) -> Iterator[None]:
     """For reading its files. What is wrong with files that were written anew meanwhile says nothing of the new ones:
-    that is Unreadable, as is a reading that went well and may be half of the old and half of the new."""
+    that is StorageUnavailable, as is a reading that went well and may be half of the old and half of the new."""
     changed = f"{checkpoint.directory}: files were written anew while they were read"
     try:
         yield
     except BadCheckpoint as error:
         if _is_changed(checkpoint):
-            raise Unreadable(f"{changed}: {error}") from error
+            raise StorageUnavailable(f"{changed}: {error}") from error
         raise
     if _is_changed(checkpoint):
-        raise Unreadable(changed)
+        raise StorageUnavailable(changed)
 
 
 def _is_changed(checkpoint: Checkpoint) -> bool:
@@ -119,12 +119,12 @@ def _is_changed(checkpoint: Checkpoint) -> bool:
 def files_state(directory: Path) -> str:
     """Of all files of a checkpoint, whatever they hold: another one as long as somebody writes them.
 
-    Raises BadCheckpoint, Unreadable.
+    Raises BadCheckpoint, StorageUnavailable.
     """
     parts, origin = list[str](), origin_of(directory)
     for name in sorted(origin.names()):
         parts.append(name)
-        with suppress(BadCheckpoint, Unreadable):  # a link to nothing says nothing of the others
+        with suppress(BadCheckpoint, StorageUnavailable):  # a link to nothing says nothing of the others
             parts += origin.file(name).stamp()
     return _digest(parts)
 
@@ -165,7 +165,7 @@ def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor, as the index has it. Raises BadCheckpoint, Unreadable."""
+    """The file of every tensor, as the index has it. Raises BadCheckpoint, StorageUnavailable."""
     weight_map = read_json(index).values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{index}: weight_map is not a JSON object with entries")

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
     """The checkpoint with that matrix, and a config that says so; as it is where there is none, or the embedding again.
 
-    Raises BadCheckpoint, Unreadable.
+    Raises BadCheckpoint, StorageUnavailable.
     """
     head = checkpoint.second_head
     if head is None:
@@ -49,7 +49,7 @@ def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
 
 def candidates(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
     """What an image of these files may be of: as config.json says, or with that matrix. Raises BadCheckpoint,
-    Unreadable."""
+    StorageUnavailable."""
     head = checkpoint.second_head
     return (checkpoint,) if head is None else (checkpoint, _untied(checkpoint, head))
 

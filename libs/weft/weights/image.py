@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, NotFound, Overloaded
-from weft.file_io import open_regular, told
+from weft.file_io import open_regular, to_weft_error
 from weft.weights.checkpoint import Checkpoint, while_unchanged
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
@@ -88,7 +88,7 @@ def open_image_file(path: Path) -> int:
 def find_image(checkpoint: Checkpoint) -> Image | None:
     """The image of just these files, if an earlier run left it or another process serves it.
 
-    Raises BadCheckpoint when something else has taken its name, Unreadable when it cannot be read for the moment.
+    Raises BadCheckpoint when another file has taken its name, StorageUnavailable when it cannot be read now.
     """
     path = image_path(image_name(checkpoint))
     try:
@@ -96,7 +96,7 @@ def find_image(checkpoint: Checkpoint) -> Image | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise told(error, f"{path} is in the way") from error
+        raise to_weft_error(error, f"{path} is in the way") from error
     about = os.fstat(fd)
     if about.st_uid == os.geteuid() and _try_lock(fd, fcntl.LOCK_SH) and _is_same_file(path, fd):
         try:
@@ -133,7 +133,7 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around
     """Read the checkpoint into a new image and publish it; `around` may put another reader before that of the files.
 
     `report(num_bytes, file)` is called from reading threads after every piece; what it raises ends the reading.
-    Raises BadCheckpoint, Unreadable when files change meanwhile, Overloaded when shared memory is too small.
+    Raises BadCheckpoint, StorageUnavailable when files change meanwhile, Overloaded when shared memory is too small.
     """
     layout = image_layout(checkpoint)
     with _unpublished(image_name(checkpoint), layout.size_bytes) as (fd, place):

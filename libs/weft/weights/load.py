@@ -20,7 +20,7 @@ from typing import Protocol
 
 import xxhash
 
-from weft.errors import Incompatible, PeerLost, Unreadable
+from weft.errors import Incompatible, PeerLost, StorageUnavailable
 from weft.weights.layout import LEAF_BYTES, ImageLayout, Leaves, Run, num_pieces
 from weft.weights.source import ReadingMemory, Source, open_source
 from weft.weights.writing import ImageFile, write_all
@@ -43,7 +43,7 @@ class RunReader(Protocol):
 
 @contextmanager
 def files_reader(layout: ImageLayout) -> Iterator[RunReader]:
-    """Reads from the checkpoint's own files. Raises BadCheckpoint, Unreadable."""
+    """Reads from the checkpoint's own files. Raises BadCheckpoint, StorageUnavailable."""
     with ExitStack() as stack:
         sources: dict[str, Source] = {}
         for tensor in layout.tensors:
@@ -60,7 +60,7 @@ def _tried_again(read: Callable[[], memoryview]) -> memoryview:
     for pause in PAUSES_SECONDS:
         try:
             return read()
-        except Unreadable as error:
+        except StorageUnavailable as error:
             logger.warning("trying again: %s", error)
             time.sleep(pause * random.uniform(0.5, 1.5))  # not all threads of all nodes at once
     return read()

@@ -18,8 +18,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import BadCheckpoint, Unreadable, WeftError
-from weft.file_io import MAX_SMALL_BYTES, is_there, on_disk, read_small, told
+from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
+from weft.file_io import MAX_SMALL_BYTES, fsync_path, path_exists, read_small, to_weft_error
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
 from weft_kernels.cache_dir import user_cache_dir
@@ -52,7 +52,7 @@ def is_url(model: str) -> bool:
 
 
 def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """The settings, with a directory in WEFT_MODEL wherever it has a URL. Raises BadCheckpoint, Unreadable."""
+    """The settings, with a directory in WEFT_MODEL wherever it has a URL. Raises BadCheckpoint, StorageUnavailable."""
     setting = environ.get("WEFT_MODEL", "")
     if "://" not in setting:
         return environ
@@ -70,7 +70,7 @@ def local_model(url: str, cache: Path | None = None) -> Path:
     """A directory with the small files of the checkpoint at `url`, as they are there now.
 
     It has the name that the URL ends with, and ORIGIN_FILE, which says where the weights are. Raises BadCheckpoint,
-    Unreadable.
+    StorageUnavailable.
     """
     origin = ObjectOrigin(url)
     name = url.rstrip("/").rpartition("/")[2]
@@ -103,7 +103,7 @@ def _copy_small_files(origin: ObjectOrigin, url: str, directory: Path) -> None:
 
 def origin_of(directory: Path) -> Origin:
     """Where the weights of a checkpoint directory are. If that is a store, the small files in the directory are as they
-    are there now: new weights want the config that came with them. Raises BadCheckpoint, Unreadable.
+    are there now: new weights want the config that came with them. Raises BadCheckpoint, StorageUnavailable.
     """
     if not is_remote(directory):
         return LocalOrigin(directory)
@@ -112,7 +112,7 @@ def origin_of(directory: Path) -> Origin:
         if not is_url(url):  # files of this machine, or whatever else whoever made that file would like to have read
             raise ValueError(f"{url!r} is no object store's")
     except OSError as error:
-        raise told(error, f"{directory / ORIGIN_FILE}: not readable") from error
+        raise to_weft_error(error, f"{directory / ORIGIN_FILE}: not readable") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{directory / ORIGIN_FILE}: no URL can be read: {error}") from error
     origin = ObjectOrigin(url)
@@ -121,8 +121,8 @@ def origin_of(directory: Path) -> Origin:
 
 
 def is_remote(directory: Path) -> bool:
-    """Are the weights of this directory elsewhere. Raises BadCheckpoint, Unreadable."""
-    return is_there(directory / ORIGIN_FILE)
+    """Are the weights of this directory elsewhere. Raises BadCheckpoint, StorageUnavailable."""
+    return path_exists(directory / ORIGIN_FILE)
 
 
 def _stamps(directory: Path) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _write(path: Path, content: bytes) -> None:
     with _kept(path):
         try:
             part.write_bytes(content)
-            on_disk(part)
+            fsync_path(part)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def _kept(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise told(error, f"{path}: cannot be kept here") from error
+        raise to_weft_error(error, f"{path}: cannot be kept here") from error
 
 
 class ObjectOrigin(Origin):
@@ -183,7 +183,7 @@ class ObjectOrigin(Origin):
                     client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain},
                     retry_config={"max_retries": STORE_RETRIES, "retry_timeout": STORE_PATIENCE},
                 )
-        except Unreadable as error:
+        except StorageUnavailable as error:
             raise BadCheckpoint(str(error)) from error
         self._files: dict[str, ObjectFile] = {}
 
@@ -229,7 +229,7 @@ class ObjectFile(WeightsFile):
         return ObjectBlob(self._store, str(self), self.name, self.size_bytes, self._tag)
 
     def content(self) -> bytes:
-        """All of it. Raises BadCheckpoint, Unreadable."""
+        """All of it. Raises BadCheckpoint, StorageUnavailable."""
         if self.size_bytes > MAX_SMALL_BYTES:
             raise BadCheckpoint(f"{self}: {self.size_bytes} bytes are too many for a file that is not weights")
         return bytes(self.open().read(0, self.size_bytes, Scratch()))
@@ -243,7 +243,7 @@ class ObjectFile(WeightsFile):
 
 class ObjectBlob(Blob):
     """Ranges of one object; each read is a request. One that was written anew, or is gone, since it was listed is
-    Unreadable: a list made now says what is there."""
+    StorageUnavailable: a list made now says what is there."""
 
     def __init__(self, store: ObjectStore, name: str, path: str, size: int, tag: str) -> None:
         self._store = store
@@ -268,7 +268,7 @@ class ObjectBlob(Blob):
                 options["if_match"] = self._tag
             data = memoryview(get(self._store, self._path, options=options).bytes())
         if len(data) != size:
-            raise Unreadable(f"{self.name}: {len(data)} bytes came where {size} were asked for")
+            raise StorageUnavailable(f"{self.name}: {len(data)} bytes came where {size} were asked for")
         return data
 
 
@@ -283,7 +283,7 @@ def _said(where: str, is_listed: bool = False) -> Iterator[None]:
         line = str(error).strip().partition("\n")[0]
         is_changed = is_listed and isinstance(error, (PreconditionError, NotFoundError, FileNotFoundError))
         if is_changed:
-            raise Unreadable(f"{where}: was written anew, or removed, since it was listed: {line}") from error
+            raise StorageUnavailable(f"{where}: was written anew, or removed, since it was listed: {line}") from error
         raise _kind(error)(f"{where}: {line}") from error
 
 
@@ -292,4 +292,4 @@ def _kind(error: Exception) -> type[WeftError]:
     from obstore.exceptions import GenericError
 
     is_answer = isinstance(error, (FileNotFoundError, PermissionError)) or _REFUSED.search(str(error))
-    return Unreadable if isinstance(error, (GenericError, OSError)) and not is_answer else BadCheckpoint
+    return StorageUnavailable if isinstance(error, (GenericError, OSError)) and not is_answer else BadCheckpoint

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Set
 from pathlib import Path
 
-from weft.file_io import told
+from weft.file_io import to_weft_error
 from weft.weights.blobs import LocalFile, WeightsFile
 
 
@@ -15,7 +15,7 @@ class Origin(ABC):
 
     @abstractmethod
     def names(self) -> Set[str]:
-        """Of all files there, the index included. Raises BadCheckpoint, Unreadable."""
+        """Of all files there, the index included. Raises BadCheckpoint, StorageUnavailable."""
 
     @abstractmethod
     def file(self, name: str) -> WeightsFile:
@@ -35,7 +35,7 @@ class LocalOrigin(Origin):
         try:
             return {path.name for path in self._directory.iterdir()}
         except OSError as error:
-            raise told(error, f"{self._directory}: not readable") from error
+            raise to_weft_error(error, f"{self._directory}: not readable") from error
 
     def file(self, name: str) -> WeightsFile:
         return LocalFile(self._directory / name)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.bundle.chunks import Wanted
 from weft.weights.bundle.layout import SUFFIX
@@ -74,7 +74,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, run: Run, memory: ReadingMemory) -> memoryview:
-        """The run's bytes; they last until the next read. Raises BadCheckpoint naming what is wrong, or Unreadable."""
+        """Return the bytes of a run, valid until the next read. Raises BadCheckpoint or StorageUnavailable."""
 
     @abstractmethod
     def close(self) -> None:
@@ -105,7 +105,7 @@ class PlainSource(Source):
     def read(self, run: Run, memory: ReadingMemory) -> memoryview:
         try:
             return self._blob.read(run.parts[0].offset, run.size, memory.stored)
-        except (BadCheckpoint, Unreadable) as error:
+        except (BadCheckpoint, StorageUnavailable) as error:
             raise type(error)(f"{error} (tensor {run.parts[0].entry.name})") from error
 
 

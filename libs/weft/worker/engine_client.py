@@ -17,21 +17,21 @@ from weft.engine.token_history import Constraint
 from weft.errors import Incompatible
 from weft.grammar import Grammars
 from weft.request import Grammar
-from weft.worker_stats import NO_WORK
+from weft.worker_stats import NO_ENGINE_TIME
 
 Consumer = Callable[[StepOutput], None]
 ComputeListener = Callable[[int, float], None]
-metrics.from_zero(metrics.ENGINE_TOKENS, ("prompt", "generated"))
+metrics.init_series(metrics.ENGINE_TOKENS, ("prompt", "generated"))
 
 
-class EngineFeed:
+class EngineEvents:
     """`listener` runs on the engine's thread; everything else on the loop that the feed was made in."""
 
     def __init__(self) -> None:
         # told of every step that was all prompts, to their first tokens maybe: how many tokens, and how long it took
         self.on_computed: ComputeListener | None = None
         self.load = EngineLoad()
-        self.work = NO_WORK
+        self.engine_time = NO_ENGINE_TIME
         self._loop = asyncio.get_running_loop()
         self._consumers: list[Consumer] = []
         self._broken: asyncio.Future[None] = self._loop.create_future()
@@ -67,24 +67,24 @@ class EngineFeed:
             self._measure(before, output)
         metrics.ENGINE_TOKENS.labels("prompt").inc(load.computed_prompt_tokens - before.computed_prompt_tokens)
         metrics.ENGINE_TOKENS.labels("generated").inc(load.generated_tokens - before.generated_tokens)
-        _show(load)
+        _set_gauges(load)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The engine and its consumers are gone: nothing here keeps them, or counts what they held."""
         self._consumers.clear()
         self.on_computed = None
-        _show(EngineLoad())
+        _set_gauges(EngineLoad())
 
     def _measure(self, before: EngineLoad, output: StepOutput) -> None:
         num_tokens = output.load.computed_prompt_tokens - before.computed_prompt_tokens
         # a first token comes with its prompt, and whoever waits between two others does not wait for it
         num_of_texts = sum(len(delta.token_ids) for delta in output.deltas if delta.prompt is None)
-        self.work = self.work.add(num_tokens, num_of_texts, output.step_seconds)
+        self.engine_time = self.engine_time.add(num_tokens, num_of_texts, output.step_seconds)
         if self.on_computed and num_tokens and not num_of_texts:
             self.on_computed(num_tokens, output.step_seconds)
 
 
-def _show(load: EngineLoad) -> None:
+def _set_gauges(load: EngineLoad) -> None:
     metrics.SEQUENCES.labels("running").set(load.num_running)
     metrics.SEQUENCES.labels("waiting").set(load.num_waiting)
     metrics.BLOCKS.labels("free").set(load.free_blocks)
@@ -93,7 +93,7 @@ def _show(load: EngineLoad) -> None:
     metrics.BLOCKS.labels("quarantined").set(load.quarantined_blocks)
 
 
-class GrammarDesk:
+class GrammarCompiler:
     """Loads the tokenizer when the first grammar comes; without one, requests that need masks are refused."""
 
     def __init__(self, load: Callable[[], Grammars] | None = None) -> None:
@@ -101,7 +101,7 @@ class GrammarDesk:
         self._grammars: Grammars | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    async def open(self, grammar: Grammar | None) -> Constraint | None:
+    async def compile(self, grammar: Grammar | None) -> Constraint | None:
         """Raises InvalidRequest for what cannot be compiled, Incompatible for another tokenizer than the gateway's."""
         if grammar is None:
             return None

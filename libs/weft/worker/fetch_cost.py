@@ -21,7 +21,7 @@ SKIPS_BEFORE_PROBE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class QueueAhead:
     """What stands in a fetch's way: so many others of this worker, whose batches take turns with its own, the seconds
     that they all still need, and those of the line before the store's disk."""
 
@@ -30,20 +30,20 @@ class Line:
     disk_seconds: float = 0.0
 
 
-FREE = Line()
+NO_QUEUE = QueueAhead()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FetchPlan:
     """So many leading blocks to fetch now; how long that takes with nothing in the way, infinite if nobody knows; and
     how long it may wait besides, all in all, before computing would have been quicker."""
 
     num_blocks: int
     seconds: float = math.inf
-    patience_seconds: float = math.inf
+    max_wait_seconds: float = math.inf
 
 
-class CostLine:
+class LinearCost:
     """seconds = fixed + each * amount, fitted to measurements of which the newer count more."""
 
     def __init__(self) -> None:
@@ -79,91 +79,91 @@ class CostLine:
         self._fixed, self._each = 0.0, self._xy / self._xx
 
 
-class FetchEstimate:
+class FetchCostModel:
     """One worker's view. `chunk_tokens`: what the engine computes of one prompt in one step."""
 
     def __init__(self, block_tokens: int, chunk_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
-        self._compute = CostLine()
-        self._ask = CostLine()
-        self._fetch: Mapping[Tier, CostLine] = {tier: CostLine() for tier in (Tier.DRAM, Tier.NVME)}
+        self._compute = LinearCost()
+        self._lookup = LinearCost()
+        self._fetch: Mapping[Tier, LinearCost] = {tier: LinearCost() for tier in (Tier.DRAM, Tier.NVME)}
         self._num_skips = 0
         self._owes_probe = False  # somebody was let through to ask, so that something may be tried again
         self._retried: set[Tier] = set()  # what is being tried again
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def on_computed(self, num_tokens: int, seconds: float) -> None:
         """A step of prompt tokens took so long."""
         self._compute.observe(num_tokens, seconds)
 
-    def asked(self, seconds: float) -> None:
+    def on_lookup(self, seconds: float) -> None:
         """To learn what the store has took so long."""
-        self._ask.observe(1, seconds, RETRIED_DECAY if self._owes_probe else DECAY)
+        self._lookup.observe(1, seconds, RETRIED_DECAY if self._owes_probe else DECAY)
 
-    def fetched(self, tier: Tier, num_blocks: int, seconds: float) -> None:
+    def on_fetched(self, tier: Tier, num_blocks: int, seconds: float) -> None:
         """So many blocks came from there in one go."""
         self._fetch[tier].observe(num_blocks, seconds, RETRIED_DECAY if tier in self._retried else DECAY)
         self._retried.discard(tier)
 
     def fetch_seconds(self, tier: Tier, num_blocks: int) -> float:
         """Of one batch with nothing in its way; infinite if nobody knows."""
-        line = self._fetch[tier]
-        return line.seconds(num_blocks) if line.is_known else math.inf
+        queue = self._fetch[tier]
+        return queue.seconds(num_blocks) if queue.is_known else math.inf
 
-    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0, line: Line = FREE) -> bool:
+    def is_lookup_worthwhile(self, num_blocks: int, whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> bool:
         """Could the store win at all, if it had all of these in its fastest tier."""
-        if not (self._compute.is_known and self._ask.is_known and self._fetch[Tier.DRAM].is_known):
+        if not (self._compute.is_known and self._lookup.is_known and self._fetch[Tier.DRAM].is_known):
             return True
-        best = self._ask.seconds(1) + self._cost(Counter({Tier.DRAM: num_blocks}), line)
+        best = self._lookup.seconds(1) + self._cost(Counter({Tier.DRAM: num_blocks}), queue)
         if best < self._compute_seconds(whole_tokens or num_blocks * self._block_tokens):
             return True
-        is_due = self._is_due(line)
+        is_due = self._is_due(queue)
         self._owes_probe |= is_due
         return is_due
 
-    def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, line: Line = FREE) -> Plan:
+    def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> FetchPlan:
         """How many leading blocks, lying in these tiers, to fetch now: a probe of a tier that was never measured.
 
         The rest is computed, or asked about again after the probe. With `whole_tokens` it is all or nothing: only
         together they save the computing of so many tokens.
         """
         if not tiers or not self._compute.is_known:
-            return Plan(len(tiers))
+            return FetchPlan(len(tiers))
         unknown = [index for index, tier in enumerate(tiers) if not self._fetch[tier].is_known]
         if unknown and (whole_tokens or not unknown[0]):
             return _probe(tiers[: unknown[0] or PROBE_BLOCKS])
         known = tiers[: unknown[0]] if unknown else tiers
-        best = self._whole(known, whole_tokens, line) if whole_tokens else self._best(known, line)
+        best = self._whole(known, whole_tokens, queue) if whole_tokens else self._best(known, queue)
         if not best:
-            return self._tried_again(tiers[:PROBE_BLOCKS]) if self._take_due(line) else _probe(())
-        seconds = self._cost(Counter(tiers[:best]), FREE)
-        return Plan(best, seconds, self._compute_seconds(whole_tokens or best * self._block_tokens) - seconds)
+            return self._probe_again(tiers[:PROBE_BLOCKS]) if self._take_due(queue) else _probe(())
+        seconds = self._cost(Counter(tiers[:best]), NO_QUEUE)
+        return FetchPlan(best, seconds, self._compute_seconds(whole_tokens or best * self._block_tokens) - seconds)
 
-    def _whole(self, tiers: Sequence[Tier], num_tokens: int, line: Line) -> int:
-        return len(tiers) if self._cost(Counter(tiers), line) < self._compute_seconds(num_tokens) else 0
+    def _whole(self, tiers: Sequence[Tier], num_tokens: int, queue: QueueAhead) -> int:
+        return len(tiers) if self._cost(Counter(tiers), queue) < self._compute_seconds(num_tokens) else 0
 
-    def _best(self, tiers: Sequence[Tier], line: Line) -> int:
+    def _best(self, tiers: Sequence[Tier], queue: QueueAhead) -> int:
         best, saved, counts = 0, 0.0, Counter[Tier]()
         for count, tier in enumerate(tiers, start=1):
             counts[tier] += 1
-            gain = self._compute_seconds(count * self._block_tokens) - self._cost(counts, line)
+            gain = self._compute_seconds(count * self._block_tokens) - self._cost(counts, queue)
             if gain > saved:
                 best, saved = count, gain
         return best
 
-    def _tried_again(self, tiers: Sequence[Tier]) -> Plan:
+    def _probe_again(self, tiers: Sequence[Tier]) -> FetchPlan:
         self._retried.update(tiers)
         return _probe(tiers)
 
-    def _take_due(self, line: Line) -> bool:
-        if line == FREE and self._owes_probe:
+    def _take_due(self, queue: QueueAhead) -> bool:
+        if queue == NO_QUEUE and self._owes_probe:
             self._owes_probe = False
             return True
-        return self._is_due(line)
+        return self._is_due(queue)
 
-    def _is_due(self, line: Line) -> bool:
+    def _is_due(self, queue: QueueAhead) -> bool:
         """Of those that would have been served at once."""
-        if line != FREE:
+        if queue != NO_QUEUE:
             return False
         self._num_skips += 1
         return self._num_skips % SKIPS_BEFORE_PROBE == 0
@@ -171,25 +171,25 @@ class FetchEstimate:
     def _compute_seconds(self, num_tokens: int) -> float:
         return self._compute.seconds(num_tokens, math.ceil(num_tokens / self._chunk_tokens))
 
-    def _cost(self, counts: Mapping[Tier, int], line: Line) -> float:
+    def _cost(self, counts: Mapping[Tier, int], queue: QueueAhead) -> float:
         own = sum(self._fetch[tier].seconds(count) for tier, count in counts.items())
         # each of the others has a batch for each of one's own, as long as it needs any
-        waiting = min(line.num_others * own, line.others_seconds)
-        return own + waiting + (line.disk_seconds if counts.get(Tier.NVME) else 0.0)
+        waiting = min(queue.num_others * own, queue.others_seconds)
+        return own + waiting + (queue.disk_seconds if counts.get(Tier.NVME) else 0.0)
 
 
-class AlwaysFetch(FetchEstimate):
+class AlwaysFetch(FetchCostModel):
     """Takes every hit, for those to whom computing less matters more than time."""
 
-    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0, line: Line = FREE) -> bool:
+    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> bool:
         """Always."""
         return True
 
-    def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, line: Line = FREE) -> Plan:
+    def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> FetchPlan:
         """All of them."""
-        return Plan(len(tiers))
+        return FetchPlan(len(tiers))
 
 
-def _probe(tiers: Sequence[Tier]) -> Plan:
+def _probe(tiers: Sequence[Tier]) -> FetchPlan:
     """To learn what it costs: waits for nobody."""
-    return Plan(len(tiers), patience_seconds=0.0)
+    return FetchPlan(len(tiers), max_wait_seconds=0.0)

@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
-from weft.rpc.client import open_channel, own_fault_told, owned
+from weft.rpc.client import cancelled_on_exit, open_channel, send_failures_raised
 from weft.rpc.wire import (
     address_to_wire,
     fingerprint_to_wire,
-    hand_offs_to_wire,
-    prefix_to_wire,
+    prefix_stats_to_wire,
     role_from_wire,
     role_to_wire,
+    transfer_stats_to_wire,
 )
-from weft.worker_stats import Tallies
+from weft.worker_stats import WorkerStats
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ RETRY_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Arrival:
+class LoadProgress:
     """Written by whoever loads, on any thread; read twice a second. `total_bytes` 0: not counted in bytes."""
 
     worker_id: str
@@ -45,54 +45,54 @@ class Arrival:
     phase: str = "starting"
     done_bytes: int = 0
     total_bytes: int = 0
-    is_over: bool = False
+    is_done: bool = False
 
-    def turn_to(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Another phase begins, whose end cannot be told in bytes yet."""
         self.phase, self.done_bytes, self.total_bytes = phase, 0, 0
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
+    def set_bytes(self, done_bytes: int, total_bytes: int) -> None:
         """Of the phase."""
         self.done_bytes, self.total_bytes = done_bytes, total_bytes
 
 
 @asynccontextmanager
-async def announced(schedulers: str, arrival: Arrival) -> AsyncIterator[None]:
+async def reporting_progress(schedulers: str, progress: LoadProgress) -> AsyncIterator[None]:
     """Every one of `schedulers` (host:port, several by commas) is told while the scope lasts, or until it is over."""
-    telling = [asyncio.create_task(_announce(address.strip(), arrival)) for address in schedulers.split(",")]
+    reporting = [asyncio.create_task(_announce(address.strip(), progress)) for address in schedulers.split(",")]
     try:
         yield
     finally:
-        for task in telling:
+        for task in reporting:
             task.cancel()
-        for outcome in await asyncio.gather(*telling, return_exceptions=True):
+        for outcome in await asyncio.gather(*reporting, return_exceptions=True):
             if isinstance(outcome, Exception):
                 logger.error("a scheduler was not told that this worker comes", exc_info=outcome)
 
 
-async def _announce(address: str, arrival: Arrival) -> None:
+async def _announce(address: str, progress: LoadProgress) -> None:
     async with open_channel(address) as channel:
         stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
-        while not arrival.is_over:
+        while not progress.is_done:
             try:
-                with own_fault_told("our announcement"):
-                    async with owned(stub.Announce(_messages(arrival))) as call:
+                with send_failures_raised("our announcement"):
+                    async with cancelled_on_exit(stub.Announce(_messages(progress))) as call:
                         await call
             except WeftError as error:
                 logger.debug("not announced at %s: %s", address, error)
             await asyncio.sleep(RETRY_SECONDS)
 
 
-async def _messages(arrival: Arrival) -> AsyncIterator[scheduler_service_pb2.AnnounceRequest]:
-    while not arrival.is_over:
+async def _messages(progress: LoadProgress) -> AsyncIterator[scheduler_service_pb2.AnnounceRequest]:
+    while not progress.is_done:
         yield scheduler_service_pb2.AnnounceRequest(
             arrival=scheduler_service_pb2.WorkerArrival(
-                worker_id=arrival.worker_id,
-                role=role_to_wire(arrival.role),
-                model=arrival.model,
-                phase=arrival.phase,
-                done_bytes=arrival.done_bytes,
-                total_bytes=arrival.total_bytes,
+                worker_id=progress.worker_id,
+                role=role_to_wire(progress.role),
+                model=progress.model,
+                phase=progress.phase,
+                done_bytes=progress.done_bytes,
+                total_bytes=progress.total_bytes,
             )
         )
         await asyncio.sleep(INTERVAL_SECONDS)
@@ -103,7 +103,7 @@ MAX_BACKOFF_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
+class WorkerHello:
     """What a worker says of itself when it joins; and whether it was asked to drain, which its reports say."""
 
     worker: WorkerAddress
@@ -118,7 +118,7 @@ class Introduction:
     is_draining: bool = False
 
 
-class _Link:
+class _SchedulerLink:
     """What is between us and one scheduler."""
 
     def __init__(self, address: str) -> None:
@@ -137,24 +137,24 @@ class Membership:
     def __init__(
         self,
         schedulers: str,
-        introduction: Introduction,
+        hello: WorkerHello,
         load: Callable[[], EngineLoad],
         is_able: Callable[[], bool],
-        tallies: Callable[[], Tallies] = Tallies,
+        stats: Callable[[], WorkerStats] = WorkerStats,
         is_parked: bool = False,
     ) -> None:
         """`schedulers`: host:port, several by commas. `is_parked`: it begins so."""
-        self._introduction = introduction
+        self._hello = hello
         self._load = load
         self._is_able = is_able
-        self._tallies = tallies
-        self._is_draining = introduction.is_draining
+        self._stats = stats
+        self._is_draining = hello.is_draining
         self._is_parked = is_parked
         self._park_changes = asyncio.Event()
-        self._role = introduction.role
+        self._role = hello.role
         self._has_joined = asyncio.Event()
         self._is_leaving = asyncio.Event()
-        self._links = [_Link(address.strip()) for address in schedulers.split(",")]
+        self._links = [_SchedulerLink(address.strip()) for address in schedulers.split(",")]
 
     async def until_joined(self) -> None:
         """A scheduler has answered once."""
@@ -170,9 +170,9 @@ class Membership:
         await self._park_changes.wait()
 
     @property
-    def introduction(self) -> Introduction:
+    def hello(self) -> WorkerHello:
         """As it would join now."""
-        return replace(self._introduction, role=self._role, is_draining=self._is_draining)
+        return replace(self._hello, role=self._role, is_draining=self._is_draining)
 
     async def leave(self, timeout_seconds: float) -> None:
         """Take no more work: wait until every scheduler has been told, or the time is over."""
@@ -182,21 +182,21 @@ class Membership:
                 for link in self._links:
                     await link.has_left.wait()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Join, report, and join again whenever a stream breaks."""
         async with asyncio.TaskGroup() as group:
             for link in self._links:
-                group.create_task(self._keep_one(link))
+                group.create_task(self._run_link(link))
 
-    async def _keep_one(self, link: _Link) -> None:
+    async def _run_link(self, link: _SchedulerLink) -> None:
         backoff = MIN_BACKOFF_SECONDS
         channel = open_channel(link.address)
         try:
             while True:
                 try:
                     stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
-                    with own_fault_told("what we say to it"):
-                        async with owned(stub.Join(self._messages(link))) as stream:
+                    with send_failures_raised("what we say to it"):
+                        async with cancelled_on_exit(stub.Join(self._messages(link))) as stream:
                             async for response in stream:
                                 self._on_response(link, response)
                                 backoff = MIN_BACKOFF_SECONDS
@@ -209,7 +209,7 @@ class Membership:
         finally:
             await channel.close()
 
-    def _on_response(self, link: _Link, response: scheduler_service_pb2.JoinResponse) -> None:
+    def _on_response(self, link: _SchedulerLink, response: scheduler_service_pb2.JoinResponse) -> None:
         link.interval_seconds = response.report_interval_ms / 1000
         if response.HasField("drain") and response.drain != self._is_draining:
             logger.info(
@@ -227,14 +227,14 @@ class Membership:
             link.has_joined = True
             self._has_joined.set()
 
-    def _change_role(self, role: WorkerRole, link: _Link) -> None:
+    def _change_role(self, role: WorkerRole, link: _SchedulerLink) -> None:
         """What has begun goes on: the services of both roles answer all the time."""
-        if role is not self._role and self._introduction.can_change_role:
+        if role is not self._role and self._hello.can_change_role:
             logger.info("role %s, no more %s, says the scheduler at %s", role, self._role, link.address)
             self._role = role
 
-    async def _messages(self, link: _Link) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
-        yield scheduler_service_pb2.JoinRequest(hello=_hello_to_wire(self._introduction, self._role))
+    async def _messages(self, link: _SchedulerLink) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
+        yield scheduler_service_pb2.JoinRequest(hello=_hello_to_wire(self._hello, self._role))
         while True:
             is_leaving = self._is_leaving.is_set()
             yield scheduler_service_pb2.JoinRequest(report=self._report(is_leaving))
@@ -248,7 +248,7 @@ class Membership:
                     await self._is_leaving.wait()
 
     def _report(self, is_leaving: bool) -> scheduler_service_pb2.WorkerReport:
-        load, tallies = self._load(), self._tallies()
+        load, stats = self._load(), self._stats()
         is_serving = self._is_able() and not (is_leaving or self._is_draining or self._is_parked)
         has_room = load.free_blocks + load.cached_blocks > 0
         return scheduler_service_pb2.WorkerReport(
@@ -267,23 +267,23 @@ class Membership:
             role=role_to_wire(self._role),
             generated_tokens=load.generated_tokens,
             computed_prompt_tokens=load.computed_prompt_tokens,
-            generating_steps=tallies.work.generating_steps,
-            generating_seconds=tallies.work.generating_seconds,
-            computing_seconds=tallies.work.computing_seconds,
-            prefix=prefix_to_wire(tallies.prefix),
-            hand_offs=hand_offs_to_wire(tallies.hand_offs),
+            generating_steps=stats.engine_time.generating_steps,
+            generating_seconds=stats.engine_time.generating_seconds,
+            computing_seconds=stats.engine_time.computing_seconds,
+            prefix=prefix_stats_to_wire(stats.prefix),
+            hand_offs=transfer_stats_to_wire(stats.transfers),
         )
 
 
-def _hello_to_wire(introduction: Introduction, role: WorkerRole) -> scheduler_service_pb2.WorkerHello:
+def _hello_to_wire(hello: WorkerHello, role: WorkerRole) -> scheduler_service_pb2.WorkerHello:
     return scheduler_service_pb2.WorkerHello(
-        worker=address_to_wire(introduction.worker),
+        worker=address_to_wire(hello.worker),
         role=role_to_wire(role),
-        model=introduction.model,
-        fingerprint=fingerprint_to_wire(introduction.fingerprint),
-        num_blocks=introduction.num_blocks,
-        max_context_tokens=introduction.max_context_tokens,
-        transport=introduction.transport,
-        metrics_address=introduction.metrics_address,
-        can_change_role=introduction.can_change_role,
+        model=hello.model,
+        fingerprint=fingerprint_to_wire(hello.fingerprint),
+        num_blocks=hello.num_blocks,
+        max_context_tokens=hello.max_context_tokens,
+        transport=hello.transport,
+        metrics_address=hello.metrics_address,
+        can_change_role=hello.can_change_role,
     )

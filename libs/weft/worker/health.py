@@ -21,7 +21,7 @@ EXHAUSTED_SECONDS = 30.0
 LOST_SECONDS = 600.0
 
 
-class Vitals:
+class EngineHealth:
     """`load` is the engine's latest. Pure but for the clock."""
 
     def __init__(
@@ -64,35 +64,35 @@ class Vitals:
         return now - self._exhausted_at > EXHAUSTED_SECONDS
 
 
-class Health:
+class WorkerHealth:
     """Ready once joined and as long as there is no trouble."""
 
-    def __init__(self, vitals: Vitals, rpc: RpcServer) -> None:
-        self._vitals = vitals
+    def __init__(self, engine_health: EngineHealth, rpc: RpcServer) -> None:
+        self._engine_health = engine_health
         self._rpc = rpc
         self._has_joined = False
         self._trouble = ""
 
     @property
-    def is_fit(self) -> bool:
+    def is_healthy(self) -> bool:
         """As of the last check."""
         return not self._trouble
 
     async def join(self) -> None:
         """The fleet knows us: from now on, requests may come."""
         self._has_joined = True
-        await self._tell()
+        await self._publish()
 
     async def check(self) -> None:
         """To be called on a timer. Raises EngineFailed for an engine that never will move again."""
-        if self._vitals.is_lost:
+        if self._engine_health.is_lost:
             raise EngineFailed("the engine's thread does not move any more")
-        trouble = self._vitals.trouble()
+        trouble = self._engine_health.trouble()
         if bool(trouble) == bool(self._trouble):
             return
         self._trouble = trouble
         logger.warning("not fit for work: %s" if trouble else "fit for work again%s", trouble)
-        await self._tell()
+        await self._publish()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         await self._rpc.set_ready(self._has_joined and not self._trouble)

@@ -19,7 +19,7 @@ from weft.request import PromptLogprobs
 from weft_kernels.sampling import logprobs
 
 
-class MeanHidden:
+class MeanPooling:
     """A `HiddenStateObserver`."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -47,7 +47,7 @@ NUM_ROWS = 32
 PIECE_TOKENS = 4096
 
 
-class PromptScorer:
+class PromptLogprobReader:
     """A `HiddenStateObserver` that scores prompt tokens: all but the first one, which has no score."""
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:

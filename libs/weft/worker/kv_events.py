@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from weft.errors import WeftError
 from weft.kv.block_keys import fingerprint_digest
 from weft.request import ModelFingerprint
-from weft.rpc.client import open_channel, translated
+from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 
@@ -23,7 +23,7 @@ RPC_SECONDS = 2.0
 MAX_KEYS = 16_384  # in one message
 
 
-class PlaceReporter:
+class KvEventPublisher:
     """`changed` is for every step's news; `run` belongs to a task of the worker's."""
 
     def __init__(self, address: str, worker_id: str, boot_id: str, fingerprint: ModelFingerprint) -> None:
@@ -36,7 +36,7 @@ class PlaceReporter:
         self._sequence = 0
         self._must_begin = True
 
-    def changed(self, changes: Mapping[bytes, bool]) -> None:
+    def on_changes(self, changes: Mapping[bytes, bool]) -> None:
         """Keys that can be found in the pool now, or no more. Bounded: the news are no more than pool and snapshot."""
         if not self._address:
             return
@@ -61,27 +61,27 @@ class PlaceReporter:
                 num_quiet += 1
                 if self._must_begin or self._news or num_quiet >= QUIET_INTERVALS:
                     num_quiet = 0
-                    await self._speak(stub)
+                    await self._report(stub)
                 await asyncio.sleep(INTERVAL_SECONDS)
 
-    async def _speak(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+    async def _report(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
         try:
             if self._must_begin:
-                await self._tell_all(stub)
+                await self._send_snapshot(stub)
             else:
-                await self._tell_news(stub)
+                await self._send_delta(stub)
         except WeftError as error:
             logger.debug("places: kvstore does not hear: %s", error)
             self._must_begin = True
 
-    async def _tell_all(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+    async def _send_snapshot(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
         held = list(self._held)
         self._news.clear()
         self._must_begin = False
         for first in range(0, max(1, len(held)), MAX_KEYS):
             await self._send(stub, held[first : first + MAX_KEYS], [], is_snapshot=first == 0)
 
-    async def _tell_news(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+    async def _send_delta(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
         news, self._news = list(self._news.items()), {}
         for first in range(0, max(1, len(news)), MAX_KEYS):
             part = news[first : first + MAX_KEYS]
@@ -101,6 +101,6 @@ class PlaceReporter:
             stored=stored,
             removed=removed,
         )
-        with translated():
+        with rpc_errors_translated():
             response = await stub.ReportBlocks(request, timeout=RPC_SECONDS)
         self._must_begin = self._must_begin or response.must_begin

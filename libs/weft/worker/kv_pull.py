@@ -21,10 +21,10 @@ from typing import Any
 
 from weft import metrics
 from weft.config import ConfigError
-from weft.kv.local_transport import NearTransport
+from weft.kv.local_transport import LocalTransport
 from weft.kv.memory import BlockBytes, checksums
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, Transport
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, Transport
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.worker.config import MooncakeProtocol, TransportChoice
 
@@ -60,7 +60,7 @@ class Quarantine:
         now = self._clock()
         self._entries += [_Entry(pull, blocks, now) for pull, blocks in pulls.items()]
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Sweep for ever."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -84,9 +84,9 @@ class Quarantine:
         metrics.OVERDUE_BLOCKS.set(sum(len(entry.blocks) for entry in left if entry.is_overdue))
 
 
-PATIENCE_SECONDS = 1.0
+EXTRA_WAIT_SECONDS = 1.0
 # a way that failed is left alone for so long: trying it costs a hand-off, a peer that is unplugged for a moment little
-AVOID_SECONDS = 180.0
+ROUTE_DISABLED_SECONDS = 180.0
 INLINE_CHECKSUM_BYTES = 512 * 1024
 
 
@@ -110,7 +110,7 @@ async def block_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int
     return await asyncio.to_thread(checksums, memory, blocks)
 
 
-class Borrower:
+class KvPuller:
     """Makes Borrowings. `tasks` outlives every one of them.
 
     Knows which ways have failed lately: a peer's leases are kept by gRPC, also where nothing else gets through to it.
@@ -130,44 +130,46 @@ class Borrower:
         self.quarantine = quarantine
         self._clock = clock
         names = [transport.name for transport in transports]
-        metrics.from_zero(metrics.TRANSFER_BYTES, names)
-        metrics.from_zero(metrics.TRANSFER_SECONDS, names)
-        self._avoided: dict[tuple[str, Endpoint], float] = {}  # transport and whom it reached -> until when
+        metrics.init_series(metrics.TRANSFER_BYTES, names)
+        metrics.init_series(metrics.TRANSFER_SECONDS, names)
+        self._disabled_routes: dict[tuple[str, Endpoint], float] = {}  # transport and whom it reached -> until when
 
-    def borrow(self, lender: Lender) -> Borrowing:
+    def open(self, source: KvSource) -> KvPull:
         """Through the first of our transports that reaches the lender and has not failed there lately; every lender
         answers the last."""
-        endpoint = lender.endpoint
-        ways = (each for each in self._transports if each.reaches(endpoint) and not self._is_avoided(each, endpoint))
-        transport = next(ways, self._transports[-1])
-        self._tasks.create_task(transport.connect(lender.endpoint))
-        return Borrowing(self, transport, lender)
+        endpoint = source.endpoint
+        routes = (each for each in self._transports if each.reaches(endpoint) and not self._is_disabled(each, endpoint))
+        transport = next(routes, self._transports[-1])
+        self._tasks.create_task(transport.connect(source.endpoint))
+        return KvPull(self, transport, source)
 
-    def avoid(self, transport: Transport, lender: Lender) -> None:
+    def disable_route(self, transport: Transport, source: KvSource) -> None:
         """A pull that way has failed: the next ones take another, if there is one, for some minutes."""
         now = self._clock()
-        self._avoided = {way: until for way, until in self._avoided.items() if until > now}
-        way = transport.name, lender.endpoint
-        if transport is not self._transports[-1] and way not in self._avoided:
-            logger.warning("KV of %s is not read by %s for %g s", lender.address, transport.name, AVOID_SECONDS)
-            self._avoided[way] = now + AVOID_SECONDS
+        self._disabled_routes = {route: until for route, until in self._disabled_routes.items() if until > now}
+        route = transport.name, source.endpoint
+        if transport is not self._transports[-1] and route not in self._disabled_routes:
+            logger.warning(
+                "KV of %s is not read by %s for %g s", source.address, transport.name, ROUTE_DISABLED_SECONDS
+            )
+            self._disabled_routes[route] = now + ROUTE_DISABLED_SECONDS
 
-    def _is_avoided(self, transport: Transport, endpoint: Endpoint) -> bool:
-        return self._avoided.get((transport.name, endpoint), 0.0) > self._clock()
+    def _is_disabled(self, transport: Transport, endpoint: Endpoint) -> bool:
+        return self._disabled_routes.get((transport.name, endpoint), 0.0) > self._clock()
 
     def start(self, pull: Awaitable[None]) -> asyncio.Task[TransferFailed | None]:
         """Run a pull to its end, whoever waits for it."""
         return self._tasks.create_task(_outcome(pull))
 
 
-class Borrowing:
+class KvPull:
     """The pulls from one lender under one lease."""
 
-    def __init__(self, borrower: Borrower, transport: Transport, lender: Lender) -> None:
+    def __init__(self, puller: KvPuller, transport: Transport, source: KvSource) -> None:
         self.transferred_bytes = 0
-        self._borrower = borrower
+        self._puller = puller
         self._transport = transport
-        self._lender = lender
+        self._source = source
         self._in_flight: dict[asyncio.Task[TransferFailed | None], tuple[int, ...]] = {}
 
     async def pull(self, copies: Sequence[BlockCopy], timeout_seconds: float) -> None:
@@ -176,40 +178,42 @@ class Borrowing:
         After any of them, and when cancelled, `abandon`.
         """
         started = time.perf_counter()
-        pull = self._borrower.start(self._transport.pull(self._lender, self._runs(copies), timeout_seconds))
+        pull = self._puller.start(self._transport.pull(self._source, self._ranges(copies), timeout_seconds))
         self._in_flight[pull] = tuple(copy.local for copy in copies)
         try:
-            async with asyncio.timeout(timeout_seconds + PATIENCE_SECONDS):
+            async with asyncio.timeout(timeout_seconds + EXTRA_WAIT_SECONDS):
                 failure = await asyncio.shield(pull)
             if failure is not None:
                 raise failure
         except (TimeoutError, TransferFailed):
-            self._borrower.avoid(self._transport, self._lender)
+            self._puller.disable_route(self._transport, self._source)
             raise
         del self._in_flight[pull]
-        size = len(copies) * self._borrower.memory.block_bytes
+        size = len(copies) * self._puller.memory.block_bytes
         self.transferred_bytes += size
         metrics.TRANSFER_BYTES.labels(self._transport.name).inc(size)
         metrics.TRANSFER_SECONDS.labels(self._transport.name).observe(time.perf_counter() - started)
         await self._verify(copies)
 
-    def abandon(self) -> tuple[int, ...]:
+    def abort(self) -> tuple[int, ...]:
         """Give up: returns the blocks of pulls that have not succeeded, to be quarantined before the caller yields."""
         pulls, self._in_flight = self._in_flight, {}
-        self._borrower.quarantine.add(pulls)
+        self._puller.quarantine.add(pulls)
         return tuple(block for targets in pulls.values() for block in targets)
 
-    def _runs(self, copies: Sequence[BlockCopy]) -> list[Run]:
-        memory, pool_address = self._borrower.memory, self._lender.endpoint.pool_address
+    def _ranges(self, copies: Sequence[BlockCopy]) -> list[CopyRange]:
+        memory, pool_address = self._puller.memory, self._source.endpoint.pool_address
         size = memory.block_bytes
-        return [Run(pool_address + copy.remote * size, memory.address + copy.local * size, size) for copy in copies]
+        return [
+            CopyRange(pool_address + copy.remote * size, memory.address + copy.local * size, size) for copy in copies
+        ]
 
     async def _verify(self, copies: Sequence[BlockCopy]) -> None:
         summed = [copy for copy in copies if copy.checksum is not None]
-        found = await block_checksums(self._borrower.memory, [copy.local for copy in summed])
+        found = await block_checksums(self._puller.memory, [copy.local for copy in summed])
         for copy, checksum in zip(summed, found, strict=True):
             if checksum != copy.checksum:
-                raise ChecksumMismatch(f"block {copy.remote} of {self._lender.address} arrived damaged")
+                raise ChecksumMismatch(f"block {copy.remote} of {self._source.address} arrived damaged")
 
 
 async def _outcome(pull: Awaitable[None]) -> TransferFailed | None:
@@ -220,7 +224,7 @@ async def _outcome(pull: Awaitable[None]) -> TransferFailed | None:
     return None
 
 
-def pick_transports(
+def choose_transports(
     choice: TransportChoice, host: str, protocol: MooncakeProtocol, fallback: GrpcTransport, memory: BlockBytes
 ) -> tuple[Transport, ...]:
     """The nearest first, gRPC always last, the pool registered with all.
@@ -241,7 +245,7 @@ def pick_transports(
     fallback.register(memory.address, pool_bytes)
     if choice is TransportChoice.AUTO and memory.shared_fd is not None:
         try:
-            transports.insert(0, NearTransport(memory))
+            transports.insert(0, LocalTransport(memory))
         except OSError as error:
             logger.info("workers on this machine are peers like others: open files are not shown: %s", error)
     names = [transport.name for transport in transports]
@@ -254,7 +258,7 @@ def needs_checksums(transport: str) -> bool:
     return transport != "mooncake_rdma"
 
 
-def lent_endpoint(transports: Sequence[Transport]) -> Endpoint:
+def advertised_endpoint(transports: Sequence[Transport]) -> Endpoint:
     """What peers are told of our pool: the first way that leads to other machines, and its file for this one."""
     first = transports[0]
-    return first.beside(transports[1].endpoint()) if isinstance(first, NearTransport) else first.endpoint()
+    return first.with_file(transports[1].endpoint()) if isinstance(first, LocalTransport) else first.endpoint()

@@ -31,12 +31,12 @@ from weft.engine.runner import ModelRunner
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import ScheduledChunk
 from weft.errors import BadCheckpoint
-from weft.kv.layer_groups import PageRun, Paging
+from weft.kv.layer_groups import PageRange, PagingPolicy
 from weft.model import decoder
 from weft.model.decoder import Decoder
 from weft.request import RequestKey, SamplingParams
 from weft.worker import hidden_state_observers
-from weft.worker.hidden_state_observers import PromptScorer
+from weft.worker.hidden_state_observers import PromptLogprobReader
 from weft_kernels.cache_dir import user_cache_dir
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ SAMPLING = SamplingParams(
 )
 
 
-def remembered(identity: Mapping[str, str | int], measure: Callable[[], int]) -> int:
+def cached_peak(identity: Mapping[str, str | int], measure: Callable[[], int]) -> int:
     """Bytes measured earlier for the same `identity`, all of which the file repeats; else measured now and written."""
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=10).hexdigest()
     path = user_cache_dir() / "peaks" / f"{digest}.json"
@@ -70,7 +70,7 @@ def remembered(identity: Mapping[str, str | int], measure: Callable[[], int]) ->
     return peak
 
 
-def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: torch.device) -> dict[str, str | int]:
+def peak_identity(weights_hash: str, limits: EngineConfig, dtype: str, device: torch.device) -> dict[str, str | int]:
     """What the peak depends on: model, machine, versions, and how large a step can be."""
     name, tiles = "cpu", ""
     if device.type == "cuda":
@@ -107,7 +107,7 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
     one, *others = [_chunk(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
     try:
         runner = ModelRunner(model, small, dtype, device)
-        scorer = PromptScorer((0,) * limits.max_context_tokens, 20)
+        scorer = PromptLogprobReader((0,) * limits.max_context_tokens, 20)
         long = _chunk(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
         shorter = [each for each in SHORTER_CHUNKS if model.packed and each < chunk]
         between = [[_chunk(limits.paging, limits.max_context_tokens - each, each)] for each in shorter]
@@ -138,13 +138,15 @@ class AnyToken:
         words.fill(-1)
 
 
-def _chunk(paging: Paging, start: int, num_tokens: int, reader: HiddenStateObserver | None = None) -> ScheduledChunk:
+def _chunk(
+    paging: PagingPolicy, start: int, num_tokens: int, reader: HiddenStateObserver | None = None
+) -> ScheduledChunk:
     """Tokens of a sequence all of whose pages are the pool's first one: what they hold does not matter."""
     end = start + num_tokens
     tokens, mode = (0,) * end, SequenceMode.GENERATE
     spec = SequenceSpec(RequestKey("peak"), tokens, SAMPLING, mode, constraint=AnyToken(), observer=reader)
-    firsts = [paging.first(group, start) for group in range(len(paging.reaches))]
-    runs = [PageRun(first, (0,) * (paging.num_blocks(end) - first)) for first in firsts]
+    firsts = [paging.first(group, start) for group in range(len(paging.spans))]
+    runs = [PageRange(first, (0,) * (paging.num_blocks(end) - first)) for first in firsts]
     return ScheduledChunk(Sequence(spec, [0] * end, 0.0, page_ranges=runs), start, num_tokens, has_sample=True)
 
 

@@ -30,7 +30,7 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def pin(text: str) -> int:
+def pin_to_cpus(text: str) -> int:
     """Keep this process to these cores, threads that run already included; returns how many. Raises ConfigError.
 
     Threads inherit it: call this before the pools of torch and gRPC start theirs.
@@ -46,7 +46,7 @@ def pin(text: str) -> int:
     return len(cpus)
 
 
-def let_sessions_pass(niceness: int) -> None:
+def set_autogroup_nice(niceness: int) -> None:
     """What niceness is to threads, for this process' session towards others, if it leads one.
 
     Where the kernel first deals out cores by session (sched_autogroup), niceness counts inside of one only, and whoever
@@ -62,13 +62,13 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_TRIM_BYTES, MOST_MMAP_BYTES = 2**31 - 1, 32 * 2**20
 
 
-def settle_imports() -> None:
+def freeze_gc() -> None:
     """At the start of a process: modules are no longer looked at for cycles, which stops an engine for a tenth of a
     second each time."""
     gc.freeze()
 
 
-def keep_heap() -> None:
+def disable_malloc_trim() -> None:
     """Have malloc give nothing back to the system, as it does otherwise with whatever is large: a step takes about as
     much as the one before, and each of its pages would have to be cleared and mapped again.
 

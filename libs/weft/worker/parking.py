@@ -9,23 +9,23 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad
 from weft.rpc.server import until_signal
-from weft.worker.fleet_client import Introduction, Membership
+from weft.worker.fleet_client import Membership, WorkerHello
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class ParkedState:
     """As it last introduced itself; not `is_asleep` when it was woken while it finished what it had."""
 
-    introduction: Introduction
+    hello: WorkerHello
     is_asleep: bool
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """What nobody refers to any more goes to the device and the system, and not to this process' next use of it."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -34,13 +34,13 @@ def give_back() -> None:
         trim(0)
 
 
-async def sleep(schedulers: str, parked: Parked) -> Introduction | None:
+async def run_parked(schedulers: str, parked: ParkedState) -> WorkerHello | None:
     """Until it is woken, as what it was asked to be meanwhile; None for a signal that ends the process."""
     if not parked.is_asleep:
-        return parked.introduction
-    membership = Membership(schedulers, parked.introduction, EngineLoad, lambda: False, is_parked=True)
+        return parked.hello
+    membership = Membership(schedulers, parked.hello, EngineLoad, lambda: False, is_parked=True)
     logger.info("parked: weights and pool are given back")
-    async with background() as tasks:
-        tasks.create_task(membership.keep())
+    async with background_tasks() as tasks:
+        tasks.create_task(membership.run())
         is_ending = await until_signal(or_when=membership.until_park_changes)
-        return None if is_ending else membership.introduction
+        return None if is_ending else membership.hello

@@ -43,7 +43,7 @@ class TensorBlocks:
     of its steps: what is copied out must be final, and nobody may look at what is copied in before that is done.
     """
 
-    is_near = False
+    is_host = False
     shared_fd = None
 
     def __init__(self, pool: Tensor) -> None:
@@ -112,7 +112,7 @@ LOOK_SECONDS = 0.2
 MADV_POPULATE_WRITE = 23
 
 
-class PagesAhead:
+class PoolPrefaulter:
     """Of one pool, which hands out the lowest numbers first."""
 
     def __init__(self, memory: BlockBytes, load: Callable[[], EngineLoad]) -> None:
@@ -169,7 +169,7 @@ async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> 
     return [checksum async for _, found in _parts(memory, len(blocks), copy) for checksum in found]
 
 
-async def summed(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
+async def staged_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
     """The checksums of blocks where they lie."""
     parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part]))
     return [checksum async for _, found in parts for checksum in found]
@@ -203,7 +203,7 @@ def _split(staged: memoryview, size: int) -> list[memoryview]:
 
 async def _parts(memory: BlockBytes, count: int, copy: Callable[[slice], T]) -> AsyncIterator[tuple[int, T]]:
     """How many blocks each part of so many has, and what `copy` says of it."""
-    if not memory.is_near:
+    if not memory.is_host:
         yield count, await _on_thread(partial(copy, slice(0, count)))
         return
     step = max(1, INLINE_BYTES // memory.block_bytes)

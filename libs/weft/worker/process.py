@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import grpc
 
 from weft import log, metrics, trace
-from weft.asyncio_compat import background
-from weft.config import describe
+from weft.asyncio_compat import background_tasks
+from weft.config import format_config
 from weft.engine.engine import Engine
 from weft.errors import EngineFailed
 from weft.grammar import load_grammars
@@ -31,32 +31,32 @@ from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer, until_signal
-from weft.stall_clock import AwakeClock
-from weft.startup_cache import inherit, keep
+from weft.stall_clock import StallAwareClock
+from weft.startup_cache import lock_startup_files, mark_inherited_modules
 from weft.worker.config import StoreFetchPolicy, WorkerConfig
-from weft.worker.engine_client import EngineFeed, GrammarDesk
-from weft.worker.fetch_cost import AlwaysFetch, FetchEstimate
-from weft.worker.fleet_client import Arrival, Introduction, Membership, announced
-from weft.worker.health import Health, Vitals
-from weft.worker.kv_events import PlaceReporter
-from weft.worker.kv_pull import lent_endpoint, needs_checksums, pick_transports
-from weft.worker.parking import Parked, give_back, sleep
-from weft.worker.pool_memory import PagesAhead, open_blocks
-from weft.worker.startup import Booted, boot
-from weft.worker.stats_recorder import Tally
+from weft.worker.engine_client import EngineEvents, GrammarCompiler
+from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
+from weft.worker.fleet_client import LoadProgress, Membership, WorkerHello, reporting_progress
+from weft.worker.health import EngineHealth, WorkerHealth
+from weft.worker.kv_events import KvEventPublisher
+from weft.worker.kv_pull import advertised_endpoint, choose_transports, needs_checksums
+from weft.worker.parking import ParkedState, release_memory, run_parked
+from weft.worker.pool_memory import PoolPrefaulter, open_blocks
+from weft.worker.startup import LoadedEngine, load_engine
+from weft.worker.stats_recorder import StatsRecorder
 from weft.worker.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25
-GOODBYE_SECONDS = 0.5
+LEAVE_SECONDS = 0.5
 CUT_OFF_SECONDS = 0.2
 # what lives when a worker is parked may take so long to its end, or what a signal leaves it if that is more
 PARK_GRACE_SECONDS = 60.0
 # several times what a transfer takes that nobody answers
-CLEAR_SECONDS = 30.0
+RELEASE_SECONDS = 30.0
 
 
-class Desk(Protocol):
+class RequestTracker(Protocol):
     """What a role keeps of its requests."""
 
     def close(self) -> None:
@@ -67,14 +67,14 @@ class Desk(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
+class WorkerContext:
     """What a role finds when it is installed. `transports`: the nearest first. `endpoint`: what peers are told of its
     pool. `tasks` outlives every request. `clock`: limits on peers' silence go by it."""
 
     worker_id: str
     boot_id: str
     engine: Engine
-    feed: EngineFeed
+    events: EngineEvents
     fingerprint: ModelFingerprint
     memory: BlockBytes
     transports: tuple[Transport, ...]
@@ -83,116 +83,124 @@ class Workplace:
     store: StoreClient
     tasks: asyncio.TaskGroup
     with_checksums: bool
-    grammars: GrammarDesk = field(default_factory=GrammarDesk)
+    grammars: GrammarCompiler = field(default_factory=GrammarCompiler)
     lease_seconds: float = LEASE_SECONDS
-    tally: Tally = field(default_factory=Tally)
+    stats: StatsRecorder = field(default_factory=StatsRecorder)
     clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class RoleService:
     """A role as a process takes it up: the service it answers, and what puts it to work at a place."""
 
     role: WorkerRole
     service_name: str
-    install: Callable[[Workplace, grpc.aio.Server], Desk]
+    install: Callable[[WorkerContext, grpc.aio.Server], RequestTracker]
 
 
-async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
+async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
     """Serve one role, or both and begin with `config.role`, until SIGTERM. Raises when the engine dies, so that the
     process ends and is started again."""
-    inherit()
-    logger.info(describe(config))
-    role = posts[0].role if len(posts) == 1 else config.role
+    mark_inherited_modules()
+    logger.info(format_config(config))
+    role = roles[0].role if len(roles) == 1 else config.role
     trace.setup(role, config.worker_id)
-    log.mark("imports")
+    log.startup_phase("imports")
     config = replace(config, role=role, metrics_port=metrics.expose(config.host, config.metrics_port))
-    parked = await _live(config, posts)
+    parked = await _run_until_parked(config, roles)
     while parked is not None:
-        give_back()
-        if (woken := await sleep(config.scheduler_addr, parked)) is None:
+        release_memory()
+        if (woken := await run_parked(config.scheduler_addr, parked)) is None:
             return
-        log.mark(log.ASLEEP)
-        parked = await _live(replace(config, role=woken.role), posts, woken.is_draining)
+        log.startup_phase(log.SLEEPING)
+        parked = await _run_until_parked(replace(config, role=woken.role), roles, woken.is_draining)
 
 
-async def _live(config: WorkerConfig, posts: Sequence[Post], is_draining: bool = False) -> Parked | None:
+async def _run_until_parked(
+    config: WorkerConfig, roles: Sequence[RoleService], is_draining: bool = False
+) -> ParkedState | None:
     """From weights and a pool until they are given back, or the process is to end."""
-    feed, arrival = EngineFeed(), Arrival(config.worker_id, config.role, config.served_name)
-    clock = AwakeClock(on_standstill=metrics.STALLED_SECONDS.inc)
-    async with announced(config.scheduler_addr, arrival):
-        booted = await boot(config, feed.listener, arrival, clock)
-        booted.engine.start()
-        arrival.turn_to("joining")
+    events, progress = EngineEvents(), LoadProgress(config.worker_id, config.role, config.served_name)
+    clock = StallAwareClock(on_standstill=metrics.STALLED_SECONDS.inc)
+    async with reporting_progress(config.scheduler_addr, progress):
+        loaded = await load_engine(config, events.listener, progress, clock)
+        loaded.engine.start()
+        progress.set_phase("joining")
         try:
-            async with background() as tasks:
+            async with background_tasks() as tasks:
                 tasks.create_task(clock.tick())
-                return await _serve(config, posts, is_draining, booted, feed, tasks, arrival, clock)
+                return await _serve(config, roles, is_draining, loaded, events, tasks, progress, clock)
         finally:
-            await asyncio.to_thread(booted.engine.stop)
-            feed.forget()
+            await asyncio.to_thread(loaded.engine.stop)
+            events.clear()
 
 
 async def _serve(
     config: WorkerConfig,
-    posts: Sequence[Post],
+    roles: Sequence[RoleService],
     is_draining: bool,
-    booted: Booted,
-    feed: EngineFeed,
+    loaded: LoadedEngine,
+    events: EngineEvents,
     tasks: asyncio.TaskGroup,
-    arrival: Arrival,
-    clock: AwakeClock,
-) -> Parked | None:
-    rpc = RpcServer([post.service_name for post in posts])
-    place = replace(await _furnish(config, booted, feed, tasks), clock=clock)
-    log.mark("transport and store")
-    desks = [post.install(place, rpc.server) for post in posts]
+    progress: LoadProgress,
+    clock: StallAwareClock,
+) -> ParkedState | None:
+    rpc = RpcServer([role_service.service_name for role_service in roles])
+    context = replace(await _build_context(config, loaded, events, tasks), clock=clock)
+    log.startup_phase("transport and store")
+    trackers = [role_service.install(context, rpc.server) for role_service in roles]
     address = await rpc.start(config.host, config.port)
-    engine = place.engine
-    vitals = Vitals(engine.watchdog, lambda: engine.load, booted.engine_config.num_blocks, clock)
-    health = Health(vitals, rpc)
+    engine = context.engine
+    engine_health = EngineHealth(engine.watchdog, lambda: engine.load, loaded.engine_config.num_blocks, clock)
+    health = WorkerHealth(engine_health, rpc)
     membership = Membership(
         config.scheduler_addr,
-        replace(_introduction(config, posts, place, booted, address), is_draining=is_draining),
+        replace(_hello(config, roles, context, loaded, address), is_draining=is_draining),
         lambda: engine.load,
-        lambda: engine.is_alive and health.is_fit,
-        lambda: replace(place.tally.read(), work=feed.work),
+        lambda: engine.is_alive and health.is_healthy,
+        lambda: replace(context.stats.read(), engine_time=events.engine_time),
     )
-    keeping = tasks.create_task(membership.keep())
+    keeping = tasks.create_task(membership.run())
     try:
-        watches = _arrive(config, membership, health, arrival), _watch(engine, health), feed.until_broken()
-        drain = partial(_drain, desks=desks, membership=membership, rpc=rpc)
-        return await _until_drained(config, membership, drain, watches)
+        watches = (
+            _join_fleet(config, membership, health, progress),
+            _watch_engine(engine, health),
+            events.until_broken(),
+        )
+        drain = partial(_drain, trackers=trackers, membership=membership, rpc=rpc)
+        return await _serve_until_drained(config, membership, drain, watches)
     finally:
         keeping.cancel()
         await rpc.stop(CUT_OFF_SECONDS)
-        await _clear(place)
+        await _release(context)
 
 
-async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup) -> Workplace:
-    engine = booted.engine
-    memory = open_blocks(engine.pool_memory, booted.device)
+async def _build_context(
+    config: WorkerConfig, loaded: LoadedEngine, events: EngineEvents, tasks: asyncio.TaskGroup
+) -> WorkerContext:
+    engine = loaded.engine
+    memory = open_blocks(engine.pool_memory, loaded.device)
     channels = ChannelPool()
     fallback = GrpcTransport(channels, memory)
-    transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, memory)
-    endpoint = lent_endpoint(transports)
-    choose = AlwaysFetch if config.store_fetch_policy is StoreFetchPolicy.ALWAYS else FetchEstimate
-    estimate = choose(booted.engine_config.block_tokens, booted.engine_config.chunk_tokens)
-    feed.on_computed = estimate.computed
-    store = StoreClient(config.kvstore_addr, memory, booted.fingerprint, engine.unpin, estimate)
+    transports = choose_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, memory)
+    endpoint = advertised_endpoint(transports)
+    choose = AlwaysFetch if config.store_fetch_policy is StoreFetchPolicy.ALWAYS else FetchCostModel
+    cost_model = choose(loaded.engine_config.block_tokens, loaded.engine_config.chunk_tokens)
+    events.on_computed = cost_model.on_computed
+    store = StoreClient(config.kvstore_addr, memory, loaded.fingerprint, engine.unpin, cost_model)
     await store.connect()
-    feed.subscribe(lambda output: store.offer(output.sealed))
+    events.subscribe(lambda output: store.offer(output.sealed))
     boot_id = uuid.uuid4().hex
-    places = PlaceReporter(config.kvstore_addr, config.worker_id, boot_id, booted.fingerprint)
-    feed.subscribe(lambda output: places.changed(output.cache_changes))
-    tasks.create_task(places.run())
-    tasks.create_task(PagesAhead(memory, lambda: engine.load).run())
-    return Workplace(
+    kv_events = KvEventPublisher(config.kvstore_addr, config.worker_id, boot_id, loaded.fingerprint)
+    events.subscribe(lambda output: kv_events.on_changes(output.cache_changes))
+    tasks.create_task(kv_events.run())
+    tasks.create_task(PoolPrefaulter(memory, lambda: engine.load).run())
+    return WorkerContext(
         worker_id=config.worker_id,
         boot_id=boot_id,
         engine=engine,
-        feed=feed,
-        fingerprint=booted.fingerprint,
+        events=events,
+        fingerprint=loaded.fingerprint,
         memory=memory,
         transports=transports,
         endpoint=endpoint,
@@ -200,54 +208,56 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
         store=store,
         tasks=tasks,
         with_checksums=needs_checksums(endpoint.transport),
-        grammars=_grammars(config, booted),
+        grammars=_grammar_compiler(config, loaded),
         lease_seconds=config.lease_seconds,
     )
 
 
-def _grammars(config: WorkerConfig, booted: Booted) -> GrammarDesk:
+def _grammar_compiler(config: WorkerConfig, loaded: LoadedEngine) -> GrammarCompiler:
     if config.model is None:
-        return GrammarDesk()
-    limits = booted.engine_config
-    return GrammarDesk(partial(load_grammars, config.model, limits.vocab_size, limits.eos_token_ids))
+        return GrammarCompiler()
+    limits = loaded.engine_config
+    return GrammarCompiler(partial(load_grammars, config.model, limits.vocab_size, limits.eos_token_ids))
 
 
-def _introduction(
-    config: WorkerConfig, posts: Sequence[Post], place: Workplace, booted: Booted, bound: str
-) -> Introduction:
+def _hello(
+    config: WorkerConfig, roles: Sequence[RoleService], context: WorkerContext, loaded: LoadedEngine, bound: str
+) -> WorkerHello:
     address = config.peer_address(bound.rpartition(":")[2])
     metrics_address = config.peer_address(config.metrics_port)
-    logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, place.boot_id)
-    return Introduction(
-        worker=WorkerAddress(place.worker_id, place.boot_id, address),
+    logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, context.boot_id)
+    return WorkerHello(
+        worker=WorkerAddress(context.worker_id, context.boot_id, address),
         role=config.role,
         model=config.served_name,
-        fingerprint=place.fingerprint,
-        num_blocks=booted.engine_config.num_blocks,
-        max_context_tokens=booted.engine_config.context_tokens,
-        transport=place.endpoint.transport,
+        fingerprint=context.fingerprint,
+        num_blocks=loaded.engine_config.num_blocks,
+        max_context_tokens=loaded.engine_config.context_tokens,
+        transport=context.endpoint.transport,
         metrics_address=metrics_address,
-        can_change_role=len(posts) > 1,
+        can_change_role=len(roles) > 1,
     )
 
 
-async def _arrive(config: WorkerConfig, membership: Membership, health: Health, arrival: Arrival) -> None:
+async def _join_fleet(
+    config: WorkerConfig, membership: Membership, health: WorkerHealth, progress: LoadProgress
+) -> None:
     """Join; then, off the way of a start, have what it read at hand for the next one."""
     await membership.until_joined()
-    arrival.is_over = True
-    log.mark(log.JOINING)
+    progress.is_done = True
+    log.startup_phase(log.JOINING)
     await health.join()
     about = {str(config.model / name) for name in ("config.json", "generation_config.json")} if config.model else set()
-    if (num_bytes := await asyncio.to_thread(keep, about)) > 0:
+    if (num_bytes := await asyncio.to_thread(lock_startup_files, about)) > 0:
         logger.info("kept in memory for the next start: %d MiB of libraries and modules", num_bytes >> 20)
 
 
-async def _until_drained(
+async def _serve_until_drained(
     config: WorkerConfig,
     membership: Membership,
     drain: Callable[[float], Awaitable[None]],
     watches: Sequence[Coroutine[Any, Any, None]],
-) -> Parked | None:
+) -> ParkedState | None:
     """Work on until a signal, or the scheduler's wish to park; what lives has come to its end then."""
     is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
     if not is_ending:
@@ -257,39 +267,41 @@ async def _until_drained(
     if is_ending:
         await drain(config.grace_seconds)
         return None
-    return Parked(membership.introduction, membership.is_parked)
+    return ParkedState(membership.hello, membership.is_parked)
 
 
-async def _watch(engine: Engine, health: Health) -> None:
+async def _watch_engine(engine: Engine, health: WorkerHealth) -> None:
     while engine.is_alive:  # a thread that dies or hangs tells nobody
         await health.check()
         await asyncio.sleep(WATCH_SECONDS)
     raise EngineFailed("the engine's thread has ended")
 
 
-async def _drain(grace_seconds: float, desks: Sequence[Desk], membership: Membership, rpc: RpcServer) -> None:
+async def _drain(
+    grace_seconds: float, trackers: Sequence[RequestTracker], membership: Membership, rpc: RpcServer
+) -> None:
     """Say goodbye, then let what lives come to its end, for so long."""
     await rpc.set_ready(False)
-    for desk in desks:
-        desk.close()
-    await membership.leave(GOODBYE_SECONDS)
+    for tracker in trackers:
+        tracker.close()
+    await membership.leave(LEAVE_SECONDS)
     try:
         async with asyncio.timeout(grace_seconds):
-            for desk in desks:
-                await desk.until_idle()
+            for tracker in trackers:
+                await tracker.until_idle()
     except TimeoutError:
         logger.warning("requests are cut off: the grace of %g s is over", grace_seconds)
 
 
-async def _clear(place: Workplace) -> None:
+async def _release(context: WorkerContext) -> None:
     """Give everything back. What a library does not let go of goes with the process; its keeper starts another."""
     try:
-        async with asyncio.timeout(CLEAR_SECONDS):
-            place.grammars.close()
-            await place.store.close()
-            for transport in place.transports:
+        async with asyncio.timeout(RELEASE_SECONDS):
+            context.grammars.close()
+            await context.store.close()
+            for transport in context.transports:
                 await transport.close()
-            await place.channels.close()
+            await context.channels.close()
     except TimeoutError:
-        logger.error("transfers have not ended after %g s; this process ends without them", CLEAR_SECONDS)
+        logger.error("transfers have not ended after %g s; this process ends without them", RELEASE_SECONDS)
         os._exit(1)

@@ -37,12 +37,12 @@ from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.loading import DTYPE_NAMES
 from weft.request import ModelFingerprint
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights.shared import open_image
 from weft.worker.config import DeviceChoice, Dtype, WorkerConfig
-from weft.worker.fleet_client import Arrival
-from weft.worker.memory_profile import free_bytes, identity_of, measure_peak, remembered
-from weft.worker.os_tuning import keep_heap, let_sessions_pass, pin
+from weft.worker.fleet_client import LoadProgress
+from weft.worker.memory_profile import cached_peak, free_bytes, measure_peak, peak_identity
+from weft.worker.os_tuning import disable_malloc_trim, pin_to_cpus, set_autogroup_nice
 from weft_kernels.native.processor import best_isa
 from weft_kernels.sampling import compile_sampling
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
@@ -56,7 +56,7 @@ FULL_SEQUENCES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Booted:
+class LoadedEngine:
     """An engine that has not been started, and what to tell peers about it."""
 
     engine: Engine
@@ -65,31 +65,31 @@ class Booted:
     engine_config: EngineConfig
 
 
-async def boot(
+async def load_engine(
     config: WorkerConfig,
     listener: Callable[[StepOutput], None],
-    arrival: Arrival,
+    progress: LoadProgress,
     clock: Callable[[], float] = time.monotonic,
-) -> Booted:
+) -> LoadedEngine:
     """Load, map and build; `arrival` is kept up to date, `clock` is the engine's. Raises PeerLost when no weights
     service answers in time, BadCheckpoint, NotFound; ConfigError where the worker wants a GPU and there is none."""
-    keep_heap()
-    num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
+    disable_malloc_trim()
+    num_cores = pin_to_cpus(config.cpus) if config.cpus else torch.get_num_threads()
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
     sizes = choose_sizes(config.wanted, _has_cuda(config.device))
     if sizes.machine.device == "cpu":
-        let_sessions_pass(config.niceness)
+        set_autogroup_nice(config.niceness)
     if config.model and (config.model / "config.json").is_file():
         # before somebody reads a checkpoint that nobody can use; the one that counts comes with the weights
-        await asyncio.to_thread(checked_room, read_config(config.model), sizes, config.gpu_share)
-    arrival.turn_to("reading weights")
-    ready = await load_weights(config.weights_addr, config.served_name, arrival.progress)
-    log.mark("weights")
-    arrival.turn_to("building the engine")
+        await asyncio.to_thread(check_room, read_config(config.model), sizes, config.gpu_share)
+    progress.set_phase("reading weights")
+    ready = await load_weights(config.weights_addr, config.served_name, progress.set_bytes)
+    log.startup_phase("weights")
+    progress.set_phase("building the engine")
     make_engine = partial(assemble, listener=listener, clock=clock)
-    booted = await asyncio.to_thread(_build, config, sizes, ready, make_engine, arrival)
-    log.mark("engine")
-    return booted
+    loaded = await asyncio.to_thread(_build, config, sizes, ready, make_engine, progress)
+    log.startup_phase("engine")
+    return loaded
 
 
 def _has_cuda(wanted: DeviceChoice) -> bool:
@@ -103,7 +103,7 @@ def _has_cuda(wanted: DeviceChoice) -> bool:
     return is_there
 
 
-def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> MemoryBudget:
+def check_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> MemoryBudget:
     """What there is and what the model takes of it. Raises BadCheckpoint where not even a small pool is left."""
     room = sizes.memory_budget(model, _free_bytes(sizes, gpu_share))
     room.check(*sizes.min_pool(model))
@@ -117,10 +117,10 @@ async def load_weights(
     channel = open_channel(address)
     last: PeerLost | Overloaded | None = None
     try:
-        async with asyncio.timeout(WEIGHTS_WAIT_SECONDS) as patience:
+        async with asyncio.timeout(WEIGHTS_WAIT_SECONDS) as silence_timeout:
             while True:
                 try:
-                    return await _follow_load(channel, model, patience, on_progress)
+                    return await _follow_load(channel, model, silence_timeout, on_progress)
                 except (PeerLost, Overloaded) as error:
                     last = error
                     logger.info("waiting for the weights service at %s: %s", address, error)
@@ -133,14 +133,14 @@ async def load_weights(
 
 
 async def _follow_load(
-    channel: grpc.aio.Channel, model: str, patience: asyncio.Timeout, on_progress: Progress
+    channel: grpc.aio.Channel, model: str, silence_timeout: asyncio.Timeout, on_progress: Progress
 ) -> weights_service_pb2.LoadReady:
     stub = weights_service_pb2_grpc.WeightServiceStub(channel)
     loop = asyncio.get_running_loop()
     told_at = loop.time()
-    async with owned(stub.Load(weights_service_pb2.LoadRequest(model=model))) as call:
+    async with cancelled_on_exit(stub.Load(weights_service_pb2.LoadRequest(model=model))) as call:
         async for response in call:
-            patience.reschedule(loop.time() + WEIGHTS_WAIT_SECONDS)
+            silence_timeout.reschedule(loop.time() + WEIGHTS_WAIT_SECONDS)
             if response.WhichOneof("event") == "ready":
                 logger.info("weights: %.1f MiB from %s", response.ready.size_bytes / 2**20, response.ready.source)
                 return response.ready
@@ -157,19 +157,19 @@ def _build(
     sizes: Sizes,
     ready: weights_service_pb2.LoadReady,
     make_engine: Callable[[Decoder, str, EngineConfig], Engine],
-    arrival: Arrival,
-) -> Booted:
+    progress: LoadProgress,
+) -> LoadedEngine:
     model, machine = parse_config(ready.config_json), sizes.machine
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
-    checked_room(model, sizes, config.gpu_share)
+    check_room(model, sizes, config.gpu_share)
     image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
     model = with_stored_dtype(model, ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in image.values()))
-    room = checked_room(model, sizes, config.gpu_share)
-    _tell_dtype(config, sizes, model)
+    room = check_room(model, sizes, config.gpu_share)
+    _log_dtype(config, sizes, model)
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
-    log.mark("copying and packing" if machine.is_resident else "copying")
+    log.startup_phase("copying and packing" if machine.is_resident else "copying")
     if machine.device == "cuda":
-        free, peak = _try_out(config, decoder, limits, machine.dtype, ready.weights_hash, arrival)
+        free, peak = _profile_memory(config, decoder, limits, machine.dtype, ready.weights_hash, progress)
         room = measured_budget(room, free, peak + static_bytes(limits, size))
         room.check(*sizes.min_pool(model))
     least = sizes.min_pool(model)[0] // size
@@ -181,35 +181,35 @@ def _build(
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
     fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
-    return Booted(engine, machine.device, fingerprint, engine_config)
+    return LoadedEngine(engine, machine.device, fingerprint, engine_config)
 
 
-def _try_out(
-    config: WorkerConfig, decoder: Decoder, limits: EngineConfig, dtype: str, weights_hash: str, arrival: Arrival
+def _profile_memory(
+    config: WorkerConfig, decoder: Decoder, limits: EngineConfig, dtype: str, weights_hash: str, progress: LoadProgress
 ) -> tuple[int, int]:
     """Tune and compile kernels; returns the GPU's free bytes, and those that the largest step takes of them."""
     device, model = decoder.device, decoder.config
     if config.tune_seconds and decoder.packed:
-        arrival.turn_to("tuning kernels")
+        progress.set_phase("tuning kernels")
         tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
-        log.mark("tuning")
-    arrival.turn_to("measuring the largest step")
+        log.startup_phase("tuning")
+    progress.set_phase("measuring the largest step")
     free = free_bytes(device)  # which gives back what packing and tuning left, before it counts as held
     held = torch.cuda.memory_reserved(device) + RUNTIME_BYTES  # and what libraries have beside torch
-    free = own_bytes(free, _total_bytes(), config.gpu_share, held)
-    identity = identity_of(weights_hash, limits, dtype, device)
+    free = usable_bytes(free, _total_bytes(), config.gpu_share, held)
+    identity = peak_identity(weights_hash, limits, dtype, device)
     # the same weights take more of a step where more experts are asked
     identity |= {"form": config.weight_format, "layout": layout_name(model)}
-    peak = remembered(identity, lambda: measure_peak(decoder, limits, dtype, device))
-    log.mark("largest step")
-    arrival.turn_to("compiling kernels")
+    peak = cached_peak(identity, lambda: measure_peak(decoder, limits, dtype, device))
+    log.startup_phase("largest step")
+    progress.set_phase("compiling kernels")
     compile_sampling(model.vocab_size, device)
-    log.mark("sampling")
+    log.startup_phase("sampling")
     logger.info("engine: the largest step takes %d MiB", peak >> 20)
     return free, peak
 
 
-def _tell_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
+def _log_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
     """Where the model is not computed in what it was published in, or could be sooner."""
     machine = sizes.machine
     if model.dtype == "float16":
@@ -234,7 +234,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         burst_tokens=sizes.burst_tokens,
         max_num_seqs=sizes.max_seqs,
         eos_token_ids=model.eos_token_ids,
-        reaches=paging.reaches,
+        spans=paging.spans,
         steps_ahead=int(is_gpu),
         decode_graphs=is_gpu,
         pin_sealed=bool(config.kvstore_addr),
@@ -247,7 +247,7 @@ def parse_config(config_json: str) -> ModelConfig:
     return config_of(Fields(Path("config.json"), json.loads(config_json)))
 
 
-def own_bytes(free: int, total: int, share: float, held: int) -> int:
+def usable_bytes(free: int, total: int, share: float, held: int) -> int:
     """Of a GPU's free bytes those that a worker may still take, where others take theirs at the same time.
 
     `held`: what it has already.
@@ -261,7 +261,7 @@ def _total_bytes() -> int:
 
 def _free_bytes(sizes: Sizes, share: float) -> int:
     is_cpu = sizes.machine.device == "cpu"
-    return available_bytes() if is_cpu else own_bytes(*torch.cuda.mem_get_info(), share, 0)
+    return available_bytes() if is_cpu else usable_bytes(*torch.cuda.mem_get_info(), share, 0)
 
 
 def tune_tiles(decoder: Decoder, rows: Iterable[int], max_seconds: float) -> None:

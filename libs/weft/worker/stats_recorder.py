@@ -7,27 +7,27 @@ from collections.abc import Iterable, Mapping
 
 from weft import metrics
 from weft.kv.tiers import Tier
-from weft.worker_stats import HandOffTally, PrefixTally, Tallies
+from weft.worker_stats import PrefixCacheStats, TransferStats, WorkerStats
 
 # lenders that come and go under new names must not make reports grow
-MAX_LENDERS = 256
-metrics.from_zero(metrics.PREFIX_HITS, Tier)
+MAX_PREFILL_WORKERS = 256
+metrics.init_series(metrics.PREFIX_HITS, Tier)
 
 
-class Tally:
+class StatsRecorder:
     """One a worker; belongs to the event loop."""
 
     def __init__(self) -> None:
         self._looked_up = 0
         self._found: Counter[Tier] = Counter()
         self._seconds: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
-        self._hand_offs: dict[str, HandOffTally] = {}
+        self._hand_offs: dict[str, TransferStats] = {}
 
-    def expect_failures(self, reasons: Iterable[str]) -> None:
+    def declare_failures(self, reasons: Iterable[str]) -> None:
         """So that the first of each can be seen."""
-        metrics.from_zero(metrics.TRANSFER_FAILURES, reasons)
+        metrics.init_series(metrics.TRANSFER_FAILURES, reasons)
 
-    def looked_up(self, num_tokens: int, found: Mapping[Tier, int]) -> None:
+    def on_lookup(self, num_tokens: int, found: Mapping[Tier, int]) -> None:
         """A prompt of so many tokens, and how many of them lay where."""
         self._looked_up += num_tokens
         metrics.PREFIX_QUERIES.inc(num_tokens)
@@ -35,26 +35,26 @@ class Tally:
             self._found[tier] += count
             metrics.PREFIX_HITS.labels(tier).inc(count)
 
-    def fetched(self, seconds: Mapping[Tier, float]) -> None:
+    def on_fetched(self, seconds: Mapping[Tier, float]) -> None:
         """Getting blocks from there took so long."""
         for tier, took in seconds.items():
             self._seconds[tier] += took
 
-    def handed_off(self, lender_id: str, size_bytes: int) -> None:
+    def on_transfer(self, lender_id: str, size_bytes: int) -> None:
         """A prompt's blocks have come from there."""
         old = self._of(lender_id)
-        self._put(HandOffTally(lender_id, old.num_prompts + 1, old.size_bytes + size_bytes, old.num_failed))
+        self._put(TransferStats(lender_id, old.num_prompts + 1, old.size_bytes + size_bytes, old.num_failed))
 
-    def hand_off_failed(self, lender_id: str, reason: str) -> None:
+    def on_transfer_failed(self, lender_id: str, reason: str) -> None:
         """A prompt's blocks were to come from there, and were thrown away."""
         metrics.TRANSFER_FAILURES.labels(reason).inc()
         old = self._of(lender_id)
-        self._put(HandOffTally(lender_id, old.num_prompts, old.size_bytes, old.num_failed + 1))
+        self._put(TransferStats(lender_id, old.num_prompts, old.size_bytes, old.num_failed + 1))
 
-    def read(self) -> Tallies:
+    def read(self) -> WorkerStats:
         """As of now."""
         found, seconds = self._found, self._seconds
-        prefix = PrefixTally(
+        prefix = PrefixCacheStats(
             self._looked_up,
             found[Tier.POOL],
             found[Tier.DRAM],
@@ -62,13 +62,13 @@ class Tally:
             seconds[Tier.DRAM],
             seconds[Tier.NVME],
         )
-        return Tallies(prefix, tuple(self._hand_offs.values()))
+        return WorkerStats(prefix, tuple(self._hand_offs.values()))
 
-    def _of(self, lender_id: str) -> HandOffTally:
-        return self._hand_offs.pop(lender_id, None) or HandOffTally(lender_id)
+    def _of(self, lender_id: str) -> TransferStats:
+        return self._hand_offs.pop(lender_id, None) or TransferStats(lender_id)
 
-    def _put(self, tally: HandOffTally) -> None:
+    def _put(self, tally: TransferStats) -> None:
         """The lender heard of longest ago is forgotten first."""
         self._hand_offs[tally.prefill_worker_id] = tally
-        if len(self._hand_offs) > MAX_LENDERS:
+        if len(self._hand_offs) > MAX_PREFILL_WORKERS:
             del self._hand_offs[next(iter(self._hand_offs))]

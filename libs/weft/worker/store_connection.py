@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from weft import trace
 from weft.errors import WeftError
-from weft.kv.store_client_proxy import StoreAgent, StoreLost, StoreSpec
+from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
 from weft.kv.tiers import Tier
-from weft.rpc.client import open_channel, translated
-from weft.worker.fetch_cost import Line
+from weft.rpc.client import open_channel, rpc_errors_translated
+from weft.worker.fetch_cost import QueueAhead
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 
@@ -42,27 +42,27 @@ class Match:
 
 
 @dataclass(eq=False, slots=True)
-class Fetching:
+class ActiveFetch:
     """A fetch under way, and what it still needs."""
 
     left_seconds: float
 
 
-class StoreLink:
+class StoreConnection:
     """One connection to one start of the store. Once given up it stays so, and its agent is ended.
 
     `tasks` outlives it.
     """
 
     def __init__(
-        self, boot_id: str, agent: StoreAgent, stub: pb2_grpc.KvStoreServiceAsyncStub, tasks: asyncio.TaskGroup
+        self, boot_id: str, client: StoreClientProxy, stub: pb2_grpc.KvStoreServiceAsyncStub, tasks: asyncio.TaskGroup
     ) -> None:
         self.boot_id = boot_id
-        self.agent = agent
+        self.client = client
         self.trouble = ""
         # one read at a time: it has the staging area's first half to itself
         self.reading = asyncio.Lock()
-        self._fetches: set[Fetching] = set()
+        self._fetches: set[ActiveFetch] = set()
         self._is_doubted = False
         self._last_read: asyncio.Future[list[int]] | None = None
         self._stub = stub
@@ -75,43 +75,43 @@ class StoreLink:
         """Has nobody given it up, and kvstore answered when it was last asked."""
         return not (self._broken.is_set() or self._is_doubted)
 
-    def give_up(self, trouble: str) -> None:
+    def break_off(self, trouble: str) -> None:
         """Use it no more."""
         if not self._broken.is_set():
             self.trouble = trouble
             self._broken.set()
 
-    def expect_whole(self) -> None:
+    def check_usable(self) -> None:
         """Raises StoreLost when somebody has given it up: what was begun here may still read and write."""
         if self._broken.is_set():
             raise StoreLost(self.trouble)
 
-    def doubt(self, trouble: str) -> None:
+    def mark_slow(self, trouble: str) -> None:
         """Kvstore was slow to answer: leave it alone until it has been found answering again."""
         logger.info("store: left alone for a moment: %s", trouble)
         self._is_doubted = True
 
-    def trust(self) -> None:
+    def mark_ok(self) -> None:
         """Kvstore answers."""
         self._is_doubted = False
 
-    def line(self, disk_seconds: float = 0.0) -> Line:
+    def queue_ahead(self, disk_seconds: float = 0.0) -> QueueAhead:
         """What a fetch that begins now finds in its way, with so much of a line before the disk."""
-        return Line(len(self._fetches), sum(each.left_seconds for each in self._fetches), disk_seconds)
+        return QueueAhead(len(self._fetches), sum(each.left_seconds for each in self._fetches), disk_seconds)
 
     @contextmanager
-    def fetching(self, seconds: float) -> Iterator[Fetching]:
+    def active_fetch(self, seconds: float) -> Iterator[ActiveFetch]:
         """One that needs so long on its own is under way, for the length of a scope."""
-        fetching = Fetching(seconds)
+        fetching = ActiveFetch(seconds)
         self._fetches.add(fetching)
         try:
             yield fetching
         finally:
             self._fetches.remove(fetching)
 
-    def end(self) -> None:
+    def mark_ended(self) -> None:
         """Its agent is gone."""
-        self.give_up("it has ended")
+        self.break_off("it has ended")
         self._has_ended.set()
 
     async def until_ended(self) -> None:
@@ -131,8 +131,8 @@ class StoreLink:
 
         Raises StoreLost, also where an earlier read may still write there.
         """
-        self.expect_whole()
-        self._last_read = self.agent.get(names, [slot * size_bytes for slot in range(len(names))], size_bytes)
+        self.check_usable()
+        self._last_read = self.client.get(names, [slot * size_bytes for slot in range(len(names))], size_bytes)
         return await asyncio.shield(self._last_read)
 
     def end_reading(self, stall_seconds: float) -> None:
@@ -143,14 +143,14 @@ class StoreLink:
         if self._last_read is None or self._last_read.done() or self._broken.is_set():
             self.reading.release()
         else:
-            self._tasks.create_task(self._outlive(self._last_read, stall_seconds))
+            self._tasks.create_task(self._release_after(self._last_read, stall_seconds))
 
     async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> tuple[list[Match], float]:
         """The longest leading run of keys that is in the store, and how many seconds a promotion would wait there.
 
         Raises WeftError.
         """
-        with translated():
+        with rpc_errors_translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys[:MAX_MATCH_KEYS])
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
         # a kvstore that names no tiers has only one
@@ -161,32 +161,32 @@ class StoreLink:
     async def promote(self, fingerprint: bytes, keys: Sequence[bytes], timeout_seconds: float) -> tuple[int, float]:
         """Bring blocks from the store's disk into its memory: how many leading ones came, and how many seconds they
         waited for others. Raises WeftError."""
-        with translated():
+        with rpc_errors_translated():
             request = pb2.PromoteRequest(fingerprint=fingerprint, keys=keys)
             response = await self._stub.Promote(request, timeout=timeout_seconds, metadata=trace.outgoing())
         return response.num_promoted, response.waited_ms / 1000
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys are in the store. Raises WeftError."""
-        with translated():
+        with rpc_errors_translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys, each=True)
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
         return [checksum != 0 for checksum in response.checksums]
 
     async def publish(self, fingerprint: bytes, blocks: Sequence[pb2.StoredBlock]) -> None:
         """Say that these have been put. Raises WeftError."""
-        with translated():
+        with rpc_errors_translated():
             request = pb2.PublishRequest(fingerprint=fingerprint, blocks=blocks)
             await self._stub.Publish(request, timeout=PUBLISH_SECONDS)
 
-    async def _outlive(self, read: asyncio.Future[list[int]], stall_seconds: float) -> None:
+    async def _release_after(self, read: asyncio.Future[list[int]], stall_seconds: float) -> None:
         await asyncio.wait({read}, timeout=stall_seconds)
         if not read.done():
-            self.give_up("a read that was cut off does not end")
+            self.break_off("a read that was cut off does not end")
         self.reading.release()
 
 
-class LinkKeeper:
+class StoreConnector:
     """Connects, watches, and connects again, also when the store has been started anew."""
 
     def __init__(self, address: str, staging_bytes: int, pool_fd: int | None, pool_bytes: int) -> None:
@@ -194,13 +194,13 @@ class LinkKeeper:
         self._address = address
         self._staging_bytes = staging_bytes
         self._pool_fd, self._pool_bytes = pool_fd, pool_bytes
-        self._link: StoreLink | None = None
+        self._connection: StoreConnection | None = None
         self._trouble = ""
 
     @property
-    def link(self) -> StoreLink | None:
+    def connection(self) -> StoreConnection | None:
         """The connection, while there is one to be trusted."""
-        return self._link if self._link is not None and self._link.is_usable else None
+        return self._connection if self._connection is not None and self._connection.is_usable else None
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Until cancelled. `tasks` takes what outlives a caller, and no link outlives this."""
@@ -211,10 +211,10 @@ class LinkKeeper:
             while True:
                 started = loop.time()
                 try:
-                    async with self._linked(stub, tasks) as link:
-                        await self._watch(stub, link)
+                    async with self._connected(stub, tasks) as connection:
+                        await self._watch(stub, connection)
                 except (StoreLost, WeftError) as error:
-                    self._tell(str(error))
+                    self._log_trouble(str(error))
                 self.was_tried.set()
                 if loop.time() - started > MAX_BACKOFF_SECONDS:
                     backoff = FIRST_BACKOFF_SECONDS
@@ -222,9 +222,9 @@ class LinkKeeper:
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
     @asynccontextmanager
-    async def _linked(
+    async def _connected(
         self, stub: pb2_grpc.KvStoreServiceAsyncStub, tasks: asyncio.TaskGroup
-    ) -> AsyncIterator[StoreLink]:
+    ) -> AsyncIterator[StoreConnection]:
         store = await _describe(stub)
         host = await asyncio.to_thread(_own_address, store.master_address)
         spec = StoreSpec(
@@ -233,26 +233,26 @@ class LinkKeeper:
             pool_fd=self._pool_fd,
             pool_bytes=self._pool_bytes,
         )
-        link: StoreLink | None = None
+        connection: StoreConnection | None = None
         try:
-            async with StoreAgent.running(spec) as agent:
-                link = self._link = StoreLink(store.boot_id, agent, stub, tasks)
+            async with StoreClientProxy.running(spec) as client:
+                connection = self._connection = StoreConnection(store.boot_id, client, stub, tasks)
                 self._trouble = ""
                 self.was_tried.set()
                 size = store.segment_bytes >> 20
                 logger.info("store: connected master=%s segment=%d MiB", store.master_address, size)
                 try:
-                    yield link
+                    yield connection
                 finally:
-                    self._link = None
+                    self._connection = None
         finally:
-            if link is not None:
-                link.end()
+            if connection is not None:
+                connection.mark_ended()
 
-    async def _watch(self, stub: pb2_grpc.KvStoreServiceAsyncStub, link: StoreLink) -> None:
+    async def _watch(self, stub: pb2_grpc.KvStoreServiceAsyncStub, connection: StoreConnection) -> None:
         """Ends by StoreLost."""
         failures = 0
-        while not await link.breaks_within(WATCH_INTERVAL_SECONDS):
+        while not await connection.breaks_within(WATCH_INTERVAL_SECONDS):
             try:
                 store = await _describe(stub)
             except WeftError as error:
@@ -261,21 +261,21 @@ class LinkKeeper:
                     raise StoreLost(f"kvstore does not answer: {error}") from error
                 continue
             failures = 0
-            link.trust()
-            if not link.agent.is_running:
+            connection.mark_ok()
+            if not connection.client.is_running:
                 raise StoreLost("the store process has ended")
-            if store.boot_id != link.boot_id:
+            if store.boot_id != connection.boot_id:
                 raise StoreLost("the store was started anew")
-        raise StoreLost(link.trouble)
+        raise StoreLost(connection.trouble)
 
-    def _tell(self, trouble: str) -> None:
+    def _log_trouble(self, trouble: str) -> None:
         if trouble != self._trouble:
             logger.warning("store: not in use, trying again: %s", trouble)
         self._trouble = trouble
 
 
 async def _describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeResponse:
-    with translated():
+    with rpc_errors_translated():
         return await stub.Describe(pb2.DescribeRequest(), timeout=DESCRIBE_SECONDS)
 
 

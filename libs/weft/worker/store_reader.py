@@ -23,22 +23,22 @@ from weft.errors import DeadlineExceeded, WeftError
 from weft.kv.block_keys import store_key
 from weft.kv.memory import BlockBytes
 from weft.kv.tiers import Tier
-from weft.worker.fetch_cost import FetchEstimate
+from weft.worker.fetch_cost import FetchCostModel
 from weft.worker.pool_memory import unstage
-from weft.worker.store_connection import Match, StoreLink
+from weft.worker.store_connection import Match, StoreConnection
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Patience:
+class WaitBudget:
     """So many seconds, and none of the waits longer than `at_most`."""
 
     def __init__(self, seconds: float, at_most: float) -> None:
         self._left = seconds
         self._at_most = at_most
 
-    async def spend(self, waiting: Awaitable[T], own_seconds: float = 0.0) -> T | None:
+    async def wait(self, waiting: Awaitable[T], own_seconds: float = 0.0) -> T | None:
         """What it gives; None, and it is cancelled, when that takes longer than is left for waiting.
 
         `own_seconds`: what it takes when it waits for nobody.
@@ -59,13 +59,13 @@ class Patience:
 TROUBLE_CODE = -800
 PROMOTE_SECONDS = 2.0
 STORED = (Tier.DRAM, Tier.NVME)
-metrics.from_zero(metrics.TIER_FETCH_BYTES, STORED)
-metrics.from_zero(metrics.TIER_FETCH_SECONDS, STORED)
-metrics.from_zero(metrics.TIER_DECISIONS, STORED, ("fetch", "compute"))
+metrics.init_series(metrics.TIER_FETCH_BYTES, STORED)
+metrics.init_series(metrics.TIER_FETCH_SECONDS, STORED)
+metrics.init_series(metrics.TIER_DECISIONS, STORED, ("fetch", "compute"))
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchResult:
     """How many leading blocks are in place now, how many of them came from which tier, and what that took, in
     seconds."""
 
@@ -75,7 +75,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FetchRequest:
     """Keys in prompt order, and the block of the pool that each is for.
 
     With `whole_tokens` they are of use only all together, and save the computing of so many tokens; 0: every leading
@@ -107,53 +107,57 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Errand:
+class FetchJob:
     """A fetch under way: nothing of it may take longer than `stall_seconds`, nor wait longer than it is worth."""
 
-    link: StoreLink
-    wanted: Wanted
+    connection: StoreConnection
+    request: FetchRequest
     stall_seconds: float
-    patience: Patience = field(default_factory=lambda: Patience(0.0, 0.0))
+    wait_budget: WaitBudget = field(default_factory=lambda: WaitBudget(0.0, 0.0))
 
 
 class StoreReader:
     """The reading half of a StoreClient: everything belongs to the event loop."""
 
-    def __init__(self, memory: BlockBytes, fingerprint: bytes, num_slots: int, estimate: FetchEstimate) -> None:
+    def __init__(self, memory: BlockBytes, fingerprint: bytes, num_slots: int, cost_model: FetchCostModel) -> None:
         self._memory = memory
         self._fingerprint = fingerprint
         self._num_slots = num_slots
-        self._estimate = estimate
+        self._cost_model = cost_model
 
-    async def fetch(self, link: StoreLink, wanted: Wanted, fetched: Fetched, stall_seconds: float) -> None:
+    async def fetch(
+        self, connection: StoreConnection, request: FetchRequest, fetched: FetchResult, stall_seconds: float
+    ) -> None:
         """Fill leading blocks and count them in `fetched` at once.
 
         Raises StoreLost, WeftError where it cannot be learned what there is, or TimeoutError; nothing is written to the
         pool after it has ended.
         """
-        if not self._estimate.is_worth_asking(len(wanted.keys), wanted.whole_tokens, link.line()):
+        if not self._cost_model.is_lookup_worthwhile(len(request.keys), request.whole_tokens, connection.queue_ahead()):
             return
         started = time.perf_counter()
-        matches, disk_seconds = await link.match(self._fingerprint, wanted.keys)
-        self._estimate.asked(time.perf_counter() - started)
+        matches, disk_seconds = await connection.match(self._fingerprint, request.keys)
+        self._cost_model.on_lookup(time.perf_counter() - started)
         try:
-            await self._take(Errand(link, wanted, stall_seconds), matches, fetched, disk_seconds)
+            await self._fetch_matches(FetchJob(connection, request, stall_seconds), matches, fetched, disk_seconds)
         finally:
-            self._tell_decisions(matches, fetched)
+            self._count_decisions(matches, fetched)
 
-    async def _take(self, errand: Errand, matches: Sequence[Match], fetched: Fetched, disk_seconds: float) -> None:
+    async def _fetch_matches(
+        self, job: FetchJob, matches: Sequence[Match], fetched: FetchResult, disk_seconds: float
+    ) -> None:
         """More than one round only to go on after the probe of a tier that was never measured."""
-        wanted, link = errand.wanted, errand.link
-        if wanted.whole_tokens and len(matches) < len(wanted.keys):
+        request, connection = job.request, job.connection
+        if request.whole_tokens and len(matches) < len(request.keys):
             return
         while left := matches[fetched.num_blocks :]:
             tiers = [match.tier for match in left]
-            plan = self._estimate.plan(tiers, wanted.whole_tokens, link.line(disk_seconds))
+            plan = self._cost_model.plan(tiers, request.whole_tokens, connection.queue_ahead(disk_seconds))
             goal = fetched.num_blocks + plan.num_blocks
             batches = self._batches(left[: plan.num_blocks], fetched.num_blocks)
-            errand.patience = Patience(plan.patience_seconds, errand.stall_seconds)
-            with link.fetching(plan.seconds) as fetching:
-                async for batch, num_good, seconds in self._get(errand, batches):
+            job.wait_budget = WaitBudget(plan.max_wait_seconds, job.stall_seconds)
+            with connection.active_fetch(plan.seconds) as fetching:
+                async for batch, num_good, seconds in self._get(job, batches):
                     fetched.num_blocks += num_good
                     fetched.by_tier[batch.tier] = fetched.by_tier.get(batch.tier, 0) + num_good
                     fetched.seconds[batch.tier] = fetched.seconds.get(batch.tier, 0.0) + seconds
@@ -172,17 +176,17 @@ class StoreReader:
                 first += len(part)
         return batches
 
-    async def _get(self, errand: Errand, batches: Sequence[Batch]) -> AsyncIterator[tuple[Batch, int, float]]:
+    async def _get(self, job: FetchJob, batches: Sequence[Batch]) -> AsyncIterator[tuple[Batch, int, float]]:
         """Each batch with how many leading blocks of it came, and in how many seconds beside those that it waited for
         others; ends with the first gap."""
         promotion: asyncio.Task[tuple[int, float] | None] | None = None
         try:
             for number, batch in enumerate(batches):
-                promotion = promotion or self._promotion(errand, batch)
-                num_there, up_seconds = await self._arrival(errand, batch, promotion)
+                promotion = promotion or self._start_promotion(job, batch)
+                num_there, up_seconds = await self._until_promoted(job, batch, promotion)
                 goes_on = num_there == len(batch.matches) and number + 1 < len(batches)
-                promotion = self._promotion(errand, batches[number + 1]) if goes_on else None
-                num_good, get_seconds = await self._get_batch(errand, batch, num_there)
+                promotion = self._start_promotion(job, batches[number + 1]) if goes_on else None
+                num_good, get_seconds = await self._get_batch(job, batch, num_there)
                 yield batch, num_good, up_seconds + get_seconds
                 if num_good < len(batch.matches):
                     break
@@ -190,64 +194,64 @@ class StoreReader:
             if promotion is not None:
                 promotion.cancel()
 
-    def _promotion(self, errand: Errand, batch: Batch) -> asyncio.Task[tuple[int, float] | None] | None:
+    def _start_promotion(self, job: FetchJob, batch: Batch) -> asyncio.Task[tuple[int, float] | None] | None:
         """The batch on its way up from the disk; None when it is in memory already."""
         if batch.tier is not Tier.NVME:
             return None
-        return asyncio.create_task(self._promoted(errand, errand.wanted.keys[batch.first : batch.end]))
+        return asyncio.create_task(self._promote(job, job.request.keys[batch.first : batch.end]))
 
-    async def _promoted(self, errand: Errand, keys: Sequence[bytes]) -> tuple[int, float] | None:
+    async def _promote(self, job: FetchJob, keys: Sequence[bytes]) -> tuple[int, float] | None:
         """A disk that is busy or away is no reason to give up the store. None: it took too long."""
         try:
-            return await errand.link.promote(self._fingerprint, keys, min(PROMOTE_SECONDS, errand.stall_seconds))
+            return await job.connection.promote(self._fingerprint, keys, min(PROMOTE_SECONDS, job.stall_seconds))
         except WeftError as error:
             logger.info("store: nothing from its disk: %s", error)
             return None if isinstance(error, DeadlineExceeded) else (0, 0.0)
 
-    async def _arrival(
-        self, errand: Errand, batch: Batch, promotion: asyncio.Task[tuple[int, float] | None] | None
+    async def _until_promoted(
+        self, job: FetchJob, batch: Batch, promotion: asyncio.Task[tuple[int, float] | None] | None
     ) -> tuple[int, float]:
         """How many leading blocks of the batch are in memory now, and for how long that had to be waited for, less
         what others took before the disk."""
         if promotion is None:
             return len(batch.matches), 0.0
         started = time.perf_counter()
-        own_seconds = self._estimate.fetch_seconds(batch.tier, len(batch.matches))
-        promoted = await errand.patience.spend(promotion, own_seconds)
+        own_seconds = self._cost_model.fetch_seconds(batch.tier, len(batch.matches))
+        promoted = await job.wait_budget.wait(promotion, own_seconds)
         seconds = time.perf_counter() - started
         if promoted is None:
             # it would have taken longer still, nobody knows how long; unlearned, it would cost the next ones as much
-            self._estimate.fetched(batch.tier, len(batch.matches), 2 * seconds)
+            self._cost_model.on_fetched(batch.tier, len(batch.matches), 2 * seconds)
             return 0, 0.0
         num_there, waited_seconds = promoted
         return num_there, max(0.0, seconds - waited_seconds)
 
-    async def _get_batch(self, errand: Errand, batch: Batch, num_there: int) -> tuple[int, float]:
+    async def _get_batch(self, job: FetchJob, batch: Batch, num_there: int) -> tuple[int, float]:
         """How many leading blocks of the batch came and were right, and in how many seconds."""
-        link, matches = errand.link, batch.matches[:num_there]
-        if not matches or not await errand.patience.spend(link.reading.acquire()):
+        connection, matches = job.connection, batch.matches[:num_there]
+        if not matches or not await job.wait_budget.wait(connection.reading.acquire()):
             return 0, 0.0
         started = time.perf_counter()
         try:
             part = slice(batch.first, batch.first + len(matches))
-            named = zip(errand.wanted.keys[part], matches, strict=True)
+            named = zip(job.request.keys[part], matches, strict=True)
             names = [store_key(self._fingerprint, key, match.checksum) for key, match in named]
-            async with asyncio.timeout(errand.stall_seconds):
-                codes = await link.get(names, self._memory.block_bytes)
-            check_codes(link, codes)
-            num_good = await self._accept(link, codes, errand.wanted.blocks[part], matches)
+            async with asyncio.timeout(job.stall_seconds):
+                codes = await connection.get(names, self._memory.block_bytes)
+            check_codes(connection, codes)
+            num_good = await self._accept(connection, codes, job.request.blocks[part], matches)
         finally:
-            link.end_reading(errand.stall_seconds)
+            connection.end_reading(job.stall_seconds)
         return num_good, time.perf_counter() - started
 
     async def _accept(
-        self, link: StoreLink, codes: Sequence[int], blocks: Sequence[int], matches: Sequence[Match]
+        self, connection: StoreConnection, codes: Sequence[int], blocks: Sequence[int], matches: Sequence[Match]
     ) -> int:
         """Copy leading blocks from the staging area into the pool, each of which is checked first."""
         size = self._memory.block_bytes
         num_got = next((slot for slot, code in enumerate(codes) if code != size), len(codes))
         checksums = [match.checksum for match in matches[:num_got]]
-        staged = link.agent.staging[: num_got * size]
+        staged = connection.client.staging[: num_got * size]
         num_sound = await unstage(self._memory, staged, checksums, blocks[:num_got])
         if num_sound < num_got:
             logger.warning("store: a block came back damaged and is not used")
@@ -256,11 +260,11 @@ class StoreReader:
     def _measure(self, tier: Tier, num_blocks: int, seconds: float) -> None:
         if not num_blocks:
             return
-        self._estimate.fetched(tier, num_blocks, seconds)
+        self._cost_model.on_fetched(tier, num_blocks, seconds)
         metrics.TIER_FETCH_BYTES.labels(tier).inc(num_blocks * self._memory.block_bytes)
         metrics.TIER_FETCH_SECONDS.labels(tier).observe(seconds)
 
-    def _tell_decisions(self, matches: Sequence[Match], fetched: Fetched) -> None:
+    def _count_decisions(self, matches: Sequence[Match], fetched: FetchResult) -> None:
         for tier in STORED:
             num_taken = fetched.by_tier.get(tier, 0)
             metrics.TIER_DECISIONS.labels(tier, "fetch").inc(num_taken)
@@ -268,7 +272,7 @@ class StoreReader:
             metrics.TIER_DECISIONS.labels(tier, "compute").inc(num_found - num_taken)
 
 
-def check_codes(link: StoreLink, codes: Sequence[int]) -> None:
+def check_codes(connection: StoreConnection, codes: Sequence[int]) -> None:
     """Give the link up when the library says that more than these objects is wrong."""
     if (worst := min(codes, default=0)) <= TROUBLE_CODE:
-        link.give_up(f"Mooncake answers {worst}")
+        connection.break_off(f"Mooncake answers {worst}")

@@ -15,11 +15,11 @@ from weft.engine.config import MAX_PINNED_SHARE, MIN_PINNED
 from weft.errors import WeftError
 from weft.kv.block_keys import store_key
 from weft.kv.memory import BlockBytes
-from weft.kv.offload_queue import SealedBlock
+from weft.kv.offload_queue import FullBlock
 from weft.kv.store_client_proxy import NO_SPACE, StoreLost
 from weft.rpc.wire import retention_to_wire
-from weft.worker.pool_memory import stage, summed
-from weft.worker.store_connection import LinkKeeper, StoreLink
+from weft.worker.pool_memory import stage, staged_checksums
+from weft.worker.store_connection import StoreConnection, StoreConnector
 from weft.worker.store_reader import check_codes
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 
@@ -34,13 +34,13 @@ class StoreWriter:
 
     def __init__(
         self,
-        keeper: LinkKeeper,
+        connector: StoreConnector,
         memory: BlockBytes,
         fingerprint: bytes,
         num_slots: int,
         unpin: Callable[[Sequence[int]], None],
     ) -> None:
-        self._keeper = keeper
+        self._connector = connector
         self._memory = memory
         self._is_shared = memory.shared_fd is not None
         self._fingerprint = fingerprint
@@ -48,28 +48,28 @@ class StoreWriter:
         self._unpin = unpin
         # all that the engine has pinned at a time; what does not fit there waits with the engine
         most_pinned = max(MIN_PINNED, memory.num_blocks // MAX_PINNED_SHARE)
-        self._offers: asyncio.Queue[SealedBlock] = asyncio.Queue(most_pinned)
+        self._offers: asyncio.Queue[FullBlock] = asyncio.Queue(most_pinned)
         self._fetched: OrderedDict[bytes, None] = OrderedDict()
-        self._fetched_from: StoreLink | None = None
+        self._fetched_from: StoreConnection | None = None
 
-    def came_from_store(self, link: StoreLink, keys: Sequence[bytes]) -> None:
+    def on_fetched(self, connection: StoreConnection, keys: Sequence[bytes]) -> None:
         """When these are offered, once, this start of the store has them already."""
-        if link is not self._fetched_from:
+        if connection is not self._fetched_from:
             self._fetched.clear()
-        self._fetched_from = link
+        self._fetched_from = connection
         self._fetched.update(dict.fromkeys(keys))
         while len(self._fetched) > MAX_FETCHED:
             self._fetched.popitem(last=False)
 
-    def offer(self, sealed: Sequence[SealedBlock]) -> None:
+    def offer(self, full_blocks: Sequence[FullBlock]) -> None:
         """Put these into the store sometime, if it is there and has room; returns at once."""
         declined, known = [], []
-        link = self._keeper.link
-        for block in sealed:
-            if block.block_key in self._fetched and link is self._fetched_from:
+        connection = self._connector.connection
+        for block in full_blocks:
+            if block.block_key in self._fetched and connection is self._fetched_from:
                 del self._fetched[block.block_key]
                 known.append(block.block)
-            elif link is not None and not self._offers.full():
+            elif connection is not None and not self._offers.full():
                 self._offers.put_nowait(block)
             else:
                 declined.append(block)
@@ -85,41 +85,41 @@ class StoreWriter:
         finally:
             self._decline([self._offers.get_nowait() for _ in range(self._offers.qsize())])
 
-    async def _put_batch(self, batch: list[SealedBlock]) -> None:
+    async def _put_batch(self, batch: list[FullBlock]) -> None:
         while len(batch) < self._num_slots and not self._offers.empty():
             batch.append(self._offers.get_nowait())
-        link = self._keeper.link
-        if link is None:
+        connection = self._connector.connection
+        if connection is None:
             self._decline(batch)
         else:
-            await self._put(link, batch)
+            await self._put(connection, batch)
 
-    def _decline(self, blocks: Sequence[SealedBlock]) -> None:
+    def _decline(self, blocks: Sequence[FullBlock]) -> None:
         if blocks:
             metrics.STORE_BLOCKS.labels("skipped").inc(len(blocks))
             self._unpin([block.block for block in blocks])
 
-    async def _put(self, link: StoreLink, batch: Sequence[SealedBlock]) -> None:
+    async def _put(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> None:
         """Unpins in the end, so that a block which is not pinned any more can be found by others, or never will be."""
         try:
             async with asyncio.timeout(PUT_SECONDS):
-                num_stored = await self._store(link, batch)
+                num_stored = await self._store(connection, batch)
             metrics.STORE_BLOCKS.labels("put").inc(num_stored)
             metrics.STORE_BLOCKS.labels("skipped").inc(len(batch) - num_stored)
         except (StoreLost, WeftError, TimeoutError) as error:
-            link.give_up(f"a put failed: {error or 'no answer in time'}")
+            connection.break_off(f"a put failed: {error or 'no answer in time'}")
             metrics.STORE_BLOCKS.labels("failed").inc(len(batch))
-            await link.until_ended()
+            await connection.until_ended()
         finally:
             self._unpin([block.block for block in batch])
 
-    async def _store(self, link: StoreLink, batch: Sequence[SealedBlock]) -> int:
+    async def _store(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> int:
         """How many blocks found room and were published."""
         if self._is_shared:
-            checksums = await summed(self._memory, [block.block for block in batch])
+            checksums = await staged_checksums(self._memory, [block.block for block in batch])
         else:
-            checksums = await self._stage(link, batch)
-        codes = await self._transfer(link, batch, checksums)
+            checksums = await self._stage(connection, batch)
+        codes = await self._transfer(connection, batch, checksums)
         stored = [
             pb2.StoredBlock(
                 key=block.block_key,
@@ -131,10 +131,12 @@ class StoreWriter:
             for block, checksum, code in zip(batch, checksums, codes, strict=True)
             if code == 0
         ]
-        await link.publish(self._fingerprint, stored)
+        await connection.publish(self._fingerprint, stored)
         return len(stored)
 
-    async def _transfer(self, link: StoreLink, batch: Sequence[SealedBlock], checksums: Sequence[int]) -> list[int]:
+    async def _transfer(
+        self, connection: StoreConnection, batch: Sequence[FullBlock], checksums: Sequence[int]
+    ) -> list[int]:
         """One code a block; those that found no room are tried again. Raises StoreLost: then they may still be read."""
         size = self._memory.block_bytes
         named = zip(batch, checksums, strict=True)
@@ -146,16 +148,18 @@ class StoreWriter:
                 break
             await asyncio.sleep(pause)
             offsets = [batch[slot].block * size if self._is_shared else self._offset(slot) for slot in left]
-            answers = await link.agent.put([names[slot] for slot in left], offsets, size, from_pool=self._is_shared)
-            check_codes(link, answers)
-            link.expect_whole()
+            answers = await connection.client.put(
+                [names[slot] for slot in left], offsets, size, from_pool=self._is_shared
+            )
+            check_codes(connection, answers)
+            connection.check_usable()
             for slot, code in zip(left, answers, strict=True):
                 codes[slot] = code
         return codes
 
-    async def _stage(self, link: StoreLink, batch: Sequence[SealedBlock]) -> list[int]:
+    async def _stage(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> list[int]:
         """Copy to the staging area's second half; the checksums are those of the copies."""
-        area = link.agent.staging[self._offset(0) : self._offset(len(batch))]
+        area = connection.client.staging[self._offset(0) : self._offset(len(batch))]
         return await stage(self._memory, [block.block for block in batch], area)
 
     def _offset(self, slot: int) -> int:

@@ -24,7 +24,7 @@ from weft.request import (
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceOrder:
+class SequenceRequest:
     """What a gateway asks for. With `num_prompt_logprobs` the prompt is computed here, and there is no `prefill`."""
 
     key: RequestKey
@@ -42,7 +42,7 @@ class SequenceOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SequenceFailure:
     """Why a sequence ended badly; `worker_id` only when a worker is to blame."""
 
     code: int
@@ -51,7 +51,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class SequenceUpdate:
     """One sequence's part of a frame."""
 
     key: RequestKey
@@ -59,7 +59,7 @@ class Delta:
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt: PromptUsage | None = None
     finish_reason: FinishReason | None = None
-    failure: Failure | None = None
+    failure: SequenceFailure | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 

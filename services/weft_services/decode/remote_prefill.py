@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from weft import metrics
-from weft.asyncio_compat import cancellation_heeded
+from weft.asyncio_compat import reraise_lost_cancellation
 from weft.engine.engine import Engine
 from weft.engine.messages import EngineLoad, FirstToken, Reserved
 from weft.errors import (
@@ -31,22 +31,22 @@ from weft.errors import (
     PeerLost,
     WeftError,
 )
-from weft.kv.layer_groups import PageRun
-from weft.kv.transfer_protocol import Heartbeat, PrefillOrder, PromptFinished
+from weft.kv.layer_groups import PageRange
+from weft.kv.transfer_protocol import Heartbeat, PrefillRequest, PromptFinished
 from weft.kv.transport import TransferFailed
 from weft.request import ModelFingerprint, PromptUsage, RequestKey, WorkerAddress
-from weft.request_stage import Stage
-from weft.worker.kv_pull import Borrower, ChecksumMismatch
-from weft.worker.stats_recorder import Tally
-from weft_services.decode.kv_receiver import BrokenPromise, LeaseLost, PrefillPeers, Reception
-from weft_services.decode.messages import SequenceOrder
+from weft.request_stage import RequestStage
+from weft.worker.kv_pull import ChecksumMismatch, KvPuller
+from weft.worker.stats_recorder import StatsRecorder
+from weft_services.decode.kv_receiver import KvReceiver, LeaseLost, PrefillClient, ProtocolViolation
+from weft_services.decode.messages import SequenceRequest
 from weft_services.decode.stage_clock import StageClock
 
 logger = logging.getLogger(__name__)
-MAX_TOKENS = 8192
+MAX_LOCAL_PREFILL_TOKENS = 8192
 
 
-class Fallbacks:
+class LocalPrefillBudget:
     """Prompt tokens by sequence, from the failed hand-off to the first token."""
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class Fallbacks:
     def has_room(self, num_tokens: int) -> bool:
         """`begin` would take them."""
         others = sum(self._tokens.values())
-        return not others or others + num_tokens <= MAX_TOKENS
+        return not others or others + num_tokens <= MAX_LOCAL_PREFILL_TOKENS
 
-    def begin(self, key: RequestKey, num_tokens: int, lost_id: str) -> None:
+    def begin(self, key: RequestKey, num_tokens: int, lost_worker_id: str) -> None:
         """Raises PeerLost when others fill the bound already; it names the prefill worker, if that was lost."""
         if not self.has_room(num_tokens):
             others = sum(self._tokens.values())
-            raise PeerLost(f"the hand-off failed, and {others} such tokens are being computed", lost_id)
+            raise PeerLost(f"the hand-off failed, and {others} such tokens are being computed", lost_worker_id)
         self._tokens[key] = num_tokens
         self._observe()
 
@@ -74,7 +74,7 @@ class Fallbacks:
         metrics.LOCAL_PREFILL_PENDING_TOKENS.set(sum(self._tokens.values()))
 
 
-class Standstill:
+class PoolDeadlockDetector:
     """One prompt's look at its own worker, now and then while another one is to compute it.
 
     `load` is the engine's latest, `num_own` how many sequences decode here: whatever waits beside them is lent.
@@ -85,7 +85,7 @@ class Standstill:
         self._num_own = num_own
         self._num_made: int | None = None
 
-    def lasts(self) -> bool:
+    def is_deadlocked(self) -> bool:
         """Since the last look prompts of others have waited for room here, and nothing was computed."""
         load = self._load()
         is_there = not load.num_running and load.num_waiting > self._num_own()
@@ -94,7 +94,7 @@ class Standstill:
         return num_made is not None and num_made == before
 
 
-class Circle(Exception):
+class PoolDeadlock(Exception):
     """The lender has no room, and nor have we for what others are to borrow: somebody has to begin."""
 
 
@@ -112,29 +112,39 @@ _REASONS: dict[type[BaseException], str] = {
     ChecksumMismatch: "checksum",
     LeaseLost: "lease_lost",
     NotFound: "lease_lost",
-    BrokenPromise: "protocol",
-    Circle: "circle",
+    ProtocolViolation: "protocol",
+    PoolDeadlock: "circle",
 }
 _OTHER_REASON = "failed"
-_EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, BrokenPromise, Circle)
+_EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, ProtocolViolation, PoolDeadlock)
 
 
-class HandOffs:
+class RemotePrefill:
     """Fills reserved sequences with their prompts' KV."""
 
     def __init__(
-        self, engine: Engine, peers: PrefillPeers, borrower: Borrower, fingerprint: ModelFingerprint, tally: Tally
+        self,
+        engine: Engine,
+        prefill_client: PrefillClient,
+        puller: KvPuller,
+        fingerprint: ModelFingerprint,
+        stats: StatsRecorder,
     ) -> None:
-        self.fallbacks = Fallbacks()
-        self.tally = tally
-        tally.expect_failures({*_REASONS.values(), _OTHER_REASON})
+        self.local_prefills = LocalPrefillBudget()
+        self.stats = stats
+        stats.declare_failures({*_REASONS.values(), _OTHER_REASON})
         self._engine = engine
-        self._peers = peers
-        self._borrower = borrower
+        self._prefill_client = prefill_client
+        self._puller = puller
         self._fingerprint = fingerprint
 
     async def fill(
-        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, stages: StageClock, still: Standstill
+        self,
+        request: SequenceRequest,
+        prefill: WorkerAddress,
+        reserved: Reserved,
+        stages: StageClock,
+        deadlock_detector: PoolDeadlockDetector,
     ) -> PromptUsage | None:
         """Let the engine go on, with the prompt's KV in place or with the prompt to compute itself; then None, or only
         the name of a lender that was lost.
@@ -143,87 +153,100 @@ class HandOffs:
         all blocks named that it may still write. Raises PeerLost where prefill failed and this worker has enough of
         such prompts to compute already.
         """
-        num_hit, num_tokens = reserved.num_hit_tokens, len(order.token_ids)
+        num_hit, num_tokens = reserved.num_hit_tokens, len(request.token_ids)
         if num_hit and num_tokens - num_hit <= self._fingerprint.block_tokens:
             # a last block costs less to compute than to fetch
-            self._engine.complete_kv(order.key, num_hit)
-            stages.reach(Stage.PREFILLING)
+            self._engine.complete_kv(request.key, num_hit)
+            stages.reach(RequestStage.PREFILLING)
             return None
-        reception = self._reception(order, prefill, reserved, still)
-        finished = await self._receive(prefill, reception, num_hit, stages)
+        receiver = self._receiver(request, prefill, reserved, deadlock_detector)
+        finished = await self._receive(prefill, receiver, num_hit, stages)
         if finished is None:
-            stages.reach(Stage.PREFILLING)
-            lost_id = prefill.worker_id if reception.is_lender_lost else ""
-            self.fallbacks.begin(order.key, num_tokens - num_hit, lost_id)
-            return PromptUsage(failed_worker_id=lost_id) if lost_id else None
-        self._engine.complete_kv(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
-        self.tally.handed_off(prefill.worker_id, reception.transferred_bytes)
+            stages.reach(RequestStage.PREFILLING)
+            lost_worker_id = prefill.worker_id if receiver.is_prefill_lost else ""
+            self.local_prefills.begin(request.key, num_tokens - num_hit, lost_worker_id)
+            return PromptUsage(failed_worker_id=lost_worker_id) if lost_worker_id else None
+        self._engine.complete_kv(request.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
+        self.stats.on_transfer(prefill.worker_id, receiver.transferred_bytes)
         return PromptUsage(
             cached_tokens=finished.cached_tokens,
             store_tokens=finished.store_tokens,
-            transferred_bytes=reception.transferred_bytes,
+            transferred_bytes=receiver.transferred_bytes,
             queue_ms=finished.queue_ms,
             compute_ms=finished.compute_ms,
-            exposed_transfer_ms=round(reception.exposed_seconds * 1000),
+            exposed_transfer_ms=round(receiver.exposed_seconds * 1000),
             prefill_worker_id=prefill.worker_id,
         )
 
     async def _receive(
-        self, prefill: WorkerAddress, reception: Reception, num_hit: int, stages: StageClock
+        self, prefill: WorkerAddress, receiver: KvReceiver, num_hit: int, stages: StageClock
     ) -> PromptFinished | None:
         finished: PromptFinished | None = None
-        with cancellation_heeded():
+        with reraise_lost_cancellation():
             try:
-                async with self._peers.open(prefill, reception.order, stages.remaining_seconds) as call:
-                    finished = await reception.receive(call, stages)
+                async with self._prefill_client.open(prefill, receiver.request, stages.remaining_seconds) as call:
+                    finished = await receiver.receive(call, stages)
             except* _EXPECTED as group:
                 error = first_leaf(group)
                 reason = _REASONS.get(type(error), _OTHER_REASON)
-                reception.is_lender_lost = isinstance(error, _LOST)
-                self.tally.hand_off_failed(prefill.worker_id, reason)
+                receiver.is_prefill_lost = isinstance(error, _LOST)
+                self.stats.on_transfer_failed(prefill.worker_id, reason)
                 logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)
             finally:
                 if finished is None:
                     # also when cancelled: whoever cancels the sequence next finds its suspect blocks in quarantine
-                    self._engine.complete_kv(reception.order.key, num_hit, suspect_blocks=reception.abandon())
+                    self._engine.complete_kv(receiver.request.key, num_hit, suspect_blocks=receiver.abort())
         return finished
 
-    def _hear(self, key: RequestKey, num_tokens: int, still: Standstill, event: PromptFinished | Heartbeat) -> None:
+    def _on_event(
+        self,
+        key: RequestKey,
+        num_tokens: int,
+        deadlock_detector: PoolDeadlockDetector,
+        event: PromptFinished | Heartbeat,
+    ) -> None:
         """Raises Circle."""
         if isinstance(event, PromptFinished):
             # the client need not wait for the KV: the token is what it is, however the last blocks get here
             self._engine.set_first_token(key, FirstToken(event.first_token_id, event.logprobs))
-        elif still.lasts() and self.fallbacks.has_room(num_tokens):
-            raise Circle("neither side has room for what the other is to compute")
+        elif deadlock_detector.is_deadlocked() and self.local_prefills.has_room(num_tokens):
+            raise PoolDeadlock("neither side has room for what the other is to compute")
 
-    def _reception(
-        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, still: Standstill
-    ) -> Reception:
-        prefill_order = PrefillOrder(
-            key=order.key,
+    def _receiver(
+        self,
+        request: SequenceRequest,
+        prefill: WorkerAddress,
+        reserved: Reserved,
+        deadlock_detector: PoolDeadlockDetector,
+    ) -> KvReceiver:
+        prefill_request = PrefillRequest(
+            key=request.key,
             prefill_boot_id=prefill.boot_id,
             fingerprint=self._fingerprint,
-            token_ids=order.token_ids,
-            sampling=order.sampling,
-            cache_salt=order.cache_salt,
+            token_ids=request.token_ids,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
             held_blocks=reserved.num_hit_tokens // self._fingerprint.block_tokens,
-            resumed_tokens=order.resumed_tokens,
-            priority=order.priority,
-            retention=order.retention,
+            resumed_tokens=request.resumed_tokens,
+            priority=request.priority,
+            retention=request.retention,
         )
-        num_lacking = len(order.token_ids) - reserved.num_hit_tokens
-        targets, on_event = self._targets(order, reserved), partial(self._hear, order.key, num_lacking, still)
-        return Reception(prefill_order, targets, prefill.address, self._borrower, on_event)
+        num_lacking = len(request.token_ids) - reserved.num_hit_tokens
+        targets, on_event = (
+            self._targets(request, reserved),
+            partial(self._on_event, request.key, num_lacking, deadlock_detector),
+        )
+        return KvReceiver(prefill_request, targets, prefill.address, self._puller, on_event)
 
-    def _targets(self, order: SequenceOrder, reserved: Reserved) -> list[PageRun]:
+    def _targets(self, request: SequenceRequest, reserved: Reserved) -> list[PageRange]:
         """Of each group, the pages that are to be filled."""
-        paging, num_hit, num_tokens = self._engine.paging, reserved.num_hit_tokens, len(order.token_ids)
+        paging, num_hit, num_tokens = self._engine.paging, reserved.num_hit_tokens, len(request.token_ids)
         num_held = num_hit // paging.block_tokens
         targets = []
         for group, run in enumerate(reserved.page_ranges):
-            lent = paging.lent(group, num_held, num_tokens, num_tokens)
-            placed = paging.placed(group, run, num_held, paging.sight(num_tokens, num_tokens))
-            targets.append(placed.within(lent.start, lent.stop))
+            needed = paging.needed_blocks(group, num_held, num_tokens, num_tokens)
+            remapped = paging.remap(group, run, num_held, paging.retention_point(num_tokens, num_tokens))
+            targets.append(remapped.within(needed.start, needed.stop))
         return targets
 
 

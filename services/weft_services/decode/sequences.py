@@ -23,42 +23,42 @@ from weft.errors import (
     WeftError,
 )
 from weft.kv.tiers import Tier
-from weft.kv.transfer_protocol import is_late
+from weft.kv.transfer_protocol import is_superseded
 from weft.request import PromptUsage, RequestKey
-from weft.request_stage import Stage
-from weft.worker.hidden_state_observers import PromptScorer
-from weft.worker.process import Workplace
+from weft.request_stage import RequestStage
+from weft.worker.hidden_state_observers import PromptLogprobReader
+from weft.worker.process import WorkerContext
 from weft.worker.store_client import StorePrefix
-from weft_services.decode.messages import Delta, Failure, Outbox, SequenceOrder
-from weft_services.decode.remote_prefill import HandOffs, Standstill
+from weft_services.decode.messages import Outbox, SequenceFailure, SequenceRequest, SequenceUpdate
+from weft_services.decode.remote_prefill import PoolDeadlockDetector, RemotePrefill
 from weft_services.decode.stage_clock import StageClock
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
 
 
-class Sequence:
+class DecodeSequence:
     """A live sequence and what the engine has said about it."""
 
-    def __init__(self, order: SequenceOrder, outbox: Outbox[Delta]) -> None:
-        self.order = order
+    def __init__(self, request: SequenceRequest, outbox: Outbox[SequenceUpdate]) -> None:
+        self.request = request
         self.outbox = outbox
         # what prefill did, once no more of it is to come; and what the engine says of the prompt, until it was told
-        self.lent: PromptUsage | None = None if order.prefill else PromptUsage()
+        self.prefill_usage: PromptUsage | None = None if request.prefill else PromptUsage()
         self.counts: PromptCounts | None = None
         # of its own prompt, what was in the store; None: nobody has asked
         self.store_tokens: int | None = None
         self.has_ended = False
-        self.stages = StageClock(order.remaining_seconds)
-        wanted = order.num_prompt_logprobs
-        self.scorer = None if wanted is None else PromptScorer(order.token_ids, wanted)
+        self.stages = StageClock(request.remaining_seconds)
+        wanted = request.num_prompt_logprobs
+        self.scorer = None if wanted is None else PromptLogprobReader(request.token_ids, wanted)
         self._reserved: Reserved | None = None
         self._failure: WeftError | None = None
         self._changed = asyncio.Event()
 
     def on_reserved(self, reserved: Reserved) -> None:
         """Blocks are held."""
-        self.stages.reach(Stage.RESERVED)
+        self.stages.reach(RequestStage.RESERVED)
         self._reserved = reserved
         self._changed.set()
 
@@ -68,7 +68,7 @@ class Sequence:
         self._failure = failure
         self._changed.set()
 
-    def give_up(self, failure: WeftError) -> None:
+    def fail(self, failure: WeftError) -> None:
         """The engine has not."""
         self._failure = failure
         self._changed.set()
@@ -93,17 +93,17 @@ class Sequence:
             raise self._failure
 
 
-class SequenceDesk:
+class SequenceManager:
     """All sequences of this worker. Subscribe `on_step` to the engine's feed."""
 
-    def __init__(self, place: Workplace, hand_offs: HandOffs) -> None:
-        self._engine = place.engine
-        self._worker_id = place.worker_id
-        self._boot_id = place.boot_id
-        self._grammars = place.grammars
-        self._hand_offs = hand_offs
-        self._prefix = StorePrefix(place.store, place.engine.paging, place.tally)
-        self._sequences: dict[RequestKey, Sequence] = {}
+    def __init__(self, context: WorkerContext, remote_prefill: RemotePrefill) -> None:
+        self._engine = context.engine
+        self._worker_id = context.worker_id
+        self._boot_id = context.boot_id
+        self._grammars = context.grammars
+        self._remote_prefill = remote_prefill
+        self._store_prefix = StorePrefix(context.store, context.engine.paging, context.stats)
+        self._sequences: dict[RequestKey, DecodeSequence] = {}
         self._is_open = True
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -118,14 +118,14 @@ class SequenceDesk:
 
     def on_step(self, output: StepOutput) -> None:
         """One frame for each gateway that this step has tokens for."""
-        frames: dict[Outbox[Delta], list[Delta]] = {}
+        frames: dict[Outbox[SequenceUpdate], list[SequenceUpdate]] = {}
         for reserved in output.reserved:
             if sequence := self._sequences.get(reserved.key):
                 sequence.on_reserved(reserved)
         for delta in output.deltas:
             if sequence := self._sequences.get(delta.key):
-                _tell_of_prompt(sequence)
-                frames.setdefault(sequence.outbox, []).append(self._told(sequence, delta))
+                _send_prompt_logprobs(sequence)
+                frames.setdefault(sequence.outbox, []).append(self._to_update(sequence, delta))
         for failure in output.failures:
             if sequence := self._sequences.get(failure.key):
                 sequence.end(failure.error)
@@ -138,108 +138,111 @@ class SequenceDesk:
             await asyncio.sleep(WATCH_SECONDS)
             if watchdog.is_hung:
                 for sequence in self._sequences.values():
-                    sequence.give_up(PeerLost("the decode engine stands still", self._worker_id))
+                    sequence.fail(PeerLost("the decode engine stands still", self._worker_id))
 
-    async def run(self, order: SequenceOrder, outbox: Outbox[Delta]) -> None:
+    async def run(self, request: SequenceRequest, outbox: Outbox[SequenceUpdate]) -> None:
         """A sequence from its start to its end, which is told to `outbox` unless this is cancelled. A second order with
         a key that lives already changes nothing, nor does one of an earlier attempt."""
-        if order.key in self._sequences or is_late(order.key, self._sequences):
+        if request.key in self._sequences or is_superseded(request.key, self._sequences):
             return
-        log.request_id.set(str(order.key))
-        sequence = self._sequences[order.key] = Sequence(order, outbox)
+        log.request_id.set(str(request.key))
+        sequence = self._sequences[request.key] = DecodeSequence(request, outbox)
         self._is_idle.clear()
-        span = trace.begin("decode", order.traceparent) if order.traceparent else None
+        span = trace.start_span("decode", request.traceparent) if request.traceparent else None
         try:
-            async with asyncio.timeout(order.remaining_seconds):
-                waits = self._submit(sequence, await self._grammars.open(order.sampling.grammar))
-                await self._live(sequence, waits)
+            async with asyncio.timeout(request.remaining_seconds):
+                waits = self._submit(sequence, await self._grammars.compile(request.sampling.grammar))
+                await self._run_sequence(sequence, waits)
         except WeftError as error:
-            outbox.put([self._failed(order.key, error)])
+            outbox.put([self._failed(request.key, error)])
         except TimeoutError:
-            outbox.put([self._failed(order.key, DeadlineExceeded("the request's time is over"))])
+            outbox.put([self._failed(request.key, DeadlineExceeded("the request's time is over"))])
         except Exception:
             # a bug; it must not end the stream, and with it every other sequence of the gateway
             logger.exception("sequence failed by a bug")
-            outbox.put([self._failed(order.key, EngineFailed("internal error"))])
+            outbox.put([self._failed(request.key, EngineFailed("internal error"))])
         finally:
-            del self._sequences[order.key]
-            self._hand_offs.fallbacks.end(order.key)
-            sequence.stages.reach(Stage.FINISHED)
+            del self._sequences[request.key]
+            self._remote_prefill.local_prefills.end(request.key)
+            sequence.stages.reach(RequestStage.FINISHED)
             if span is not None:
                 sequence.stages.trace(span)
-                span.set({"weft.prompt_tokens": len(order.token_ids), "weft.resumed_tokens": order.resumed_tokens})
+                span.set({"weft.prompt_tokens": len(request.token_ids), "weft.resumed_tokens": request.resumed_tokens})
                 span.end()
             if not self._sequences:
                 self._is_idle.set()
             if not sequence.has_ended:
-                self._engine.cancel(order.key)
+                self._engine.cancel(request.key)
 
-    def _submit(self, sequence: Sequence, constraint: Constraint | None) -> bool:
+    def _submit(self, sequence: DecodeSequence, constraint: Constraint | None) -> bool:
         """Does it wait for KV from elsewhere."""
-        order, scorer = sequence.order, sequence.scorer
+        request, scorer = sequence.request, sequence.scorer
         if not self._is_open:
             raise PeerLost("this decode worker is leaving", self._worker_id)
-        if order.decode_boot_id != self._boot_id:
+        if request.decode_boot_id != self._boot_id:
             raise Incompatible("the decode worker has been restarted since the request was routed")
-        if scorer is not None and order.prefill is not None:
+        if scorer is not None and request.prefill is not None:
             raise InvalidRequest("a prompt whose logprobs are wanted is computed here", "prefill")
         spec = SequenceSpec(
-            key=order.key,
-            token_ids=order.token_ids,
-            sampling=order.sampling,
+            key=request.key,
+            token_ids=request.token_ids,
+            sampling=request.sampling,
             mode=SequenceMode.GENERATE,
-            cache_salt=order.cache_salt,
-            wait_for_kv=scorer is None and (order.prefill is not None or self._prefix.may_have(order.token_ids)),
-            resumed_tokens=order.resumed_tokens,
+            cache_salt=request.cache_salt,
+            wait_for_kv=scorer is None
+            and (request.prefill is not None or self._store_prefix.may_have(request.token_ids)),
+            resumed_tokens=request.resumed_tokens,
             constraint=constraint,
-            priority=order.priority,
-            retention=order.retention,
+            priority=request.priority,
+            retention=request.retention,
             observer=scorer,
         )
         self._engine.submit(spec)
         return spec.wait_for_kv
 
-    async def _live(self, sequence: Sequence, waits: bool) -> None:
-        order = sequence.order
-        if order.prefill is not None:
+    async def _run_sequence(self, sequence: DecodeSequence, waits: bool) -> None:
+        request = sequence.request
+        if request.prefill is not None:
             reserved = await sequence.until_reserved()
-            still = Standstill(lambda: self._engine.load, self._sequences.__len__)
-            lent = await self._hand_offs.fill(order, order.prefill, reserved, sequence.stages, still)
-            sequence.lent = lent or PromptUsage()
+            deadlock_detector = PoolDeadlockDetector(lambda: self._engine.load, self._sequences.__len__)
+            usage = await self._remote_prefill.fill(
+                request, request.prefill, reserved, sequence.stages, deadlock_detector
+            )
+            sequence.prefill_usage = usage or PromptUsage()
         elif waits:
             await self._fill(sequence)
         await sequence.until_ended()
 
-    async def _fill(self, sequence: Sequence) -> None:
+    async def _fill(self, sequence: DecodeSequence) -> None:
         """A prompt that is computed here: take what the store has beyond the pool's own prefix."""
-        order, reserved = sequence.order, await sequence.until_reserved()
-        found = await self._prefix.fetch(order.token_ids, order.cache_salt, reserved)
+        request, reserved = sequence.request, await sequence.until_reserved()
+        found = await self._store_prefix.fetch(request.token_ids, request.cache_salt, reserved)
         sequence.store_tokens = sum(found.values())
-        sequence.stages.reach(Stage.PREFILLING)
-        self._engine.complete_kv(order.key, reserved.num_hit_tokens + sequence.store_tokens)
+        sequence.stages.reach(RequestStage.PREFILLING)
+        self._engine.complete_kv(request.key, reserved.num_hit_tokens + sequence.store_tokens)
 
-    def _told(self, sequence: Sequence, delta: TokenDelta) -> Delta:
+    def _to_update(self, sequence: DecodeSequence, delta: TokenDelta) -> SequenceUpdate:
         if delta.finish_reason is not None:
             sequence.end()
         sequence.counts = delta.prompt or sequence.counts
         usage = None
-        if sequence.counts is not None and sequence.lent is not None:
-            usage = self._usage(sequence, sequence.counts, sequence.lent)
+        if sequence.counts is not None and sequence.prefill_usage is not None:
+            usage = self._usage(sequence, sequence.counts, sequence.prefill_usage)
             sequence.counts = None
-        return Delta(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason)
+        return SequenceUpdate(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason)
 
-    def _usage(self, sequence: Sequence, counts: PromptCounts, lent: PromptUsage) -> PromptUsage:
+    def _usage(self, sequence: DecodeSequence, counts: PromptCounts, usage: PromptUsage) -> PromptUsage:
         """As prefill counted it, or our own count when the prompt was computed here."""
         sequence.stages.computed(counts)
-        sequence.stages.reach(Stage.DECODING)
-        lent = sequence.stages.told(lent)
-        if lent.prefill_worker_id:
-            return lent
-        self._hand_offs.fallbacks.end(sequence.order.key)
-        if sequence.store_tokens is None and sequence.order.num_prompt_logprobs is None:
-            self._hand_offs.tally.looked_up(len(sequence.order.token_ids), {Tier.POOL: counts.num_cached_tokens})
+        sequence.stages.reach(RequestStage.DECODING)
+        usage = sequence.stages.with_times(usage)
+        if usage.prefill_worker_id:
+            return usage
+        self._remote_prefill.local_prefills.end(sequence.request.key)
+        if sequence.store_tokens is None and sequence.request.num_prompt_logprobs is None:
+            self._remote_prefill.stats.on_lookup(len(sequence.request.token_ids), {Tier.POOL: counts.num_cached_tokens})
         return replace(
-            lent,
+            usage,
             cached_tokens=counts.num_cached_tokens,
             store_tokens=min(sequence.store_tokens or 0, counts.num_cached_tokens),
             queue_ms=counts.queue_ms,
@@ -247,19 +250,19 @@ class SequenceDesk:
             prefill_worker_id=self._worker_id,
         )
 
-    def _failed(self, key: RequestKey, error: WeftError) -> Delta:
+    def _failed(self, key: RequestKey, error: WeftError) -> SequenceUpdate:
         # one that is full is no more at fault than another, but the next attempt should go elsewhere
         at_fault = isinstance(error, (EngineFailed, Incompatible, Overloaded))
         worker_id = error.worker_id if isinstance(error, PeerLost) else self._worker_id if at_fault else ""
         logger.warning("sequence failed: %s", error)
         # what went wrong inside stays in the log
         message = "the engine has failed" if isinstance(error, EngineFailed) else str(error)
-        return Delta(key, failure=Failure(error.code, message, worker_id))
+        return SequenceUpdate(key, failure=SequenceFailure(error.code, message, worker_id))
 
 
-def _tell_of_prompt(sequence: Sequence) -> None:
+def _send_prompt_logprobs(sequence: DecodeSequence) -> None:
     """Its first token is there: ahead of that goes how likely the prompt was, a frame a piece."""
     if sequence.scorer is not None:
         for piece in sequence.scorer.found():
-            sequence.outbox.put([Delta(sequence.order.key, prompt_logprobs=piece)])
+            sequence.outbox.put([SequenceUpdate(sequence.request.key, prompt_logprobs=piece)])
         sequence.scorer = None

@@ -20,13 +20,13 @@ from weft.rpc.wire import (
     sampling_from_wire,
     usage_to_wire,
 )
-from weft.worker.kv_pull import Borrower, Quarantine
-from weft.worker.process import Post, Workplace
+from weft.worker.kv_pull import KvPuller, Quarantine
+from weft.worker.process import RoleService, WorkerContext
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
-from weft_services.decode.kv_receiver import PrefillPeers
-from weft_services.decode.messages import Delta, Outbox, SequenceOrder
-from weft_services.decode.remote_prefill import HandOffs
-from weft_services.decode.sequences import SequenceDesk
+from weft_services.decode.kv_receiver import PrefillClient
+from weft_services.decode.messages import Outbox, SequenceRequest, SequenceUpdate
+from weft_services.decode.remote_prefill import RemotePrefill
+from weft_services.decode.sequences import SequenceManager
 
 # steps that a gateway may lag behind
 MAX_FRAMES = 1024
@@ -36,23 +36,23 @@ Requests = AsyncIterator[decode_service_pb2.AttachRequest]
 class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     """A gateway's sequences live in its stream's task group and end with it."""
 
-    def __init__(self, desk: SequenceDesk) -> None:
-        self._desk = desk
+    def __init__(self, manager: SequenceManager) -> None:
+        self._manager = manager
 
     # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
     async def Attach(  # type: ignore[override]
         self, request_iterator: Requests, context: Any
     ) -> None:
-        outbox = Outbox[Delta](MAX_FRAMES)
+        outbox = Outbox[SequenceUpdate](MAX_FRAMES)
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(_write(outbox, context))
             watcher = group.create_task(outbox.until_overflow())
             sequences: dict[RequestKey, asyncio.Task[None]] = {}
             async for request in request_iterator:
                 if request.WhichOneof("command") == "start":
-                    order = order_from_wire(request.start)
-                    if order.key not in sequences:  # a second start of a living key changes nothing
-                        _start(group, sequences, order.key, self._desk.run(order, outbox))
+                    sequence = sequence_from_wire(request.start)
+                    if sequence.key not in sequences:  # a second start of a living key changes nothing
+                        _start(group, sequences, sequence.key, self._manager.run(sequence, outbox))
                 elif (task := sequences.get(key_from_wire(request.cancel.key))) is not None:
                     task.cancel()
             for task in (*sequences.values(), writer, watcher):
@@ -70,15 +70,15 @@ def _start(
     task.add_done_callback(lambda _: sequences.pop(key, None))
 
 
-async def _write(outbox: Outbox[Delta], context: Any) -> None:
+async def _write(outbox: Outbox[SequenceUpdate], context: Any) -> None:
     while True:
         frame = await outbox.get()
-        await context.write(decode_service_pb2.AttachResponse(deltas=[delta_to_wire(delta) for delta in frame]))
+        await context.write(decode_service_pb2.AttachResponse(deltas=[update_to_wire(delta) for delta in frame]))
 
 
-def order_from_wire(start: decode_service_pb2.StartSequence) -> SequenceOrder:
+def sequence_from_wire(start: decode_service_pb2.StartSequence) -> SequenceRequest:
     """Total."""
-    return SequenceOrder(
+    return SequenceRequest(
         key=key_from_wire(start.key),
         decode_boot_id=start.decode_boot_id,
         prefill=address_from_wire(start.prefill) if start.HasField("prefill") else None,
@@ -94,7 +94,7 @@ def order_from_wire(start: decode_service_pb2.StartSequence) -> SequenceOrder:
     )
 
 
-def delta_to_wire(delta: Delta) -> decode_service_pb2.SequenceDelta:
+def update_to_wire(delta: SequenceUpdate) -> decode_service_pb2.SequenceDelta:
     """Total."""
     failure = delta.failure
     return decode_service_pb2.SequenceDelta(
@@ -115,18 +115,18 @@ def delta_to_wire(delta: Delta) -> decode_service_pb2.SequenceDelta:
 SERVICE_NAME = decode_service_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
 
-def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
+def install(context: WorkerContext, server: grpc.aio.Server) -> SequenceManager:
     """Put the role to work at this place."""
-    quarantine = Quarantine(place.engine.unquarantine)
-    place.tasks.create_task(quarantine.keep())
-    borrower = Borrower(place.transports, place.memory, place.tasks, quarantine)
-    peers = PrefillPeers(place.channels, place.lease_seconds, place.clock)
-    hand_offs = HandOffs(place.engine, peers, borrower, place.fingerprint, place.tally)
-    desk = SequenceDesk(place, hand_offs)
-    place.tasks.create_task(desk.watch(place.engine.watchdog))
-    place.feed.subscribe(desk.on_step)
-    decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(desk), server)
-    return desk
+    quarantine = Quarantine(context.engine.unquarantine)
+    context.tasks.create_task(quarantine.run())
+    puller = KvPuller(context.transports, context.memory, context.tasks, quarantine)
+    prefill_client = PrefillClient(context.channels, context.lease_seconds, context.clock)
+    remote_prefill = RemotePrefill(context.engine, prefill_client, puller, context.fingerprint, context.stats)
+    manager = SequenceManager(context, remote_prefill)
+    context.tasks.create_task(manager.watch(context.engine.watchdog))
+    context.events.subscribe(manager.on_step)
+    decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(manager), server)
+    return manager
 
 
-POST = Post(WorkerRole.DECODE, SERVICE_NAME, install)
+DECODE_ROLE = RoleService(WorkerRole.DECODE, SERVICE_NAME, install)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from weft import log, trace
-from weft.config import describe, read_config
+from weft.config import format_config, read_config
 from weft.rpc.server import run
 from weft.weights.objects import with_local_model
 from weft_services.gateway.config import Config
@@ -20,11 +20,11 @@ IN_THE_CLEAR = (
 async def main() -> None:
     """Until a signal. A wrong setting or model, or a port that is taken, is told in one line by `run`."""
     config = read_config(Config, with_local_model())
-    logging.getLogger(__name__).info("%s", describe(config))
+    logging.getLogger(__name__).info("%s", format_config(config))
     if config.shows_keys:
         logging.getLogger(__name__).warning(IN_THE_CLEAR, config.publish_host or config.host)
     trace.setup("gateway")
-    log.mark("imports")
+    log.startup_phase("imports")
     await serve(config)
 
 

@@ -52,9 +52,9 @@ def public_message(error: WeftError) -> str:
         return "the model is being loaded; please try again in a moment"
     if isinstance(error, PeerLost):
         return "a service that this request needs is not available, or was lost on the way; please try again"
-    if error.is_reported and isinstance(error, Overloaded):
+    if error.is_remote and isinstance(error, Overloaded):
         return "no worker has room for this request now; please try again later"
-    if error.is_reported and isinstance(error, DeadlineExceeded):
+    if error.is_remote and isinstance(error, DeadlineExceeded):
         return "the request took too long"
     if isinstance(error, HttpError | ModelFailed) or error.http_status < 500 or error.code == 4:
         return str(error)

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from weft.errors import BadCheckpoint
-from weft.file_io import is_there, read_small, told
+from weft.file_io import path_exists, read_small, to_weft_error
 from weft.grammar import Grammars
 from weft.model.config import read_config
 from weft.model.fields import read_json
@@ -79,7 +79,7 @@ class ServedModel:
 def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed: bool = False) -> ServedModel:
     """Read what the gateway needs of a checkpoint. `is_sealed`: special tokens in messages are text.
 
-    Raises BadCheckpoint naming the file or setting at fault, Unreadable.
+    Raises BadCheckpoint naming the file or setting at fault, StorageUnavailable.
     """
     config, content = read_config(directory), read_tokenizer(directory)
     try:
@@ -117,14 +117,14 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path).values if is_there(path) else {}
+    return read_json(path).values if path_exists(path) else {}
 
 
 def _read_text(path: Path) -> str:
     try:
         return TextIOWrapper(BytesIO(read_small(path)), encoding="utf-8").read()
     except OSError as error:
-        raise told(error, f"{path}: not readable") from error
+        raise to_weft_error(error, f"{path}: not readable") from error
     except UnicodeDecodeError as error:
         raise BadCheckpoint(f"{path}: not readable as text: {error}") from error
 
@@ -160,7 +160,7 @@ def _load_template(directory: Path, seal: SpecialTokenGuard | None = None) -> Ch
     found = settings.get("chat_template")
     named = {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {}
     for name, path in ((name, directory / file) for name, file in TEMPLATE_FILES.items()):
-        if is_there(path):
+        if path_exists(path):
             named[name] = _read_text(path)
     source = named.get("default") or (found if isinstance(found, str) else None)
     if source is None:

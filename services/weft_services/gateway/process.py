@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from weft import log, metrics
-from weft.file_descriptors import allow_files
-from weft.rpc.server import RpcServer, settle_heap, until_signal
-from weft.stall_clock import AwakeClock
+from weft.file_descriptors import raise_fd_limit
+from weft.rpc.server import RpcServer, freeze_startup_objects, until_signal
+from weft.stall_clock import StallAwareClock
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config
@@ -52,12 +52,12 @@ class Gateway:
 async def serve(config: Config) -> None:
     """The whole life of the process: until SIGTERM or SIGINT, then drained."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    allow_files()
+    raise_fd_limit()
     _return_memory()
     async with running(config) as gateway:
         addresses = (gateway.http_address, gateway.grpc_address, gateway.private_address)
         logger.info("listening http=%s grpc=%s private=%s", *addresses)
-        settle_heap()
+        freeze_startup_objects()
         await until_signal()
         logger.info("draining in_flight=%d", gateway.pipeline.num_in_flight)
 
@@ -71,7 +71,7 @@ def _return_memory() -> None:
 
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Gateway]:
-    """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, CannotListen."""
+    """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, BindError."""
     models = await asyncio.to_thread(
         load_catalog, config.models, config.tool_formats, not config.allow_user_special_tokens
     )
@@ -80,14 +80,14 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
         tools = model.tool_format.name if model.tool_format else "none"
         logger.info("model=%s tools=%s thoughts=%s", model.name, tools, model.thinks)
-    log.mark("models")
+    log.startup_phase("models")
     door = Door(config.keys, config.redis_url, config.allow_unauthenticated)
     await door.open()
     kept = _kept_answers(config)
     scheduler = SchedulerClient(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeConnectionPool(group), SettlementQueue(scheduler)
-        clock = AwakeClock(on_standstill=metrics.STALLED_SECONDS.inc)
+        clock = StallAwareClock(on_standstill=metrics.STALLED_SECONDS.inc)
         watch = FleetWatcher(scheduler, models.names, clock)
         mesh = MeshContext(
             *(scheduler, links, settler, group, config.migration_timeout_seconds, watch.events.publish),

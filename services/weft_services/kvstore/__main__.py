@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from weft import log, metrics, trace
-from weft.config import ConfigError, describe, read_config
-from weft.file_descriptors import allow_files
+from weft.config import ConfigError, format_config, read_config
+from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import Config
@@ -26,10 +26,10 @@ TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EM
 async def main() -> None:
     """Serve until SIGTERM or SIGINT; ready while the store is."""
     config = read_config(Config)
-    logging.info(describe(config))
-    allow_files()  # a segment is one, and so is a connection
+    logging.info(format_config(config))
+    raise_fd_limit()  # a segment is one, and so is a connection
     trace.setup("kvstore")
-    log.mark("imports")
+    log.startup_phase("imports")
     rpc = RpcServer([SERVICE_NAME])
     place = StoreAddress(config.host, config.store_host, config.master_port, config.store_memory_bytes)
     disk = await _lock_disk(config)

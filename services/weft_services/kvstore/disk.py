@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0
 READERS = 4
 LOAD_BLOCKS = 1024  # so many are entered at a time, before the loop has its turn
-metrics.from_zero(metrics.DISK_FAILURES, ("open", "scan", "write"))
+metrics.init_series(metrics.DISK_FAILURES, ("open", "scan", "write"))
 
 
 class DiskTier:

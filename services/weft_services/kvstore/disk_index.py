@@ -16,7 +16,7 @@ from weft import metrics
 from weft_services.kvstore.segment import FINGERPRINT_BYTES, HEADER_BYTES, RecordHeader, Segment
 
 SWEEP_BLOCKS = 4096
-metrics.from_zero(metrics.TIER_EVICTIONS, ("nvme",), ("room", "expired", "quota", "damaged", "replaced"))
+metrics.init_series(metrics.TIER_EVICTIONS, ("nvme",), ("room", "expired", "quota", "damaged", "replaced"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from weft.kv.block_keys import store_key
-from weft.kv.store_client_proxy import StoreAgent
+from weft.kv.store_client_proxy import StoreClientProxy
 from weft_services.kvstore.memory_index import MemoryIndex, StoredBlock
 
 MAX_WAITING = 16_384
@@ -32,7 +32,9 @@ class Eviction:
 class Evictor:
     """For one start of the store. `until_spilled` returns when what waits to be copied to the disk has had its turn."""
 
-    def __init__(self, agent: StoreAgent, index: MemoryIndex, until_spilled: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, agent: StoreClientProxy, index: MemoryIndex, until_spilled: Callable[[], Awaitable[None]]
+    ) -> None:
         self._agent = agent
         self._index = index
         self._until_spilled = until_spilled

@@ -12,7 +12,7 @@ from weft.request import KEEP, Retention
 
 MAX_BLOCKS = 262_144  # about 100 MB
 SWEEP_BLOCKS = 4096
-metrics.from_zero(metrics.TIER_EVICTIONS, ("dram",), ("room", "expired", "quota", "gone"))
+metrics.init_series(metrics.TIER_EVICTIONS, ("dram",), ("room", "expired", "quota", "gone"))
 Name = tuple[bytes, bytes]  # of a block: the digest of its model's fingerprint, its key
 
 

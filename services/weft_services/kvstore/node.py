@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.asyncio_compat import cancellation_heeded
+from weft.asyncio_compat import reraise_lost_cancellation
 from weft.errors import Overloaded, PeerLost
 from weft.kv.block_keys import store_key
-from weft.kv.store_client_proxy import StoreAgent, StoreBusy, StoreLost, StoreSpec
+from weft.kv.store_client_proxy import StoreBusy, StoreClientProxy, StoreLost, StoreSpec
 from weft.kv.tiers import Tier
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.evictor import Evictor
@@ -50,7 +50,7 @@ class RunningStore:
 
     boot_id: str
     master: Master
-    agent: StoreAgent
+    agent: StoreClientProxy
     evictor: Evictor
     mover: TierMover | None = None
 
@@ -208,7 +208,7 @@ class NodeStore:
         try:
             staging_bytes = STAGING_BYTES if self.disk is not None else 0
             spec = StoreSpec(master.address, address.host, PROTOCOL, address.segment_bytes, staging_bytes)
-            async with StoreAgent.running(spec) as agent:
+            async with StoreClientProxy.running(spec) as agent:
                 self._running = self._movers(master, agent)
                 logger.info("store of %d MiB at the master %s", address.segment_bytes >> 20, master.address)
                 await self._announce(True)
@@ -220,7 +220,7 @@ class NodeStore:
                 await self._announce(False)
             await master.stop()
 
-    def _movers(self, master: Master, agent: StoreAgent) -> RunningStore:
+    def _movers(self, master: Master, agent: StoreClientProxy) -> RunningStore:
         """What goes down, up and out of this start of the store."""
         mover = TierMover(agent, self.disk, self._promoted) if self.disk is not None else None
         remover = Evictor(agent, self.index, mover.until_spilled if mover is not None else _at_once)
@@ -232,7 +232,7 @@ class NodeStore:
     async def _keep(self, running: RunningStore) -> None:
         """Ends by StoreLost. A move that waits for the disk then may end later: its staging area is its own."""
         loss: BaseException | None = None
-        with cancellation_heeded():
+        with reraise_lost_cancellation():
             try:
                 async with asyncio.TaskGroup() as tasks:
                     if running.mover is not None:

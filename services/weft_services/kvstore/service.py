@@ -53,7 +53,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         """The longest run of leading keys whose blocks are all in the store now, or what there is of each."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
         find = self._store.find if request.each else self._store.match
-        with trace.served("match", trace.incoming(context.invocation_metadata())) as span:
+        with trace.server_span("match", trace.incoming(context.invocation_metadata())) as span:
             found = await find(request.fingerprint, request.keys)
             if span is not None:
                 span.set({"weft.keys": len(request.keys), "weft.found": sum(block is not None for block in found)})
@@ -62,7 +62,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
     async def Promote(self, request: pb2.PromoteRequest, context: Any) -> pb2.PromoteResponse:
         """Bring blocks from the disk into the store's memory."""
         _check(request.fingerprint, request.keys, MAX_PROMOTE_KEYS, "keys")
-        with trace.served("promote", trace.incoming(context.invocation_metadata())) as span:
+        with trace.server_span("promote", trace.incoming(context.invocation_metadata())) as span:
             promotion = await self._store.promote(request.fingerprint, request.keys)
             if span is not None:
                 span.set({"weft.keys": len(request.keys), "weft.promoted": promotion.num_blocks})
@@ -101,7 +101,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
     async def Locate(self, request: pb2.LocateRequest, context: Any) -> pb2.LocateResponse:
         """Who holds leading blocks of a prompt; answered also while the store is away."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
-        with trace.served("locate", trace.incoming(context.invocation_metadata())):
+        with trace.server_span("locate", trace.incoming(context.invocation_metadata())):
             return pb2.LocateResponse(
                 workers=[
                     pb2.WorkerMatch(worker_id=match.worker_id, boot_id=match.boot_id, num_blocks=match.num_blocks)

@@ -18,7 +18,7 @@ from typing import Any
 from weft import metrics
 from weft.errors import Overloaded
 from weft.kv.block_keys import store_key
-from weft.kv.store_client_proxy import NO_SPACE, StoreAgent
+from weft.kv.store_client_proxy import NO_SPACE, StoreClientProxy
 from weft.request import Retention
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.memory_index import StoredBlock
@@ -33,7 +33,7 @@ MAX_PROMOTIONS = 16
 STUCK_SECONDS = 10.0  # nothing waits for a disk on which a batch takes longer
 NEWEST_SHARE = 0.2  # of a measurement, in what is expected
 NO_SPACE_PAUSES = (0.02, 0.05, *(0.1,) * 8)  # Mooncake evicts in the background, when it is asked for room
-metrics.from_zero(metrics.TIER_MOVES, ("spilled", "promoted", "lost"))
+metrics.init_series(metrics.TIER_MOVES, ("spilled", "promoted", "lost"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TierMover:
     """For one start of the store. `run` does the spilling; `on_promoted` hears what is in memory now."""
 
     def __init__(
-        self, agent: StoreAgent, disk: DiskTier, on_promoted: Callable[[bytes, Sequence[StoredBlock]], None]
+        self, agent: StoreClientProxy, disk: DiskTier, on_promoted: Callable[[bytes, Sequence[StoredBlock]], None]
     ) -> None:
         self._agent = agent
         self._disk = disk

@@ -7,19 +7,19 @@ from weft.config import read_config
 from weft.rpc.server import run
 from weft.weights.objects import with_local_model
 from weft.worker.config import WorkerConfig
-from weft.worker.os_tuning import settle_imports
+from weft.worker.os_tuning import freeze_gc
 from weft.worker.process import serve_worker
-from weft_services.prefill.service import POST
+from weft_services.prefill.service import PREFILL_ROLE
 
 
 async def main() -> None:
     """Read the settings, then serve until SIGTERM."""
     config = read_config(WorkerConfig, with_local_model())
     log.setup(config.worker_id)
-    await serve_worker(config, POST)
+    await serve_worker(config, PREFILL_ROLE)
 
 
 if __name__ == "__main__":
-    settle_imports()
+    freeze_gc()
     log.setup("prefill")
     run(main)

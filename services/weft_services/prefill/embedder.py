@@ -9,7 +9,7 @@ from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.watchdog import StepWatchdog
 from weft.errors import InvalidRequest, PeerLost
 from weft.request import RequestKey, SamplingParams
-from weft.worker.hidden_state_observers import MeanHidden
+from weft.worker.hidden_state_observers import MeanPooling
 
 NO_TEXT = SamplingParams(max_tokens=1, temperature=0)
 WATCH_SECONDS = 0.5
@@ -62,7 +62,7 @@ class Embedder:
             raise PeerLost("the worker is leaving")
         if key in self._ends:
             raise InvalidRequest("this attempt is being computed already")
-        reader, mode = MeanHidden(len(token_ids)), SequenceMode.PREFILL
+        reader, mode = MeanPooling(len(token_ids)), SequenceMode.PREFILL
         self._engine.submit(SequenceSpec(key, token_ids, NO_TEXT, mode, cache_salt, priority=priority, observer=reader))
         self._ends[key] = end = asyncio.get_running_loop().create_future()
         try:

@@ -10,24 +10,24 @@ from weft import metrics
 from weft.engine.engine import Engine
 from weft.engine.messages import PromptProgress, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import Cancelled, Incompatible, InvalidRequest, NotFound, PeerLost, WeftError
-from weft.kv.layer_groups import PageRun, Paging
+from weft.kv.layer_groups import PageRange, PagingPolicy
 from weft.kv.memory import BlockBytes
-from weft.kv.transfer_protocol import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks, is_late
+from weft.kv.transfer_protocol import PrefillEvent, PrefillRequest, PromptFinished, ReadyBlocks, is_superseded
 from weft.request import ModelFingerprint, RequestKey
-from weft.worker.engine_client import GrammarDesk
+from weft.worker.engine_client import GrammarCompiler
 from weft.worker.kv_pull import block_checksums
 from weft.worker.store_client import StorePrefix
 
-metrics.from_zero(metrics.LEASES, ("returned", "cancelled", "expired", "broken", "stalled"))
+metrics.init_series(metrics.LEASES, ("returned", "cancelled", "expired", "broken", "stalled"))
 
 
-class Lease:
+class KvLease:
     """One prompt: how far it is computed, and which of its blocks have been announced."""
 
-    def __init__(self, order: PrefillOrder) -> None:
-        self.order = order
+    def __init__(self, request: PrefillRequest) -> None:
+        self.request = request
         self.store_tokens = 0
-        self.lent: set[int] = set()
+        self.announced_blocks: set[int] = set()
         self.is_accepted = False  # and decode knows how often to renew it
         # how it ended, for the metric; a stream that breaks says nothing
         self.end = "broken"
@@ -70,13 +70,17 @@ class Lease:
             await self._change()
         return self._reserved
 
-    async def events(self, memory: BlockBytes, paging: Paging, with_checksums: bool) -> AsyncIterator[PrefillEvent]:
+    async def events(
+        self, memory: BlockBytes, paging: PagingPolicy, with_checksums: bool
+    ) -> AsyncIterator[PrefillEvent]:
         """Blocks as they become final, those that the borrower holds left out.
 
         The end of the prompt comes ahead of the last ones: its token need not wait for their checksums.
         """
-        held, num_tokens = self.order.held_blocks, len(self.order.token_ids)
-        next_index = [paging.lent(group, held, num_tokens, num_tokens).start for group in range(len(paging.reaches))]
+        held, num_tokens = self.request.held_blocks, len(self.request.token_ids)
+        next_index = [
+            paging.needed_blocks(group, held, num_tokens, num_tokens).start for group in range(len(paging.spans))
+        ]
         while True:
             # read before the progress: with the first token out, the progress is complete
             first = self._first
@@ -85,7 +89,7 @@ class Lease:
             for group, run in self._final_runs(paging, first is not None):
                 if run.end > next_index[group]:
                     blocks = run.within(next_index[group], run.end).blocks
-                    self.lent.update(blocks)
+                    self.announced_blocks.update(blocks)
                     sums = await block_checksums(memory, blocks) if with_checksums else []
                     yield ReadyBlocks(next_index[group], blocks, tuple(sums), group)
                     next_index[group] = run.end
@@ -93,12 +97,12 @@ class Lease:
                 return
             await self._change()
 
-    def _final_runs(self, paging: Paging, is_complete: bool) -> list[tuple[int, PageRun]]:
+    def _final_runs(self, paging: PagingPolicy, is_complete: bool) -> list[tuple[int, PageRange]]:
         """What may be read of each group; the partial tail only at the end."""
         if self._progress is None:
             return []
         num_final = self._progress.num_ready_tokens // paging.block_tokens
-        end = paging.num_blocks(len(self.order.token_ids)) if is_complete else num_final
+        end = paging.num_blocks(len(self.request.token_ids)) if is_complete else num_final
         return [(group, run.within(run.first, end)) for group, run in enumerate(self._progress.page_ranges)]
 
     def _finished(self, first: TokenDelta) -> PromptFinished:
@@ -119,7 +123,7 @@ class Lease:
             raise self._failure
 
 
-class LeaseDesk:
+class LeaseManager:
     """All leases of this worker. Subscribe `on_step` to the engine's feed."""
 
     def __init__(
@@ -128,14 +132,14 @@ class LeaseDesk:
         store: StorePrefix,
         boot_id: str,
         fingerprint: ModelFingerprint,
-        grammars: GrammarDesk,
+        grammars: GrammarCompiler,
     ) -> None:
         self._engine = engine
         self._store = store
         self._boot_id = boot_id
         self._fingerprint = fingerprint
         self._grammars = grammars
-        self._leases: dict[RequestKey, Lease] = {}
+        self._leases: dict[RequestKey, KvLease] = {}
         self._is_open = True
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -150,7 +154,7 @@ class LeaseDesk:
         return self._engine.watchdog.is_hung
 
     @property
-    def paging(self) -> Paging:
+    def paging(self) -> PagingPolicy:
         """How the pages of sequences lie."""
         return self._engine.paging
 
@@ -174,64 +178,64 @@ class LeaseDesk:
                 lease.fail(failure.error)
 
     @asynccontextmanager
-    async def lend(self, order: PrefillOrder) -> AsyncIterator[Lease]:
+    async def open(self, request: PrefillRequest) -> AsyncIterator[KvLease]:
         """Hold what `begin` has computed until the scope ends. Raises Incompatible, InvalidRequest or PeerLost."""
-        self._check(order)
-        self._leases[order.key] = lease = Lease(order)
+        self._check(request)
+        self._leases[request.key] = lease = KvLease(request)
         self._is_idle.clear()
         try:
             yield lease
         finally:
-            del self._leases[order.key]
+            del self._leases[request.key]
             if not self._leases:
                 self._is_idle.set()
             if lease.is_begun:  # one that was refused before that lent nothing, and broke nothing off
-                self._engine.release(order.key)
+                self._engine.release(request.key)
                 metrics.LEASES.labels(lease.end).inc()
 
-    async def begin(self, lease: Lease) -> None:
+    async def begin(self, lease: KvLease) -> None:
         """Have the prompt computed. Raises Incompatible, InvalidRequest or Overloaded.
 
         Its grammar comes first, which may take seconds where it is the first one: the lease lives meanwhile.
         """
-        order = lease.order
+        request = lease.request
         spec = SequenceSpec(
-            key=order.key,
-            token_ids=order.token_ids,
-            sampling=order.sampling,
+            key=request.key,
+            token_ids=request.token_ids,
+            sampling=request.sampling,
             mode=SequenceMode.PREFILL,
-            cache_salt=order.cache_salt,
+            cache_salt=request.cache_salt,
             wait_for_kv=True,
-            resumed_tokens=order.resumed_tokens,
-            constraint=await self._grammars.open(order.sampling.grammar),
-            priority=order.priority,
-            retention=order.retention,
+            resumed_tokens=request.resumed_tokens,
+            constraint=await self._grammars.compile(request.sampling.grammar),
+            priority=request.priority,
+            retention=request.retention,
         )
         self._engine.submit(spec)
         lease.is_begun = True
 
-    async def fill(self, lease: Lease) -> None:
+    async def fill(self, lease: KvLease) -> None:
         """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""
         reserved = await lease.until_reserved()
-        order = lease.order
-        lease.store_tokens = sum((await self._store.fetch(order.token_ids, order.cache_salt, reserved)).values())
-        self._engine.complete_kv(order.key, reserved.num_hit_tokens + lease.store_tokens)
+        request = lease.request
+        lease.store_tokens = sum((await self._store.fetch(request.token_ids, request.cache_salt, reserved)).values())
+        self._engine.complete_kv(request.key, reserved.num_hit_tokens + lease.store_tokens)
 
-    def find(self, key: RequestKey) -> Lease:
+    def find(self, key: RequestKey) -> KvLease:
         """Raises NotFound without a live lease."""
         lease = self._leases.get(key)
         if lease is None:
             raise NotFound("no live lease of that key")
         return lease
 
-    def _check(self, order: PrefillOrder) -> None:
+    def _check(self, request: PrefillRequest) -> None:
         if not self._is_open:
             raise PeerLost("this prefill worker is leaving")
-        if order.prefill_boot_id != self._boot_id:
+        if request.prefill_boot_id != self._boot_id:
             raise Incompatible("the prefill worker has been restarted since the request was routed")
-        if (difference := self._fingerprint.difference(order.fingerprint)) is not None:
+        if (difference := self._fingerprint.difference(request.fingerprint)) is not None:
             raise Incompatible(f"prefill and decode differ in {difference}")
-        if is_late(order.key, self._leases):
+        if is_superseded(request.key, self._leases):
             raise InvalidRequest("a later attempt at the request is being computed")
-        if order.key in self._leases:
+        if request.key in self._leases:
             raise InvalidRequest("this attempt is being computed already")

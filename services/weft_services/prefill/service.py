@@ -14,24 +14,24 @@ from weft import trace
 from weft.errors import Incompatible, InvalidRequest, NotFound, PeerLost
 from weft.kv.memory import BlockBytes
 from weft.kv.transfer_protocol import (
-    SIGNS_A_LEASE,
+    HEARTBEATS_PER_LEASE,
     Accepted,
     Heartbeat,
     LeaseClosed,
     PrefillEvent,
-    PrefillOrder,
+    PrefillRequest,
     PromptFinished,
 )
 from weft.request import WorkerRole
 from weft.rpc.grpc_transport import block_chunks
-from weft.rpc.transfer_wire import event_to_wire, order_from_wire
+from weft.rpc.transfer_wire import event_to_wire, prefill_request_from_wire
 from weft.rpc.wire import key_from_wire
-from weft.stall_clock import AwakeTimeout
-from weft.worker.process import Post, Workplace
+from weft.stall_clock import StallAwareTimeout
+from weft.worker.process import RoleService, WorkerContext
 from weft.worker.store_client import StorePrefix
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.prefill.embedder import Embedder
-from weft_services.prefill.leases import Lease, LeaseDesk
+from weft_services.prefill.leases import KvLease, LeaseManager
 
 FIRST_MESSAGE_SECONDS = 10.0
 # whatever lease a peer names, heartbeats must not keep the loop busy
@@ -39,14 +39,14 @@ MIN_BEAT_SECONDS = 0.01
 Requests = AsyncIterator[prefill_service_pb2.PrefillRequest]
 
 
-class _Speaker:
+class _ResponseStream:
     """Our side of a stream: one message at a time, whoever speaks."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._turn = asyncio.Lock()
 
-    async def say(self, event: PrefillEvent) -> None:
+    async def send(self, event: PrefillEvent) -> None:
         """Returns when gRPC has taken the message."""
         async with self._turn:
             await self._context.write(event_to_wire(event))
@@ -57,14 +57,14 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def __init__(
         self,
-        desk: LeaseDesk,
+        leases: LeaseManager,
         embedder: Embedder,
         memory: BlockBytes,
         accepted: Accepted,
         with_checksums: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._desk = desk
+        self._leases = leases
         self._embedder = embedder
         self._memory = memory
         self._accepted = accepted
@@ -80,51 +80,53 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "start":
             raise InvalidRequest("the first message must be start", "start")
-        order, parent = order_from_wire(first.start), trace.incoming(context.invocation_metadata())
-        with trace.served("prefill", parent) as span:
-            await self._lend(order, requests, _Speaker(context), span)
+        request, parent = prefill_request_from_wire(first.start), trace.incoming(context.invocation_metadata())
+        with trace.server_span("prefill", parent) as span:
+            await self._lend(request, requests, _ResponseStream(context), span)
 
-    async def _lend(self, order: PrefillOrder, requests: Requests, speaker: _Speaker, span: trace.Span | None) -> None:
-        async with self._desk.lend(order) as lease:
+    async def _lend(
+        self, request: PrefillRequest, requests: Requests, responses: _ResponseStream, span: trace.Span | None
+    ) -> None:
+        async with self._leases.open(request) as lease:
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(self._until_done(requests, lease))
-                group.create_task(self._beat(speaker, listening, lease))
-                await self._desk.begin(lease)
+                group.create_task(self._send_heartbeats(responses, listening, lease))
+                await self._leases.begin(lease)
                 await lease.until_reserved()
                 # the computing waits for no message
-                group.create_task(self._desk.fill(lease))
+                group.create_task(self._leases.fill(lease))
                 # decode may have answered before we know that this was sent
                 lease.is_accepted = True
-                await speaker.say(self._accepted)
-                async for event in lease.events(self._memory, self._desk.paging, self._with_checksums):
+                await responses.send(self._accepted)
+                async for event in lease.events(self._memory, self._leases.paging, self._with_checksums):
                     if span is not None and isinstance(event, PromptFinished):
-                        _describe(span, order, event)
-                    await speaker.say(event)
+                        _describe(span, request, event)
+                    await responses.send(event)
             # the engine has held every block since `lend`: nothing but the end of the scope gives them back
-            await speaker.say(LeaseClosed(lease_held=True))
+            await responses.send(LeaseClosed(lease_held=True))
 
-    async def _beat(self, speaker: _Speaker, listening: asyncio.Task[None], lease: Lease) -> None:
+    async def _send_heartbeats(self, responses: _ResponseStream, listening: asyncio.Task[None], lease: KvLease) -> None:
         """Tell decode that the engine lives until decode is done; raises PeerLost when the engine stands still."""
         # a prompt that waits for its turn has decode wait by its own lease, which may be shorter than ours
-        shorter_ms = min(self._accepted.lease_ms, lease.order.lease_ms or self._accepted.lease_ms)
-        pause = max(shorter_ms / 1000 / SIGNS_A_LEASE, MIN_BEAT_SECONDS)
+        shorter_ms = min(self._accepted.lease_ms, lease.request.lease_ms or self._accepted.lease_ms)
+        pause = max(shorter_ms / 1000 / HEARTBEATS_PER_LEASE, MIN_BEAT_SECONDS)
         while True:
             await asyncio.wait({listening}, timeout=pause)
             if listening.done():
                 return
-            if self._desk.is_stalled:
+            if self._leases.is_stalled:
                 lease.end = "stalled"
                 raise PeerLost("the prefill engine stands still")
-            await speaker.say(Heartbeat())
+            await responses.send(Heartbeat())
 
-    async def _until_done(self, requests: Requests, lease: Lease) -> None:
+    async def _until_done(self, requests: Requests, lease: KvLease) -> None:
         """Returns at decode's `done`; raises NotFound when decode is silent for longer than the lease: a deadline would
         be taken for this worker's fault. Before it knows our lease it renews by its own."""
         ours_ms = self._accepted.lease_ms
         while True:
-            silence_ms = ours_ms if lease.is_accepted else max(ours_ms, lease.order.lease_ms)
+            silence_ms = ours_ms if lease.is_accepted else max(ours_ms, lease.request.lease_ms)
             try:
-                async with AwakeTimeout(silence_ms / 1000, self._clock):
+                async with StallAwareTimeout(silence_ms / 1000, self._clock):
                     request = await anext(requests, None)
             except TimeoutError:
                 lease.end = "expired"
@@ -150,21 +152,21 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_service_pb2.ReadBlocksRequest, context: Any
     ) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
         key = key_from_wire(request.key)
-        if not self._desk.find(key).lent.issuperset(request.blocks):
+        if not self._leases.find(key).announced_blocks.issuperset(request.blocks):
             raise NotFound("the lease does not cover these blocks")
         async for chunk in block_chunks(self._memory, request.blocks):
             # for every piece: its bytes were copied just now, and the lease may have ended while the last one was sent
-            self._desk.find(key)
+            self._leases.find(key)
             yield chunk
 
 
-def _describe(span: trace.Span, order: PrefillOrder, finished: PromptFinished) -> None:
+def _describe(span: trace.Span, request: PrefillRequest, finished: PromptFinished) -> None:
     """The prompt has just been computed; before that it waited."""
     now = time.time_ns()
     began = now - finished.compute_ms * 1_000_000
     span.child("queue", began - finished.queue_ms * 1_000_000, began)
     span.child("compute", began, now)
-    counts = {"prompt": len(order.token_ids), "cached": finished.cached_tokens, "store": finished.store_tokens}
+    counts = {"prompt": len(request.token_ids), "cached": finished.cached_tokens, "store": finished.store_tokens}
     span.set({f"weft.{name}_tokens": count for name, count in counts.items()})
 
 
@@ -172,10 +174,10 @@ SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDesk:
+class PrefillRole:
     """Leases and embeddings."""
 
-    leases: LeaseDesk
+    leases: LeaseManager
     embedder: Embedder
 
     def close(self) -> None:
@@ -189,18 +191,18 @@ class PrefillDesk:
         await self.embedder.until_idle()
 
 
-def install(place: Workplace, server: grpc.aio.Server) -> PrefillDesk:
+def install(worker: WorkerContext, server: grpc.aio.Server) -> PrefillRole:
     """Put the role to work at this place."""
-    prefix = StorePrefix(place.store, place.engine.paging, place.tally)
-    desk = LeaseDesk(place.engine, prefix, place.boot_id, place.fingerprint, place.grammars)
-    place.feed.subscribe(desk.on_step)
-    embedder = Embedder(place.engine)
-    place.feed.subscribe(embedder.on_step)
-    place.tasks.create_task(embedder.watch(place.engine.watchdog))
-    accepted = Accepted(place.boot_id, place.endpoint, round(place.lease_seconds * 1000))
-    servicer = PrefillServicer(desk, embedder, place.memory, accepted, place.with_checksums, place.clock)
+    prefix = StorePrefix(worker.store, worker.engine.paging, worker.stats)
+    leases = LeaseManager(worker.engine, prefix, worker.boot_id, worker.fingerprint, worker.grammars)
+    worker.events.subscribe(leases.on_step)
+    embedder = Embedder(worker.engine)
+    worker.events.subscribe(embedder.on_step)
+    worker.tasks.create_task(embedder.watch(worker.engine.watchdog))
+    accepted = Accepted(worker.boot_id, worker.endpoint, round(worker.lease_seconds * 1000))
+    servicer = PrefillServicer(leases, embedder, worker.memory, accepted, worker.with_checksums, worker.clock)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
-    return PrefillDesk(desk, embedder)
+    return PrefillRole(leases, embedder)
 
 
-POST = Post(WorkerRole.PREFILL, SERVICE_NAME, install)
+PREFILL_ROLE = RoleService(WorkerRole.PREFILL, SERVICE_NAME, install)

@@ -4,9 +4,9 @@ import logging
 from functools import partial
 
 from weft import log, metrics, trace
-from weft.config import describe, read_config
-from weft.rpc.server import RpcServer, run, settle_heap, until_signal
-from weft.stall_clock import AwakeClock
+from weft.config import format_config, read_config
+from weft.rpc.server import RpcServer, freeze_startup_objects, run, until_signal
+from weft.stall_clock import StallAwareClock
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.config import Config
@@ -21,9 +21,9 @@ from weft_services.scheduler.slo import parse_targets
 
 async def main(config: Config) -> None:
     """Serve until SIGTERM; memberships end with the process, so there is nothing to drain."""
-    logging.info(describe(config))
+    logging.info(format_config(config))
     trace.setup("scheduler")
-    log.mark("imports")
+    log.startup_phase("imports")
     affinity = AffinityStore(config.redis_url)
     lease = LeaderLease(config.redis_url, "planner")
     planner = RoleBalancer(config.role_balancer_limits, lambda: lease.is_held) if config.role_balancer_limits else None
@@ -31,7 +31,7 @@ async def main(config: Config) -> None:
     kvstore = KvStoreClient(config.kvstore_addr) if config.kvstore_addr else None
     locator = PrefixLocator(kvstore.locate if kvstore else None)
     make_queue = partial(AdmissionQueue, config.max_queue, config.max_queue_wait_seconds)
-    clock = AwakeClock(on_standstill=metrics.STALLED_SECONDS.inc)
+    clock = StallAwareClock(on_standstill=metrics.STALLED_SECONDS.inc)
     dispatcher = Dispatcher(router, affinity, make_queue, clock, locator)
     rpc = RpcServer(NAMES)
     store = StoreUsagePoller(kvstore.describe) if kvstore else None
@@ -39,7 +39,7 @@ async def main(config: Config) -> None:
     metrics_port = metrics.expose(config.host, config.metrics_port)
     logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
     await rpc.set_ready(True)
-    settle_heap()
+    freeze_startup_objects()
     await until_signal(
         clock.tick(), dispatcher.run(), *([store.run()] if store else []), *([lease.run()] if planner else [])
     )

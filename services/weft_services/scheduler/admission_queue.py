@@ -20,7 +20,7 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from weft.errors import Overloaded, RoomClosed
+from weft.errors import Overloaded, QueueFull
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
 from weft_services.scheduler.fleet_state import INFINITE
 from weft_services.scheduler.routing_types import Priority, RouteQuery
@@ -211,12 +211,12 @@ class AdmissionQueue:
 
     def check(self, query: RouteQuery, now: float, busy: Overloaded) -> None:
         """Raises Overloaded, saying when to come back, when waiting would take too long; `busy` says why it must
-        wait. It is RoomClosed where nothing but the wait speaks against this request."""
+        wait. It is QueueFull where nothing but the wait speaks against this request."""
         expected = self.expected_seconds(query, now)
         again = _clamp_retry_after(expected, busy.retry_after_seconds)
         if self._is_full_for(query) or self._waits_too_long(query, expected, self._max_queue_seconds):
             before = self.expected_seconds(query, now, 0)
-            raise RoomClosed(str(busy), again, min(HOLD_SHARE * before, MAX_HOLD_SECONDS))
+            raise QueueFull(str(busy), again, min(HOLD_SHARE * before, MAX_HOLD_SECONDS))
         if query.reject_if_busy or self._waits_too_long(query, expected, self.max_wait_seconds(query)):
             raise Overloaded(str(busy), again)
 

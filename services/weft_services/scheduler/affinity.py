@@ -100,7 +100,7 @@ class AffinityStore:
 
     async def lookup(self, model: str, session: bytes) -> SessionAffinity:
         """Where the session's cache is; no preference when it is not known or Valkey does not answer in time."""
-        if not session or self._loop is None or self._valkey is None or self._valkey.is_resting:
+        if not session or self._loop is None or self._valkey is None or self._valkey.is_backing_off:
             return NO_AFFINITY
         read = _Read(_name(model, session), self._loop.create_future())
         self._reads.append(read)
@@ -122,7 +122,7 @@ class AffinityStore:
             return
         try:
             # the first lookup has no time to connect in as well
-            await self._valkey.ask(lambda redis: redis.get(_name("", b"")))
+            await self._valkey.call(lambda redis: redis.get(_name("", b"")))
             self._loop = asyncio.get_running_loop()
             while True:
                 await self._has_news.wait()
@@ -156,7 +156,7 @@ class AffinityStore:
     async def _run_batch(self, valkey: Valkey, batch: _Batch) -> None:
         found: Sequence[bytes | None] = ()
         try:
-            found = await valkey.ask(lambda redis: self._exchange(redis, batch)) or ()
+            found = await valkey.call(lambda redis: self._exchange(redis, batch)) or ()
         finally:
             _answer(batch.reads, found)
 

@@ -17,7 +17,7 @@ from typing import Any
 from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.metrics import OVER_SLO, PLACEMENTS, WAITING_REQUESTS
 from weft.request import WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import MAX_EXPECTED_WAIT_SHARE, AdmissionQueue, QueuedRequest, rank_of
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
@@ -316,13 +316,13 @@ class Dispatcher:
 
     def _bind(self, progress: AttemptProgress, reservation: Reservation) -> None:
         """A session stays where it was served, and leaves where it was not."""
-        if progress.stage is Stage.FINISHED and reservation.key == progress.key:
+        if progress.stage is RequestStage.FINISHED and reservation.key == progress.key:
             tokens = reservation.prompt_tokens + (progress.generated_tokens or 0)
             prefill, decode = reservation.computed_by.info.address, reservation.decode.worker.info.address
             starts = prefill.boot_id, decode.boot_id
             affinity = SessionAffinity(prefill.worker_id, decode.worker_id, tokens, *starts)
             self._affinity.bind(reservation.model, reservation.session, affinity)
-        elif progress.stage is Stage.FAILED and progress.failed_worker_id:
+        elif progress.stage is RequestStage.FAILED and progress.failed_worker_id:
             self._affinity.drop(reservation.model, reservation.session, progress.failed_worker_id)
 
     def age_seconds(self, worker: Worker) -> float:

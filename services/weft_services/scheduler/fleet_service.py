@@ -18,12 +18,12 @@ from weft.rpc.wire import (
     address_to_wire,
     fingerprint_from_wire,
     fingerprint_to_wire,
-    prefix_to_wire,
+    prefix_stats_to_wire,
     role_from_wire,
     role_to_wire,
-    tallies_from_wire,
+    worker_stats_from_wire,
 )
-from weft.stall_clock import AwakeTimeout
+from weft.stall_clock import StallAwareTimeout
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -152,7 +152,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         return pb.JoinResponse(report_interval_ms=interval_ms, drain=drain, park=park, role=role)
 
     async def _next(self, requests: AsyncIterator[MessageT]) -> MessageT | None:
-        async with AwakeTimeout(self._silence_seconds, self._clock):
+        async with StallAwareTimeout(self._silence_seconds, self._clock):
             return await anext(requests, None)
 
 
@@ -242,7 +242,7 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         is_draining=report.draining,
         is_parked=report.parked,
         full=report.full if report.HasField("full") else None,
-        tallies=tallies_from_wire(report, with_hand_offs=False),
+        tallies=worker_stats_from_wire(report, with_hand_offs=False),
         hand_offs=report.hand_offs,
         role=_role("report.role", report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
     )
@@ -261,13 +261,13 @@ def _report_to_wire(report: WorkerReport, with_hand_offs: bool) -> pb.WorkerRepo
         ready=report.ready,
         generated_tokens=report.generated_tokens,
         computed_prompt_tokens=report.computed_prompt_tokens,
-        generating_steps=report.tallies.work.generating_steps,
-        generating_seconds=report.tallies.work.generating_seconds,
-        computing_seconds=report.tallies.work.computing_seconds,
+        generating_steps=report.tallies.engine_time.generating_steps,
+        generating_seconds=report.tallies.engine_time.generating_seconds,
+        computing_seconds=report.tallies.engine_time.computing_seconds,
         draining=report.is_draining,
         parked=report.is_parked,
         full=report.full,
-        prefix=prefix_to_wire(report.tallies.prefix),
+        prefix=prefix_stats_to_wire(report.tallies.prefix),
         hand_offs=report.hand_offs if with_hand_offs else (),
         role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
     )

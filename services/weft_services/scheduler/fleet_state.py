@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weft.kv.block_keys import fingerprint_digest
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
-from weft.worker_stats import NO_TALLIES, Tallies
+from weft.worker_stats import NO_STATS, WorkerStats
 from weft_services.scheduler.throughput import (
     DEFAULT_DECODE_RATE,
     DEFAULT_PREFILL_RATE,
@@ -76,7 +76,7 @@ class WorkerReport:
     computed_prompt_tokens: int = 0
     is_draining: bool = False
     is_parked: bool = False
-    tallies: Tallies = NO_TALLIES
+    tallies: WorkerStats = NO_STATS
     hand_offs: Sequence[Any] = ()
     role: WorkerRole | None = None
     full: bool | None = None
@@ -302,7 +302,7 @@ MIN_RATED_SECONDS = 0.2
 def measure_speed(worker: Worker, report: WorkerReport) -> None:
     """Update the worker's speed from two reports in a row: by the time in which it had work, as it counts itself."""
     before, speed = worker.report, worker.speed
-    old, new = before.tallies.work, report.tallies.work
+    old, new = before.tallies.engine_time, report.tallies.engine_time
     prompts = report.computed_prompt_tokens - before.computed_prompt_tokens
     speed.measure_prefill(prompts, new.computing_seconds - old.computing_seconds)
     tokens, steps = report.generated_tokens - before.generated_tokens, new.generating_steps - old.generating_steps

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from weft import trace
 from weft.errors import PeerLost, WeftError
-from weft.metrics import KVSTORE_LOCATES, from_zero
-from weft.rpc.client import open_channel, translated
+from weft.metrics import KVSTORE_LOCATES, init_series
+from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb
 from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
 from weft_services.scheduler.router import Router
@@ -34,7 +34,7 @@ class KvStoreClient:
 
     async def locate(self, fingerprint: bytes, keys: Sequence[bytes]) -> LocatedPrefix:
         """Who holds leading blocks of a prompt. Raises WeftError."""
-        with translated():
+        with rpc_errors_translated():
             request = pb.LocateRequest(fingerprint=fingerprint, keys=keys)
             answer = await self._stub.Locate(request, timeout=CALL_SECONDS, metadata=trace.outgoing())
         workers = tuple(PrefixHolder(match.worker_id, match.boot_id, match.num_blocks) for match in answer.workers)
@@ -43,7 +43,7 @@ class KvStoreClient:
 
     async def describe(self) -> StoreUsage:
         """How full the store is. Raises WeftError."""
-        with translated():
+        with rpc_errors_translated():
             answer = await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_SECONDS)
         return StoreUsage(answer.segment_bytes, answer.used_bytes, answer.disk_bytes, answer.disk_used_bytes)
 
@@ -95,7 +95,7 @@ MAX_LOOKUPS = 32
 MAX_BACKGROUND_LOOKUPS = 4
 # of longer prompts the beginning
 MAX_KEYS = 8192
-from_zero(KVSTORE_LOCATES, ("answered", "late", "failed"))
+init_series(KVSTORE_LOCATES, ("answered", "late", "failed"))
 
 
 class PrefixLocator:

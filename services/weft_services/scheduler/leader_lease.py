@@ -71,7 +71,7 @@ class LeaderLease:
         assert self._valkey is not None
         assert self._take is not None
         take, asked_at = self._take, self._clock()
-        taken = await self._valkey.ask(lambda redis: take([self._key], [self._owner, round(self._seconds * 1000)]))
+        taken = await self._valkey.call(lambda redis: take([self._key], [self._owner, round(self._seconds * 1000)]))
         if taken:
             self._held_until = asked_at + self._seconds
         elif taken is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.errors import Cancelled
 from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.routing_types import PlacementDecision, RouteQuery
 
@@ -161,7 +161,7 @@ class Reservations:
         """The end of this attempt has been told, as far back as ends are remembered."""
         return key.generation <= self._ended.get(key.request_id, -1)
 
-    def settle(self, key: RequestKey, stage: Stage) -> Reservation | None:
+    def settle(self, key: RequestKey, stage: RequestStage) -> Reservation | None:
         """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
         change nothing. Returns the request's booking when this is the first word of this attempt's end; it may be a
         newer attempt's, which stays."""

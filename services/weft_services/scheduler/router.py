@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from weft.errors import InvalidRequest, NoWorker
 from weft.kv.tiers import Tier
 from weft.request import RequestKey
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow, backfill_window
 from weft_services.scheduler.fleet import Fleet, GatewayRegistry, takes_requests
 from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerInfo, WorkerReport
@@ -45,7 +45,7 @@ class AttemptProgress:
     """How far an attempt has come. `generated_tokens` is None where the gateway did not say."""
 
     key: RequestKey
-    stage: Stage
+    stage: RequestStage
     failed_worker_id: str = ""
     generated_tokens: int | None = None
 
@@ -227,18 +227,18 @@ class Router:
     def settle(self, progress: AttemptProgress, now: float) -> Reservation | None:
         """A booked request has come this far; late, repeated and unknown ones change nothing. Returns its booking at
         the first word of its end."""
-        if progress.stage is Stage.DECODING:
+        if progress.stage is RequestStage.DECODING:
             self._on_first_token(progress, now)
         reservation = self._reservations.settle(progress.key, progress.stage)
         if reservation is None:
             return None
-        if progress.stage is Stage.FINISHED:
+        if progress.stage is RequestStage.FINISHED:
             self.fleet.mark_healthy(reservation.computed_by)
             self.fleet.mark_healthy(reservation.decode.worker)
             # an answer that was moved is as long as all its parts
             if progress.generated_tokens is not None:
                 self._lengths.record(reservation.model, reservation.resumed_tokens + progress.generated_tokens)
-        if progress.stage is Stage.FAILED and progress.failed_worker_id:
+        if progress.stage is RequestStage.FAILED and progress.failed_worker_id:
             self.fleet.mark_suspect(progress.failed_worker_id, now)
         return reservation
 

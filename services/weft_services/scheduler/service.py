@@ -24,11 +24,11 @@ from weft.errors import (
     NoWorker,
     Overloaded,
     PeerLost,
-    RoomClosed,
+    QueueFull,
     WeftError,
 )
 from weft.request import RequestKey
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft.rpc.status import as_weft_error
 from weft.rpc.wire import address_into_wire, key_from_wire
 from weft_mesh.v1 import common_pb2
@@ -92,10 +92,10 @@ MAX_EXCLUDED = 64
 MAX_SESSION_BYTES = 64
 MAX_BLOCK_KEYS = 65_536
 _STAGES = {
-    pb.Settlement.STAGE_FIRST_TOKEN: Stage.DECODING,
-    pb.Settlement.STAGE_FINISHED: Stage.FINISHED,
-    pb.Settlement.STAGE_FAILED: Stage.FAILED,
-    pb.Settlement.STAGE_CANCELLED: Stage.CANCELLED,
+    pb.Settlement.STAGE_FIRST_TOKEN: RequestStage.DECODING,
+    pb.Settlement.STAGE_FINISHED: RequestStage.FINISHED,
+    pb.Settlement.STAGE_FAILED: RequestStage.FAILED,
+    pb.Settlement.STAGE_CANCELLED: RequestStage.CANCELLED,
 }
 NO_EXCLUSIONS: frozenset[str] = frozenset()
 _PRIORITIES = {
@@ -144,7 +144,7 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
     async def _route(self, request: pb.RouteRequest, gateway_id: str = "") -> tuple[PlacementDecision, float]:
         """And the seconds that it took."""
         began = time.monotonic()
-        with trace.served("route", request.traceparent) as span:
+        with trace.server_span("route", request.traceparent) as span:
             try:
                 placement = await self._dispatcher.route(_query(request, gateway_id))
             except (NotFound, PeerLost) as error:
@@ -243,7 +243,7 @@ def _reject(result: pb.RouteResult, error: WeftError) -> None:
     if isinstance(error, EngineFailed):
         logger.error("a route failed by a bug", exc_info=error)
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
-    hold_ms = round(error.hold_seconds * 1000) if isinstance(error, RoomClosed) else 0
+    hold_ms = round(error.hold_seconds * 1000) if isinstance(error, QueueFull) else 0
     refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds, hold_ms=hold_ms)
     if isinstance(error, NoWorker):
         refusal.reason = error.reason
@@ -263,7 +263,7 @@ def _key(key: common_pb2.RequestKey) -> RequestKey:
     return key_from_wire(key)
 
 
-def _stage(stage: pb.Settlement.Stage.ValueType) -> Stage:
+def _stage(stage: pb.Settlement.Stage.ValueType) -> RequestStage:
     if stage not in _STAGES:
         raise InvalidRequest(f"unknown stage {stage}", "stage")
     return _STAGES[stage]

@@ -4,9 +4,9 @@ import asyncio
 import logging
 
 from weft import log, metrics
-from weft.config import ConfigError, describe, read_config
-from weft.errors import Overloaded, Unreadable
-from weft.file_descriptors import allow_files
+from weft.config import ConfigError, format_config, read_config
+from weft.errors import Overloaded, StorageUnavailable
+from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, run, until_signal
 from weft.weights.objects import with_local_model
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
@@ -36,7 +36,7 @@ async def serve(config: Config) -> None:
         try:
             for name, loader in loaders.items():
                 await _preload(name, loader, config.weights_shm_bytes)
-            log.mark("weights")
+            log.startup_phase("weights")
             await rpc.set_ready(True)
             await asyncio.Event().wait()
         finally:
@@ -61,7 +61,7 @@ async def _preload(name: str, loader: WeightLoader, limit_bytes: int) -> None:
             return await _load(name, loader)
         except Overloaded as error:
             raise ConfigError(f"the model {name!r} does not fit: {error}") from error
-        except Unreadable as error:
+        except StorageUnavailable as error:
             logging.warning("the model %r is loaded anew in %g s: %s", name, pause, error)
         await asyncio.sleep(pause)
         pause = min(2 * pause, MAX_RETRY_SECONDS)
@@ -78,10 +78,10 @@ async def _load(name: str, loader: WeightLoader) -> None:
 
 async def main() -> None:
     """Until SIGTERM or SIGINT."""
-    allow_files()  # a load has all files of its model open, and several models may be loaded at once
+    raise_fd_limit()  # a load has all files of its model open, and several models may be loaded at once
     config = read_config(Config, with_local_model())
-    logging.info(describe(config))
-    log.mark("imports")
+    logging.info(format_config(config))
+    log.startup_phase("imports")
     await until_signal(serve(config))
 
 

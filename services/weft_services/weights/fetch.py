@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weft.errors import BadCheckpoint, Cancelled, Incompatible, PeerLost, Unreadable, WeftError
-from weft.file_io import telling, told
+from weft.errors import BadCheckpoint, Cancelled, Incompatible, PeerLost, StorageUnavailable, WeftError
+from weft.file_io import os_errors_translated, to_weft_error
 from weft.weights.checkpoint import Checkpoint, files_state, read_checkpoint
 from weft.weights.head import candidates, with_own_head
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image
@@ -80,7 +80,7 @@ class WeightLoader:
     async def load(self, is_ahead: bool = False) -> AsyncIterator[Progress | Loaded]:
         """Progress while it is read, Loaded last; `is_ahead` of anybody who would map it.
 
-        Raises BadCheckpoint, Unreadable, or Overloaded when shared memory is full.
+        Raises BadCheckpoint, StorageUnavailable, or Overloaded when shared memory is full.
         """
         if not is_ahead:
             self._room.touch(self)
@@ -135,8 +135,8 @@ class WeightLoader:
             image.release()
 
     async def fits(self) -> bool:
-        """Is there room, without another model's image going. Raises BadCheckpoint, Unreadable."""
-        with telling(f"{self._directory}"):
+        """Is there room, without another model's image going. Raises BadCheckpoint, StorageUnavailable."""
+        with os_errors_translated(f"{self._directory}"):
             checkpoint = await asyncio.to_thread(self._described)
             known_by = await asyncio.to_thread(candidates, checkpoint)
             found = next(filter(None, map(find_image, known_by)), None)
@@ -165,11 +165,11 @@ class WeightLoader:
                 async with self._room.promised(self, image_layout(checkpoint).size_bytes):
                     image, source = await self._read(checkpoint)
         except WeftError as error:
-            if isinstance(error, Unreadable):
+            if isinstance(error, StorageUnavailable):
                 self._state = await asyncio.to_thread(self._files_state)
             return error
         except OSError as error:
-            return told(error, error.filename or f"{self._directory}")
+            return to_weft_error(error, error.filename or f"{self._directory}")
         self._state = None
         self._loaded = Loaded(image, checkpoint.config_json, source)
         if self._is_wanted:
@@ -189,15 +189,18 @@ class WeightLoader:
         return found
 
     def _described(self) -> Checkpoint:
-        """Raises Unreadable also for files that are wrong and not what they were when they could not be read: they are
-        being written, and a large one takes a while. Those that stay as they are are a BadCheckpoint."""
+        """Describe the checkpoint as it is now.
+
+        A wrong file that changed since the last failed read raises StorageUnavailable, since it is still being written.
+        A file that stays wrong raises BadCheckpoint.
+        """
         try:
             return read_checkpoint(self._directory)
         except BadCheckpoint as error:
             before, self._state = self._state, self._files_state()
             if before is None or before == self._state:
                 raise
-            raise Unreadable(f"{error}; files are being written") from error
+            raise StorageUnavailable(f"{error}; files are being written") from error
 
     def _files_state(self) -> str:
         try:

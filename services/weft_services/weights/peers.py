@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from weft.errors import Incompatible, Overloaded, PeerLost, WeftError
-from weft.rpc.client import open_channel, owned, translated
+from weft.rpc.client import cancelled_on_exit, open_channel, rpc_errors_translated
 from weft.weights.layout import LEAF_BYTES, PIECE_BYTES, ImageLayout, Run, num_pieces
 from weft.weights.load import RunReader
 from weft.weights.source import ReadingMemory
@@ -47,7 +47,7 @@ class WeightsPeer:
 
     async def describe(self, layout: ImageLayout) -> PeerImage:
         """Raises Incompatible when it holds other tensors, PeerLost or NotFound when it has nothing to give."""
-        with translated():
+        with rpc_errors_translated():
             answer = await self._stub.DescribeImage(
                 pb2.DescribeImageRequest(model=self._model), timeout=DESCRIBE_SECONDS
             )
@@ -91,7 +91,7 @@ class WeightsPeer:
         request = pb2.ReadImageRequest(model=self._model, weights_hash=weights_hash, parts=parts)
         done = 0
         try:
-            async with owned(self._stub.ReadImage(request, timeout=READ_SECONDS)) as call:
+            async with cancelled_on_exit(self._stub.ReadImage(request, timeout=READ_SECONDS)) as call:
                 async for response in call:
                     target[done : done + len(response.data)] = response.data
                     done += len(response.data)

@@ -7,10 +7,10 @@ from weft.config import read_config
 from weft.rpc.server import run
 from weft.weights.objects import with_local_model
 from weft.worker.config import WorkerConfig
-from weft.worker.os_tuning import settle_imports
+from weft.worker.os_tuning import freeze_gc
 from weft.worker.process import serve_worker
-from weft_services.decode.service import POST as DECODE
-from weft_services.prefill.service import POST as PREFILL
+from weft_services.decode.service import DECODE_ROLE as DECODE
+from weft_services.prefill.service import PREFILL_ROLE as PREFILL
 
 
 async def main() -> None:
@@ -21,6 +21,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    settle_imports()
+    freeze_gc()
     log.setup("worker")
     run(main)

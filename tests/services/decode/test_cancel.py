@@ -12,14 +12,14 @@ import pytest
 from tests.services.attach import Gateway, new_key, prompt
 from tests.services.workers import Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, Overloaded, PeerLost
 from weft.request import SamplingParams
 from weft.rpc.status import as_weft_error
 from weft.worker import kv_pull
 from weft_mesh.v1 import decode_service_pb2
 from weft_services.decode import service
-from weft_services.decode.kv_receiver import Reception
+from weft_services.decode.kv_receiver import KvReceiver
 from weft_services.decode.messages import Outbox
 
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -97,7 +97,7 @@ async def test_cancelled_while_a_hand_off_is_being_given_up(tiny: Tiny, monkeypa
             await asyncio.sleep(0)
             raise PeerLost("the lender is gone")
 
-    monkeypatch.setattr(Reception, "receive", receive)
+    monkeypatch.setattr(KvReceiver, "receive", receive)
     async with start_pair(tiny) as pair:
         key, answer = await pair.gateway.start(prompt(30), pair.prefill.address, sampling=ENDLESS)
         await is_giving_up.wait()
@@ -130,7 +130,7 @@ async def test_cancelling_what_has_ended_or_never_was_changes_nothing(tiny: Tiny
 
 async def test_the_end_of_the_stream_cancels_all_its_sequences_and_no_others(tiny: Tiny) -> None:
     gate = Gate()
-    async with start_pair(tiny, meddler=gate) as pair, background() as tasks:
+    async with start_pair(tiny, meddler=gate) as pair, background_tasks() as tasks:
         leaver = Gateway(pair.decode.address, tasks)
         await leaver.start(prompt(30), pair.prefill.address)
         _, generating = await leaver.start(prompt(9), sampling=ENDLESS)
@@ -145,7 +145,7 @@ async def test_the_end_of_the_stream_cancels_all_its_sequences_and_no_others(tin
 
 
 async def test_a_gateway_that_closes_its_side_is_done(tiny: Tiny) -> None:
-    async with start_pair(tiny) as pair, background() as tasks:
+    async with start_pair(tiny) as pair, background_tasks() as tasks:
         leaver = Gateway(pair.decode.address, tasks)
         _, answer = await leaver.start(prompt(9), sampling=ENDLESS)
         await answer.has_begun.wait()

@@ -15,14 +15,14 @@ from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, fingerpr
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
 from weft.kv.transfer_protocol import LEASE_SECONDS, Accepted, LeaseClosed, PromptFinished, ReadyBlocks
-from weft.kv.transport import Run, TransferFailed
+from weft.kv.transport import CopyRange, TransferFailed
 from weft.request import WorkerAddress
 from weft.rpc.server import RpcServer
-from weft.rpc.transfer_wire import event_to_wire, order_from_wire
+from weft.rpc.transfer_wire import event_to_wire, prefill_request_from_wire
 from weft.worker import kv_pull
-from weft.worker.stats_recorder import Tally
+from weft.worker.stats_recorder import StatsRecorder
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
-from weft_services.decode.remote_prefill import HandOffs
+from weft_services.decode.remote_prefill import RemotePrefill
 
 LONG = prompt(4 * CHUNK_TOKENS + 3)
 
@@ -39,7 +39,7 @@ def failures(reason: str) -> float:
 
 async def test_every_reason_is_counted_from_the_start(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     told: set[str] = set()
-    monkeypatch.setattr(Tally, "expect_failures", lambda _, reasons: told.update(reasons))
+    monkeypatch.setattr(StatsRecorder, "declare_failures", lambda _, reasons: told.update(reasons))
     async with start_pair(tiny):
         assert {"peer_lost", "incompatible", "checksum", "circle", "failed"} <= told
 
@@ -113,7 +113,7 @@ async def test_blocks_that_arrive_damaged(tiny: Tiny) -> None:
     class Damage(Meddler):
         victim: Worker
 
-        async def after(self, runs: Sequence[Run]) -> None:
+        async def after(self, runs: Sequence[CopyRange]) -> None:
             memory = self.victim.place.memory
             block = (runs[-1].local_address - memory.address) // memory.block_bytes
             memory.write(block, 5, bytes([memory.read(block)[5] ^ 1]))
@@ -127,7 +127,7 @@ async def test_blocks_that_arrive_damaged(tiny: Tiny) -> None:
 
 async def test_a_pull_that_nobody_has_patience_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft_services.decode.kv_receiver.PULL_SECONDS", 0.05)
-    monkeypatch.setattr(kv_pull, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(kv_pull, "EXTRA_WAIT_SECONDS", 0.0)
     gate = asyncio.Event()
 
     class Stall(OnPull):
@@ -190,7 +190,7 @@ class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.lease_ms = 0
 
     async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_service_pb2.PrefillResponse]:
-        order = order_from_wire((await anext(aiter(request_iterator))).start)
+        order = prefill_request_from_wire((await anext(aiter(request_iterator))).start)
         self.seconds_left, self.lease_ms = context.time_remaining(), order.lease_ms
         for event in self.plot:
             yield event_to_wire(
@@ -258,7 +258,7 @@ async def test_a_bug_in_one_hand_off_leaves_the_other_sequences_alone(
 
     async with start_pair(tiny) as pair:
         _, other = await pair.gateway.start(LONG, sampling=dataclasses.replace(GREEDY, max_tokens=100))
-        monkeypatch.setattr(HandOffs, "fill", fail)
+        monkeypatch.setattr(RemotePrefill, "fill", fail)
         answer = await pair.gateway.generate(prompt(30, seed=5), pair.prefill.address)
         assert answer.failure is not None
         assert "a bug" not in answer.failure.message

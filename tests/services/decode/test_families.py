@@ -14,7 +14,7 @@ import pytest
 from tests.services.attach import Gateway
 from tests.services.workers import start_worker
 from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.request import SamplingParams, WorkerAddress
 from weft_services.decode.service import install
 
@@ -63,7 +63,7 @@ def prefills(family_of: Family) -> Iterator[dict[str, WorkerAddress]]:
 
 async def check(tiny: TinyFamily, transport: str, prefill: WorkerAddress) -> None:
     """Prompts within a block and over many; a second time, from decode's own cache."""
-    async with start_worker(tiny, "decode-0", install, transport) as decode, background() as tasks:
+    async with start_worker(tiny, "decode-0", install, transport) as decode, background_tasks() as tasks:
         gateway = Gateway(decode.address, tasks)
         paging = decode.engine.paging
         for length in LENGTHS:
@@ -77,8 +77,8 @@ async def check(tiny: TinyFamily, transport: str, prefill: WorkerAddress) -> Non
                 if turn == "handed off":
                     assert answer.usage.prefill_worker_id == prefill.worker_id
                     # of layers with a window, what the next token sees, or the prompt's repetition
-                    groups = range(len(paging.reaches))
-                    num_pages = sum(len(paging.lent(group, 0, length, length)) for group in groups)
+                    groups = range(len(paging.spans))
+                    num_pages = sum(len(paging.needed_blocks(group, 0, length, length)) for group in groups)
                     assert answer.usage.transferred_bytes == num_pages * decode.engine.pool_memory.block_bytes
                 else:
                     size = paging.block_tokens

@@ -12,7 +12,7 @@ from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, st
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
 from weft.engine.messages import SequenceSpec
-from weft.kv.transport import Run, TransferFailed
+from weft.kv.transport import CopyRange, TransferFailed
 from weft.request import Retention, SamplingParams
 from weft.rpc.wire import retention_to_wire
 from weft_mesh.v1 import common_pb2
@@ -168,7 +168,7 @@ async def test_a_first_token_that_is_the_last_one_is_told_when_nothing_is_writte
 
 async def test_a_token_that_was_told_stands_when_its_blocks_never_come(tiny: Tiny) -> None:
     class Torn(Held):
-        async def after(self, runs: Sequence[Run]) -> None:
+        async def after(self, runs: Sequence[CopyRange]) -> None:
             raise TransferFailed("torn")
 
     meddler = Torn()

@@ -13,7 +13,7 @@ import pytest
 from tests.services.attach import prompt
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
-from weft.kv.transport import Run
+from weft.kv.transport import CopyRange
 from weft_services.decode import kv_receiver
 
 NUM_CHUNKS, CHUNK_BLOCKS = 5, CHUNK_TOKENS // BLOCK_TOKENS
@@ -29,7 +29,7 @@ class Arrivals(Meddler):
         self.num_blocks = 0
         self._changed = threading.Condition()
 
-    async def after(self, runs: Sequence[Run]) -> None:
+    async def after(self, runs: Sequence[CopyRange]) -> None:
         with self._changed:
             self.num_blocks += len(runs)
             self._changed.notify_all()
@@ -95,7 +95,7 @@ async def test_a_long_prompt_is_read_in_parts_each_with_a_time_of_its_own(
     sizes: list[int] = []
 
     class Sizes(Meddler):
-        async def after(self, runs: Sequence[Run]) -> None:
+        async def after(self, runs: Sequence[CopyRange]) -> None:
             sizes.append(len(runs))
 
     async with start_pair(tiny, meddler=Sizes()) as pair:

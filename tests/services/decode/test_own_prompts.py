@@ -12,7 +12,7 @@ from tests.services.attach import Gateway, prompt
 from tests.services.fake_store import FakeStore
 from tests.services.workers import Worker, start_worker
 from tests.weft.tiny_llama import Tiny
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft_services.decode import service
 from weft_services.decode.service import install
 
@@ -21,7 +21,7 @@ PROMPT = prompt(30)
 
 @asynccontextmanager
 async def decoding(tiny: Tiny, store: FakeStore) -> AsyncIterator[tuple[Worker, Gateway]]:
-    async with start_worker(tiny, "decode-0", install, store=store) as worker, background() as tasks:
+    async with start_worker(tiny, "decode-0", install, store=store) as worker, background_tasks() as tasks:
         store.target = worker.place.memory
         gateway = Gateway(worker.address, tasks)
         yield worker, gateway
@@ -50,7 +50,7 @@ async def test_what_the_store_has_is_taken_counted_once_and_gives_the_same_token
             assert answer.usage is not None
             assert (answer.usage.cached_tokens, answer.usage.store_tokens) == (cached, stored)
             assert answer.usage.prefill_worker_id == "decode-0"
-        prefix = worker.place.tally.read().prefix
+        prefix = worker.place.stats.read().prefix
         assert (prefix.looked_up_tokens, prefix.pool_tokens, prefix.dram_tokens) == (60, 28, 20)
 
 
@@ -61,7 +61,7 @@ async def test_without_a_full_block_or_without_a_store_nobody_is_asked(tiny: Tin
         answer = await gateway.generate(PROMPT)
         assert answer.tokens == tiny.greedy([*PROMPT], len(answer.tokens))
         assert store.keys == []
-        assert worker.place.tally.read().prefix.looked_up_tokens == 34
+        assert worker.place.stats.read().prefix.looked_up_tokens == 34
 
 
 async def test_a_client_that_leaves_during_the_fetch_leaves_nothing_behind(tiny: Tiny, store: FakeStore) -> None:
@@ -79,9 +79,9 @@ async def test_a_client_that_leaves_during_the_fetch_leaves_nothing_behind(tiny:
 async def test_of_a_prompt_that_is_scored_nothing_is_taken_from_anywhere(tiny: Tiny, store: FakeStore) -> None:
     async with decoding(tiny, store) as (worker, gateway):
         await gateway.generate(PROMPT)
-        before = worker.place.tally.read().prefix
+        before = worker.place.stats.read().prefix
         answer = await gateway.generate(PROMPT, num_prompt_logprobs=2)
-        assert worker.place.tally.read().prefix == before, "nothing was looked for"
+        assert worker.place.stats.read().prefix == before, "nothing was looked for"
         assert answer.tokens == tiny.greedy([*PROMPT], len(answer.tokens))
         assert answer.usage is not None
         assert (answer.usage.cached_tokens, answer.usage.store_tokens) == (0, 0)

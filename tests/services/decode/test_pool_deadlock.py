@@ -12,16 +12,16 @@ import pytest
 from tests.services.attach import Gateway, prompt
 from tests.services.workers import start_worker
 from tests.weft.tiny_llama import Tiny
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad
-from weft.worker.process import Workplace
-from weft_services.decode.remote_prefill import Standstill
-from weft_services.decode.sequences import SequenceDesk
+from weft.worker.process import WorkerContext
+from weft_services.decode.remote_prefill import PoolDeadlockDetector
+from weft_services.decode.sequences import SequenceManager
 from weft_services.decode.service import install as install_decode
 from weft_services.prefill.service import install as install_prefill
 
 
-def install_both(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
+def install_both(place: WorkerContext, server: grpc.aio.Server) -> SequenceManager:
     install_prefill(place, server)
     return install_decode(place, server)
 
@@ -32,7 +32,7 @@ async def test_two_whose_pools_are_full_of_what_the_other_is_to_compute_do_not_w
         one, two = [
             await stack.enter_async_context(start_worker(tiny, name, install_both, **sizes)) for name in ("one", "two")
         ]
-        tasks = await stack.enter_async_context(background())
+        tasks = await stack.enter_async_context(background_tasks())
         gateways = [Gateway(worker.address, tasks) for worker in (one, two)]
         prompts = [prompt(70, seed=seed) for seed in (1, 2)]  # 18 blocks
         starts = zip(gateways, prompts, (two, one), strict=True)
@@ -58,5 +58,5 @@ async def test_two_whose_pools_are_full_of_what_the_other_is_to_compute_do_not_w
 )
 def test_it_is_one_when_a_lent_prompt_waits_and_nothing_was_computed(loads: list[EngineLoad], lasts: bool) -> None:
     coming = iter(loads)
-    standstill = Standstill(lambda: next(coming), lambda: 2)
-    assert [standstill.lasts() for _ in loads][-1] == lasts
+    standstill = PoolDeadlockDetector(lambda: next(coming), lambda: 2)
+    assert [standstill.is_deadlocked() for _ in loads][-1] == lasts

@@ -23,7 +23,7 @@ from weft.rpc.transfer_wire import event_to_wire
 from weft_mesh.v1 import prefill_service_pb2_grpc
 from weft_services.decode import kv_receiver as decode_peers
 from weft_services.decode import remote_prefill
-from weft_services.decode.remote_prefill import Fallbacks
+from weft_services.decode.remote_prefill import LocalPrefillBudget
 from weft_services.prefill import service as prefill_service
 
 
@@ -65,7 +65,7 @@ async def found_standing(worker: Worker) -> AsyncIterator[None]:
 
 async def test_a_prefill_engine_that_stands_still(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     for speaker in (prefill_service, decode_peers):  # both sides speak often, and a pause of one is not yet silence
-        monkeypatch.setattr(speaker, "SIGNS_A_LEASE", 50)
+        monkeypatch.setattr(speaker, "HEARTBEATS_PER_LEASE", 50)
     async with start_pair(tiny, lease_seconds=10.0) as pair:
         async with found_standing(pair.prefill):
             await expect_local(pair, pair.prefill.address, "peer_lost")
@@ -162,9 +162,9 @@ async def test_an_attempt_that_was_overtaken_changes_nothing(tiny: Tiny) -> None
 
 
 def test_only_so_many_tokens_of_failed_hand_offs_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_prefill, "MAX_TOKENS", 100)
+    monkeypatch.setattr(remote_prefill, "MAX_LOCAL_PREFILL_TOKENS", 100)
     one, two, three = (RequestKey(name) for name in "abc")
-    fallbacks = Fallbacks()
+    fallbacks = LocalPrefillBudget()
     fallbacks.begin(one, 1000, "prefill-0")  # the first, whatever its length
     with pytest.raises(PeerLost) as raised:
         fallbacks.begin(two, 1, "prefill-0")
@@ -176,7 +176,7 @@ def test_only_so_many_tokens_of_failed_hand_offs_are_computed_here(monkeypatch: 
 
 
 async def test_beyond_them_the_gateway_hears_which_worker_is_lost(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_prefill, "MAX_TOKENS", 50)
+    monkeypatch.setattr(remote_prefill, "MAX_LOCAL_PREFILL_TOKENS", 50)
     async with start_pair(tiny) as pair:
         pair.prefill.desk.close()
         before = failures("peer_lost")
@@ -195,7 +195,7 @@ async def test_beyond_them_the_gateway_hears_which_worker_is_lost(tiny: Tiny, mo
 async def test_beyond_them_nobody_is_blamed_for_a_lender_that_was_only_full(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_prefill, "MAX_TOKENS", 50)
+    monkeypatch.setattr(remote_prefill, "MAX_LOCAL_PREFILL_TOKENS", 50)
     async with start_pair(tiny) as pair:
         monkeypatch.setattr(pair.prefill.engine._commands, "_max_waiting", 0)
         async with standing(pair.decode):

@@ -17,7 +17,7 @@ from tests.services.gateway.test_embeddings import with_prefill
 from tests.services.gateway.test_migrations import ask as moved
 from weft.errors import NoWorker
 from weft.request import WorkerAddress, WorkerRole
-from weft.stall_clock import TICK_SECONDS, AwakeClock
+from weft.stall_clock import TICK_SECONDS, StallAwareClock
 from weft_services.gateway.mesh import embeddings, fleet
 from weft_services.gateway.mesh.fleet import FleetWatcher
 from weft_services.gateway.mesh.scheduler_types import FleetReport, WorkerStatus
@@ -208,7 +208,7 @@ async def test_watch_misses_no_worker_that_never_was() -> None:
 
 async def test_watch_counts_no_standstill_of_its_own() -> None:
     picture = Picture()
-    clock = AwakeClock(lambda: picture.now)
+    clock = StallAwareClock(lambda: picture.now)
     picture.watch = FleetWatcher(picture, [MODEL_NAME], clock)  # type: ignore[arg-type]
     ticks = asyncio.create_task(clock.tick())
     await asyncio.sleep(0)

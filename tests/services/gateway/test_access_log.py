@@ -22,7 +22,7 @@ from tests.services.gateway.test_embeddings import with_prefill
 from tests.services.gateway.test_grpc import stub_of
 from tests.services.gateway.test_trace import collector
 from weft import trace
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 
 __all__ = ["collector"]  # a fixture
@@ -119,7 +119,7 @@ async def test_what_needs_no_worker_or_is_refused_has_its_line_too(
 async def test_who_is_not_let_in_is_named_by_nothing_but_the_error(bench: MakeBench, log: Log, tmp_path: Path) -> None:
     secret = make_secret()
     path = tmp_path / "keys.json"
-    path.write_text(dump_keys([Key("alice", digest_of(secret))]))
+    path.write_text(dump_keys([ApiKey("alice", digest_of(secret))]))
     async with bench(keys=str(path)) as b, stub_of(b) as stub:
         await b.http.get("/v1/models", headers={"authorization": "Bearer wrong"})
         _, told = await log.next()

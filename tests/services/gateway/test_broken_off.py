@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.api_keys import Key
+from weft.api_keys import ApiKey
 from weft.request import FinishReason
 from weft_services.gateway.access import visitor as access
 from weft_services.gateway.access.limiter import Limiter
@@ -100,7 +100,7 @@ def test_a_stop_string_within_arguments_is_no_finished_call() -> None:
 
 
 async def test_a_request_that_nobody_waits_for_any_more_is_counted() -> None:
-    limiter, key = Limiter(), Key("alice", "0" * 64, requests_per_minute=10)
+    limiter, key = Limiter(), ApiKey("alice", "0" * 64, requests_per_minute=10)
     token = access.visitor.set(Visitor(key, limiter))
     try:
         with pytest.raises(asyncio.CancelledError), charge_on_error():

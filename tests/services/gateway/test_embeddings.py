@@ -20,7 +20,7 @@ from openai import APIStatusError
 from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import forever
 from tests.services.gateway.test_grpc import stub_of
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.rpc import server as rpc_server
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
@@ -203,7 +203,7 @@ async def test_another_worker_does_what_one_cannot(
 async def test_nobody_is_sooner_than_their_key_allows(bench: MakeBench, tmp_path: Path) -> None:
     secrets = {name: make_secret() for name in ("alice", "bob")}
     keys = tmp_path / "keys.json"
-    entries = [Key("alice", digest_of(secrets["alice"])), Key("bob", digest_of(secrets["bob"]), priority=-10)]
+    entries = [ApiKey("alice", digest_of(secrets["alice"])), ApiKey("bob", digest_of(secrets["bob"]), priority=-10)]
     keys.write_text(dump_keys(entries))
     async with bench(keys=str(keys)) as b, with_prefill(b) as (worker,):
         for secret in secrets.values():

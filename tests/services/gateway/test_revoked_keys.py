@@ -15,12 +15,12 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_grpc_edge import code_of
 from tests.services.gateway.test_page import events
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 SECRET = make_secret()
-OPS, OTHER = Key("ops", digest_of(SECRET), operator=True), Key("other", digest_of(make_secret()))
+OPS, OTHER = ApiKey("ops", digest_of(SECRET), operator=True), ApiKey("other", digest_of(make_secret()))
 SHOWN = {"x-api-key": SECRET}
 USER = {"role": "user", "content": "hi"}
 STREAMS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ class Keys:
         self.path = path
         self.write([OPS, OTHER])
 
-    def write(self, keys: Sequence[Key]) -> None:
+    def write(self, keys: Sequence[ApiKey]) -> None:
         self.path.write_text(dump_keys(keys))
 
 
@@ -58,9 +58,9 @@ def keys(tmp_path: Path) -> Keys:
     return Keys(tmp_path / "keys.json")
 
 
-@pytest.mark.parametrize("left", [[OTHER], [OTHER, Key("ops", OPS.digest)]], ids=["revoked", "no operator any more"])
+@pytest.mark.parametrize("left", [[OTHER], [OTHER, ApiKey("ops", OPS.digest)]], ids=["revoked", "no operator any more"])
 async def test_the_fleets_events_end_with_the_key_that_they_are_told_to(
-    bench: MakeBench, keys: Keys, left: list[Key]
+    bench: MakeBench, keys: Keys, left: list[ApiKey]
 ) -> None:
     async with bench(keys=str(keys.path)) as b:
         asked = b.http.stream("GET", "/weft/fleet/events", headers=SHOWN)
@@ -118,7 +118,7 @@ async def test_a_key_that_may_do_less_lets_what_it_asked_for_go_on(bench: MakeBe
         body = {"model": MODEL_NAME, "prompt": "x", "stream": True}
         async with b.http.stream("POST", "/v1/completions", json=body, headers=SHOWN) as response:
             await b.decode.until(lambda: len(b.decode.started) == 1)
-            keys.write([OTHER, Key("ops", OPS.digest, requests_per_minute=1)])
+            keys.write([OTHER, ApiKey("ops", OPS.digest, requests_per_minute=1)])
             while (await b.http.get("/weft/fleet/events", headers=SHOWN)).status_code == 200:
                 pass
             assert b.gateway.pipeline.num_in_flight == 1

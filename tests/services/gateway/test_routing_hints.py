@@ -10,7 +10,7 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 from tests.services.gateway.test_grpc_edge import channel_to
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.mesh.routing_hints import PARENT_HEADERS, SESSION_HEADERS, ClientHints, read_client_hints
@@ -63,7 +63,7 @@ async def test_a_request_that_is_refused_for_what_it_says_of_itself_counts_as_on
     bench: MakeBench, tmp_path: Path
 ) -> None:
     secret = make_secret()
-    (tmp_path / "keys.json").write_text(dump_keys([Key("alice", digest_of(secret), requests_per_minute=6)]))
+    (tmp_path / "keys.json").write_text(dump_keys([ApiKey("alice", digest_of(secret), requests_per_minute=6)]))
     body = {"model": MODEL_NAME, "prompt": "x", "input": "x"}
     said = (("x-api-key", secret), ("x-vllm-priority", "soon"))
     left = [6]

@@ -15,8 +15,8 @@ from tests.services.kvstore.node import POLL_SECONDS, KvStoreProcess, until
 from weft.config import ConfigError
 from weft.errors import InvalidRequest, PeerLost
 from weft.kv.block_keys import store_key
-from weft.kv.store_client_proxy import StoreAgent, StoreLost, StoreSpec
-from weft.rpc.client import open_channel, translated
+from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
+from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore import master as master_module
@@ -59,26 +59,26 @@ def test_a_kvstore_may_open_as_many_files_as_the_system_lets_it(kvstore: KvStore
 
 
 async def describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeResponse:
-    with translated():
+    with rpc_errors_translated():
         return await stub.Describe(pb2.DescribeRequest(), timeout=RPC_SECONDS)
 
 
 async def match(stub: pb2_grpc.KvStoreServiceAsyncStub, keys: list[bytes]) -> list[int]:
-    with translated():
+    with rpc_errors_translated():
         response = await stub.Match(pb2.MatchRequest(fingerprint=MODEL, keys=keys), timeout=RPC_SECONDS)
     return list(response.checksums)
 
 
 async def publish(stub: pb2_grpc.KvStoreServiceAsyncStub, keys: list[bytes]) -> None:
     blocks = [pb2.StoredBlock(key=key, checksum=number, size_bytes=SIZE) for number, key in enumerate(keys)]
-    with translated():
+    with rpc_errors_translated():
         await stub.Publish(pb2.PublishRequest(fingerprint=MODEL, blocks=blocks), timeout=RPC_SECONDS)
 
 
 async def put(store: pb2.DescribeResponse, keys: list[bytes]) -> None:
     """Put blocks of zeros under the names that `publish` will announce."""
     spec = StoreSpec(store.master_address, "127.0.0.1", store.protocol, staging_bytes=SIZE)
-    async with StoreAgent.running(spec) as agent:
+    async with StoreClientProxy.running(spec) as agent:
         names = [store_key(MODEL, key, number) for number, key in enumerate(keys)]
         assert await agent.put(names, [0] * len(keys), SIZE) == [0] * len(keys)
 
@@ -140,12 +140,12 @@ BAD_REQUESTS = {
 
 async def test_what_is_malformed_is_refused(stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
     for request in BAD_REQUESTS.values():
-        with pytest.raises(InvalidRequest), translated():
+        with pytest.raises(InvalidRequest), rpc_errors_translated():
             await stub.Match(request, timeout=RPC_SECONDS)
     with pytest.raises(InvalidRequest, match="at most 1024"):
         await publish(stub, [b"k"] * 1025)
     empty = pb2.PublishRequest(fingerprint=MODEL, blocks=[pb2.StoredBlock(key=b"k", checksum=1)])
-    with pytest.raises(InvalidRequest, match="1 byte at least"), translated():
+    with pytest.raises(InvalidRequest, match="1 byte at least"), rpc_errors_translated():
         await stub.Publish(empty, timeout=RPC_SECONDS)
 
 
@@ -196,7 +196,7 @@ async def test_a_tenant_over_its_share_of_memory_loses_its_oldest_there_and_nobo
             stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
             store = await describe(stub)
             spec = StoreSpec(store.master_address, "127.0.0.1", store.protocol, staging_bytes=size)
-            async with StoreAgent.running(spec) as agent:
+            async with StoreClientProxy.running(spec) as agent:
                 for key, tenant in owned:
                     assert await agent.put([store_key(MODEL, key, 7)], [0], size) == [0]
                     block = pb2.StoredBlock(key=key, checksum=7, size_bytes=size, tenant=tenant)

@@ -17,13 +17,13 @@ from weft.kv.transfer_protocol import (
     Accepted,
     Heartbeat,
     PrefillEvent,
-    PrefillOrder,
+    PrefillRequest,
     PromptFinished,
     ReadyBlocks,
 )
 from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
-from weft.rpc.transfer_wire import event_from_wire, order_to_wire
+from weft.rpc.transfer_wire import event_from_wire, prefill_request_to_wire
 from weft.rpc.wire import key_to_wire
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_mesh.v1 import prefill_service_pb2_grpc
@@ -33,13 +33,13 @@ from weft_services.prefill.service import install
 class Borrower:
     """Decode's side, by hand."""
 
-    def __init__(self, stub: prefill_service_pb2_grpc.PrefillServiceAsyncStub, order: PrefillOrder) -> None:
+    def __init__(self, stub: prefill_service_pb2_grpc.PrefillServiceAsyncStub, order: PrefillRequest) -> None:
         self.order = order
         self.stub = stub
         self.call = stub.Prefill()
 
     async def start(self) -> None:
-        await self.call.write(pb2.PrefillRequest(start=order_to_wire(self.order)))
+        await self.call.write(pb2.PrefillRequest(start=prefill_request_to_wire(self.order)))
 
     async def renew(self) -> None:
         await self.call.write(pb2.PrefillRequest(renewal=pb2.LeaseRenewal()))
@@ -94,7 +94,7 @@ class Lender:
     tiny: Tiny
 
     def borrower(self, token_ids: Sequence[int], **changes: Any) -> Borrower:
-        order = PrefillOrder(
+        order = PrefillRequest(
             key=new_key(),
             prefill_boot_id=self.worker.address.boot_id,
             fingerprint=fingerprint_of(self.tiny),

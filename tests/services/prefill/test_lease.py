@@ -18,14 +18,14 @@ from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDelta
 from weft.errors import Cancelled, Overloaded
-from weft.kv.layer_groups import PageRun, Paging, Reach
+from weft.kv.layer_groups import AttentionSpan, PageRange, PagingPolicy
 from weft.kv.memory import HostBlocks
-from weft.kv.transfer_protocol import Accepted, LeaseClosed, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.transfer_protocol import Accepted, LeaseClosed, PrefillEvent, PrefillRequest, PromptFinished, ReadyBlocks
 from weft.request import Grammar, SamplingParams
-from weft.worker.engine_client import GrammarDesk
+from weft.worker.engine_client import GrammarCompiler
 from weft_mesh.v1 import prefill_service_pb2 as pb2
-from weft_services.prefill.leases import Lease
-from weft_services.prefill.service import _Speaker
+from weft_services.prefill.leases import KvLease
+from weft_services.prefill.service import _ResponseStream
 
 
 async def test_blocks_are_held_until_done_and_are_cache_afterwards(tiny: Tiny) -> None:
@@ -114,13 +114,13 @@ async def test_a_prompt_that_waits_for_its_turn_outlives_the_shorter_lease(
     tiny: Tiny, ours: float, theirs_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode hears three signs in the shorter one, and is not taken for silent before the longer one has passed."""
-    may_begin, until_reserved = asyncio.Event(), Lease.until_reserved
+    may_begin, until_reserved = asyncio.Event(), KvLease.until_reserved
 
-    async def held(lease: Lease) -> Reserved:
+    async def held(lease: KvLease) -> Reserved:
         await may_begin.wait()
         return await until_reserved(lease)
 
-    monkeypatch.setattr(Lease, "until_reserved", held)
+    monkeypatch.setattr(KvLease, "until_reserved", held)
     async with start_lender(tiny, lease_seconds=ours) as lender, asyncio.timeout(20):
         borrower = lender.borrower(prompt(22), lease_ms=theirs_ms)
         await borrower.start()
@@ -138,14 +138,14 @@ async def test_a_prompt_that_waits_for_its_turn_outlives_the_shorter_lease(
 async def test_an_answer_to_the_acceptance_is_held_to_prefills_lease_however_soon_it_comes(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = _Speaker.say
+    say = _ResponseStream.send
 
-    async def say_and_linger(speaker: _Speaker, event: PrefillEvent) -> None:
+    async def say_and_linger(speaker: _ResponseStream, event: PrefillEvent) -> None:
         await say(speaker, event)
         if isinstance(event, Accepted):
             await asyncio.sleep(0.3)  # decode has heard it and answered, and gRPC has not returned yet
 
-    monkeypatch.setattr(_Speaker, "say", say_and_linger)
+    monkeypatch.setattr(_ResponseStream, "say", say_and_linger)
     async with start_lender(tiny, lease_seconds=0.05) as lender, asyncio.timeout(20):
         borrower = lender.borrower(prompt(22), lease_ms=600_000)
         await borrower.start()
@@ -160,10 +160,10 @@ async def test_decode_hears_that_prefill_lives_while_a_grammar_is_opened(
     """The first one takes a tokenizer of a hundred thousand entries, longer than a short lease."""
     is_open = asyncio.Event()
 
-    async def slow(desk: GrammarDesk, grammar: Grammar | None) -> None:
+    async def slow(desk: GrammarCompiler, grammar: Grammar | None) -> None:
         await is_open.wait()
 
-    monkeypatch.setattr(GrammarDesk, "open", slow)
+    monkeypatch.setattr(GrammarCompiler, "open", slow)
     async with start_lender(tiny, lease_seconds=0.05) as lender, asyncio.timeout(20):
         borrower = lender.borrower(prompt(22), lease_ms=600_000)
         await borrower.start()
@@ -210,14 +210,14 @@ async def test_only_announced_blocks_of_a_living_lease_can_be_read(tiny: Tiny) -
             assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def _ready(lease: Lease, num_tokens: int) -> None:
-    lease.on_progress(PromptProgress(lease.order.key, (PageRun(0, tuple(range(10, 16))),), num_tokens))
+def _ready(lease: KvLease, num_tokens: int) -> None:
+    lease.on_progress(PromptProgress(lease.request.key, (PageRange(0, tuple(range(10, 16))),), num_tokens))
 
 
 async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the_prompts_end(tiny: Tiny) -> None:
-    order = PrefillOrder(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1), held_blocks=1)
-    lease = Lease(order)
-    paging = Paging((Reach(),), BLOCK_TOKENS, CHUNK_TOKENS)
+    order = PrefillRequest(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1), held_blocks=1)
+    lease = KvLease(order)
+    paging = PagingPolicy((AttentionSpan(),), BLOCK_TOKENS, CHUNK_TOKENS)
     backing = (ctypes.c_ubyte * 64)()
     events = lease.events(HostBlocks(ctypes.addressof(backing), 4, 16), paging, with_checksums=False)
     _ready(lease, CHUNK_TOKENS)
@@ -236,9 +236,9 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
     assert [event async for event in events] == []
 
 
-async def _ended(tiny: Tiny, end: Callable[[Lease], None]) -> tuple[str, BaseException | None]:
+async def _ended(tiny: Tiny, end: Callable[[KvLease], None]) -> tuple[str, BaseException | None]:
     """What is noted of a lease that ends before it is admitted, and what who waits for that hears."""
-    lease = Lease(PrefillOrder(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1)))
+    lease = KvLease(PrefillRequest(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1)))
     waiting = asyncio.create_task(lease.until_reserved())
     await asyncio.sleep(0)
     end(lease)
@@ -253,6 +253,6 @@ async def test_a_refusal_is_heard_by_who_waits_to_be_admitted(tiny: Tiny) -> Non
 
 
 async def test_a_borrower_that_is_done_before_it_has_anything_has_cancelled(tiny: Tiny) -> None:
-    end, error = await _ended(tiny, Lease.dismiss)
+    end, error = await _ended(tiny, KvLease.dismiss)
     assert end == "cancelled"
     assert isinstance(error, Cancelled)

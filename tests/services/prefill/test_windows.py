@@ -15,12 +15,12 @@ from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import TinyFamily, make_family
 from weft.engine.messages import Reserved
 from weft.kv.block_keys import block_keys
-from weft.kv.layer_groups import Paging, page_key
+from weft.kv.layer_groups import PagingPolicy, page_key
 from weft.kv.tiers import Tier
 from weft.request import RequestKey
-from weft.worker.stats_recorder import Tally
+from weft.worker.stats_recorder import StatsRecorder
 from weft.worker.store_client import StoreClient, StorePrefix
-from weft.worker.store_reader import Fetched, Wanted
+from weft.worker.store_reader import FetchRequest, FetchResult
 
 LIMITS: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "num_blocks": 256}
 NAMES = ["mistral-window", "qwen2-window", "llama4"]
@@ -40,13 +40,13 @@ class PageStore:
     async def find(self, keys: Sequence[bytes], stall_seconds: float) -> set[bytes]:
         return self.pages.keys() & set(keys)
 
-    async def fetch(self, wanted: Wanted, stall_seconds: float) -> Fetched:
+    async def fetch(self, wanted: FetchRequest, stall_seconds: float) -> FetchResult:
         assert self.target is not None
         memory = self.target.engine.pool_memory
         for key, block in zip(wanted.keys, wanted.blocks, strict=True):
             ctypes.memmove(memory.address + block * memory.block_bytes, self.pages[key], memory.block_bytes)
         self.num_fetched += len(wanted.keys)
-        return Fetched(len(wanted.keys), {Tier.DRAM: len(wanted.keys)})
+        return FetchResult(len(wanted.keys), {Tier.DRAM: len(wanted.keys)})
 
 
 def sealed_pages(driver: Driver) -> dict[bytes, bytes]:
@@ -58,7 +58,7 @@ def sealed_pages(driver: Driver) -> dict[bytes, bytes]:
     }
 
 
-def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], Paging]:
+def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], PagingPolicy]:
     """A prompt and its answer, and what was offered of them."""
     with Driver(tiny, **LIMITS, pin_sealed=True, max_pinned=1000) as driver:
         answer = driver.generate(PROMPT, 30).tokens
@@ -69,7 +69,7 @@ def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], Paging]
 def fetched(store: PageStore, driver: Driver, key: RequestKey, tokens: list[int], reserved: Reserved) -> int:
     """Tokens that the store adds."""
     store.target = driver
-    tally = Tally()
+    tally = StatsRecorder()
     prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging, tally)
     num_found = sum(asyncio.run(prefix.fetch(tokens, b"", reserved)).values())
     counted = tally.read().prefix
@@ -81,7 +81,7 @@ def fetched(store: PageStore, driver: Driver, key: RequestKey, tokens: list[int]
 def test_pages_out_of_sight_at_the_prompts_end_are_not_offered(name: str, tmp_path: Path) -> None:
     text, pages, paging = first_turn(make_family(name, tmp_path))
     keys = block_keys(text[:-1], 4)
-    for group in range(len(paging.reaches)):
+    for group in range(len(paging.spans)):
         offered = [index for index, key in enumerate(keys) if page_key(key, group) in pages]
         assert offered == [*range(paging.first(group, len(PROMPT) // 4 * 4), len(keys))]
 
@@ -103,7 +103,7 @@ def test_a_second_turn_goes_on_from_the_store(name: str, num_own: int, tmp_path:
         # the last token of the answer has no KV
         assert reserved.num_hit_tokens + num_found == (len(text) - 1) // 4 * 4
         num_kept = (len(text) - 1) // 4 * 4
-        lent = [paging.lent(group, num_own // 4, num_kept, len(text)) for group in range(len(paging.reaches))]
+        lent = [paging.needed_blocks(group, num_own // 4, num_kept, len(text)) for group in range(len(paging.spans))]
         assert store.num_fetched == sum(map(len, lent))
         driver.engine.complete_kv(key, reserved.num_hit_tokens + num_found)
         assert driver.wait_end(key).tokens == tiny.greedy(follow_up, 20)

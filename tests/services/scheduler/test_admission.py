@@ -8,7 +8,7 @@ from tests.services.scheduler.fakes import MODEL, Clock, ready_worker, worker_in
 from weft.errors import Overloaded
 from weft.metrics import OVER_SLO
 from weft.request import RequestKey, WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
@@ -72,7 +72,7 @@ def test_computed_prompts_are_no_crowd() -> None:
     router = mesh(Router(1000.0))
     fill(router, DEFAULT_BURST_PROMPTS)
     for number in range(5):
-        router.settle(AttemptProgress(RequestKey(f"r{number}"), Stage.DECODING), 0.0)
+        router.settle(AttemptProgress(RequestKey(f"r{number}"), RequestStage.DECODING), 0.0)
     for number in range(5):
         ask(router, f"next{number}")
     with pytest.raises(TargetExceeded):
@@ -83,7 +83,9 @@ def test_closed_loop_of_clients_is_never_refused() -> None:
     router = mesh(Router(1000.0))
     fill(router, DEFAULT_BURST_PROMPTS)
     for number in range(200):
-        router.settle(AttemptProgress(RequestKey(f"r{number}"), Stage.FINISHED, generated_tokens=5), float(number))
+        router.settle(
+            AttemptProgress(RequestKey(f"r{number}"), RequestStage.FINISHED, generated_tokens=5), float(number)
+        )
         ask(router, f"r{number + DEFAULT_BURST_PROMPTS}", float(number))
 
 
@@ -103,7 +105,7 @@ def busy_fleet(requests_a_second: int, seconds: int) -> Router:
     for second in range(seconds):
         for number in range(requests_a_second):
             ask(router, f"{second}/{number}", float(second), tokens=1000)
-            router.settle(AttemptProgress(RequestKey(f"{second}/{number}"), Stage.FINISHED), float(second))
+            router.settle(AttemptProgress(RequestKey(f"{second}/{number}"), RequestStage.FINISHED), float(second))
     return router
 
 
@@ -215,7 +217,7 @@ async def test_dispatcher_counts_refusals_and_requests_over_target() -> None:
                 await dispatcher.route(query)
     assert OVER_SLO._value.get() - over == DEFAULT_BURST_PROMPTS
     for number in range(DEFAULT_BURST_PROMPTS - 2):
-        router.settle(AttemptProgress(RequestKey(f"r{number}"), Stage.FINISHED), clock.now)
+        router.settle(AttemptProgress(RequestKey(f"r{number}"), RequestStage.FINISHED), clock.now)
     with pytest.raises(Overloaded):
         await dispatcher.route(RouteQuery(RequestKey("still"), MODEL, PROMPT_TOKENS, 10))
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
 from weft.config import ConfigError
-from weft.errors import Overloaded, RoomClosed
+from weft.errors import Overloaded, QueueFull
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.admission_queue import MAX_HOLD_SECONDS, AdmissionQueue, QueuedRequest
 from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery
@@ -135,15 +135,15 @@ def test_who_can_hope_for_a_place_only_at_the_last_moment_is_refused_at_once() -
 def test_a_refusal_holds_until_half_of_those_who_wait_are_placed() -> None:
     queue = busy_room(100, 1.5)
     rate = 100 / queue.expected_seconds(query("next", tokens=0), 0.0)
-    with pytest.raises(RoomClosed) as closed:
+    with pytest.raises(QueueFull) as closed:
         queue.add(query("a", tokens=900), 0.0, BUSY)
     assert closed.value.hold_seconds == pytest.approx(100 / rate / 2)
     for number in range(3):
         queue.add(moved(f"{number}"), 0.0, BUSY)
-    with pytest.raises(RoomClosed) as closed:
+    with pytest.raises(QueueFull) as closed:
         queue.add(query("b"), 0.0, BUSY)
     assert closed.value.hold_seconds == MAX_HOLD_SECONDS, "it is asked again after a while, however long the wait"
-    with pytest.raises(RoomClosed) as closed:
+    with pytest.raises(QueueFull) as closed:
         AdmissionQueue(0, 1.0).add(query("c"), 0.0, BUSY)
     assert closed.value.hold_seconds == 0, "nothing is known of how long that stays so"
 
@@ -153,7 +153,7 @@ def test_the_refusal_of_one_that_will_not_wait_is_nobody_elses(own: dict[str, ob
     queue = busy_room(100, 10.0)
     with pytest.raises(Overloaded) as caught:
         queue.add(query("a", **own), 0.0, BUSY)  # type: ignore[arg-type]
-    assert not isinstance(caught.value, RoomClosed)
+    assert not isinstance(caught.value, QueueFull)
     queue.add(query("b"), 0.0, BUSY)
 
 
@@ -161,7 +161,7 @@ def test_a_tenants_full_line_is_closed_to_nobody_else() -> None:
     queue = busy_room(4, 100.0)
     queue.add(query("a"), 0.0, BUSY)
     queue.add(query("b", b"other"), 0.0, BUSY)
-    with pytest.raises(RoomClosed):
+    with pytest.raises(QueueFull):
         queue.add(query("c"), 0.0, BUSY)
     queue.add(query("d", b"third"), 0.0, BUSY)
 
@@ -181,7 +181,7 @@ def test_while_nobody_has_been_placed_yet_the_first_is_supposed_to_be_half_throu
     assert queue.expected_seconds(query("second"), 0.4) == 0.0, "too soon to say"
     assert queue.expected_seconds(query("second"), 2.0) == pytest.approx(2 * 2.0)
     queue.add(query("second"), 2.0, BUSY)
-    with pytest.raises(RoomClosed) as closed:
+    with pytest.raises(QueueFull) as closed:
         queue.add(query("third"), 9.0, BUSY)
     assert closed.value.retry_after_seconds == pytest.approx(3 * 9.0)
     assert queue.expected_seconds(query("a", tokens=200), 9.0) == pytest.approx(4 * 9.0)

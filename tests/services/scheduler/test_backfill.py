@@ -12,7 +12,7 @@ import pytest
 from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import Overloaded
 from weft.request import RequestKey, WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import MAX_BYPASSED, UNRESTRICTED, BackfillWindow, backfill_window
@@ -59,7 +59,7 @@ class Mixed:
         return long
 
     async def end(self, name: str) -> None:
-        self.dispatcher.settle([AttemptProgress(RequestKey(name), Stage.CANCELLED)])
+        self.dispatcher.settle([AttemptProgress(RequestKey(name), RequestStage.CANCELLED)])
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded, PeerLost
 from weft.request import RequestKey, WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
@@ -88,10 +88,10 @@ async def test_a_stream_whose_worker_died_takes_the_next_place_of_a_full_model()
     for _ in range(10):
         await asyncio.sleep(0)
     assert not moved.done(), "neither refused for those before it nor placed beyond what there is"
-    full.dispatcher.settle([AttemptProgress(RequestKey("0"), Stage.CANCELLED)])
+    full.dispatcher.settle([AttemptProgress(RequestKey("0"), RequestStage.CANCELLED)])
     assert (await asyncio.wait_for(moved, 10)).decode.worker_id == "full-0"
     assert not waiting.done()
-    full.dispatcher.settle([AttemptProgress(RequestKey("1"), Stage.CANCELLED)])
+    full.dispatcher.settle([AttemptProgress(RequestKey("1"), RequestStage.CANCELLED)])
     await asyncio.wait_for(waiting, 10)
 
 
@@ -131,7 +131,9 @@ async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> N
         await full.ask(str(number))
     late = full.ask("late")
     # behind its first step, and before the clock's word that it has waited for long enough
-    asyncio.get_running_loop().call_soon(full.dispatcher.settle, [AttemptProgress(RequestKey("0"), Stage.CANCELLED)])
+    asyncio.get_running_loop().call_soon(
+        full.dispatcher.settle, [AttemptProgress(RequestKey("0"), RequestStage.CANCELLED)]
+    )
     assert (await late).decode.worker_id == "full-0", "booked, and its client told that there is no room"
 
 
@@ -182,11 +184,11 @@ async def test_a_turn_of_a_lower_priority_that_finds_no_room_keeps_nobody_from_i
     batch = await ask("batch", 40, Priority.BATCH)
     default = await ask("default", 4, Priority.DEFAULT)
     clock.now += 10.0  # its turn, but two pools of three blocks have no room for it beside two of those
-    dispatcher.settle([AttemptProgress(RequestKey("0"), Stage.CANCELLED)])
+    dispatcher.settle([AttemptProgress(RequestKey("0"), RequestStage.CANCELLED)])
     assert (await asyncio.wait_for(default, 10)).decode is worker
     assert not batch.done()
     for name in ("1", "2"):
-        dispatcher.settle([AttemptProgress(RequestKey(name), Stage.CANCELLED)])
+        dispatcher.settle([AttemptProgress(RequestKey(name), RequestStage.CANCELLED)])
     assert (await asyncio.wait_for(batch, 10)).decode is worker
 
 
@@ -227,7 +229,7 @@ class Looks:
         monkeypatch.setattr(Router, "place", counted)
 
 
-def settled(stage: Stage) -> list[AttemptProgress]:
+def settled(stage: RequestStage) -> list[AttemptProgress]:
     return [AttemptProgress(RequestKey(str(number)), stage) for number in range(SEATS)]
 
 
@@ -236,9 +238,9 @@ async def test_who_waits_is_looked_at_once_for_all_that_a_gateway_tells(monkeypa
     full = Full(max_waiting=4, clock=clock)
     waiting = await full.fill()
     looks = Looks(monkeypatch, clock)
-    full.dispatcher.settle(settled(Stage.DECODING) * 100)
+    full.dispatcher.settle(settled(RequestStage.DECODING) * 100)
     assert (looks.number, waiting.done()) == (1, False)
-    full.dispatcher.settle(settled(Stage.CANCELLED))
+    full.dispatcher.settle(settled(RequestStage.CANCELLED))
     assert (await asyncio.wait_for(waiting, 10)).decode.worker_id == "full-0"
 
 
@@ -253,7 +255,7 @@ async def test_a_fleet_that_takes_long_to_look_at_is_not_looked_at_for_every_rep
         for worker in full.dispatcher.workers():
             full.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
     assert (looks.number, waiting.done()) == (1, False)
-    full.dispatcher.settle(settled(Stage.CANCELLED))
+    full.dispatcher.settle(settled(RequestStage.CANCELLED))
     assert (await asyncio.wait_for(waiting, 10)).decode.worker_id == "full-0", "soon, and not for ever after"
     assert looks.number == 2
 
@@ -267,9 +269,9 @@ async def test_only_a_look_in_vain_is_rested_from_however_many_were_placed_befor
     for _ in range(10):
         await asyncio.sleep(0)
     Looks(monkeypatch, clock, seconds=0.004)
-    full.dispatcher.settle(settled(Stage.CANCELLED))
+    full.dispatcher.settle(settled(RequestStage.CANCELLED))
     clock.now += 0.04
-    full.dispatcher.settle([AttemptProgress(RequestKey("waiting"), Stage.CANCELLED)])
+    full.dispatcher.settle([AttemptProgress(RequestKey("waiting"), RequestStage.CANCELLED)])
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert [asked.done() for asked in waiting] == [True, True, True]

@@ -9,7 +9,7 @@ import pytest
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
 from weft.request import RequestKey, WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import BackfillWindow
@@ -48,10 +48,10 @@ async def test_places_that_are_found_quickly_do_not_shorten_the_rest_from_a_slow
     for _ in range(10):  # nothing that they ask takes longer
         await asyncio.sleep(0)
     monkeypatch.setattr(Router, "place", slow)
-    dispatcher.settle([AttemptProgress(query.key, Stage.CANCELLED) for query in queries[:SEATS]])
+    dispatcher.settle([AttemptProgress(query.key, RequestStage.CANCELLED) for query in queries[:SEATS]])
     assert num_vain == 1, "all but one have their places"
     clock.now += 0.5 * REST_RATIO * VAIN_SECONDS
     dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
     assert num_vain == 1
-    dispatcher.settle([AttemptProgress(queries[SEATS].key, Stage.CANCELLED)])
+    dispatcher.settle([AttemptProgress(queries[SEATS].key, RequestStage.CANCELLED)])
     await asyncio.wait_for(asyncio.gather(*asked), 10)

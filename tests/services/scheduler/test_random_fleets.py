@@ -13,7 +13,7 @@ import pytest
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
 from weft.request import RequestKey, WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
@@ -61,7 +61,7 @@ class Mesh:
             return
         query, asked = self.random.choice(self.asked)
         if asked.done():
-            stage = self.random.choice([Stage.DECODING, Stage.FINISHED, Stage.CANCELLED])
+            stage = self.random.choice([RequestStage.DECODING, RequestStage.FINISHED, RequestStage.CANCELLED])
             self.dispatcher.settle([AttemptProgress(query.key, stage)])
         elif self.random.random() < 0.1:
             asked.cancel()
@@ -135,10 +135,10 @@ async def test_whatever_comes(seed: int, is_at_once: bool, monkeypatch: pytest.M
             mesh.check_room()
     while mesh.dispatcher.num_waiting:
         mesh.dispatcher.settle(
-            [AttemptProgress(query.key, Stage.FINISHED) for query, asked in mesh.asked if asked.done()]
+            [AttemptProgress(query.key, RequestStage.FINISHED) for query, asked in mesh.asked if asked.done()]
         )
         await mesh.look()
-    mesh.dispatcher.settle([AttemptProgress(query.key, Stage.FINISHED) for query, _ in mesh.asked])
+    mesh.dispatcher.settle([AttemptProgress(query.key, RequestStage.FINISHED) for query, _ in mesh.asked])
     for worker in mesh.workers:
         booked = worker.reserved
         assert (booked.prefill_tokens, booked.decode_tokens, booked.requests) == (0, 0, 0)

@@ -10,18 +10,18 @@ from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.errors import Cancelled
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler import reservations as reservations_module
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker, WorkerReport
 from weft_services.scheduler.reservations import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Reservation, Reservations
 from weft_services.scheduler.routing_types import DEFAULT_REQUEST_SECONDS, PlacementDecision, RouteQuery
 
-ENDS = (Stage.FINISHED, Stage.FAILED, Stage.CANCELLED)
+ENDS = (RequestStage.FINISHED, RequestStage.FAILED, RequestStage.CANCELLED)
 KEYS = st.builds(RequestKey, st.sampled_from(["a", "b", "c"]), st.integers(0, 2))
 EVENTS = st.one_of(
     st.tuples(st.just("route"), KEYS, st.booleans()),
     st.tuples(st.just("refuse"), KEYS),
-    st.tuples(st.just("settle"), KEYS, st.sampled_from((Stage.DECODING, *ENDS))),
+    st.tuples(st.just("settle"), KEYS, st.sampled_from((RequestStage.DECODING, *ENDS))),
     st.tuples(st.just("report"), st.integers(0, 1), st.integers(0, 500)),
 )
 
@@ -55,7 +55,7 @@ def play(books: Reservations, workers: tuple[Worker, Worker], event: tuple[objec
                 return
         case ("refuse", RequestKey() as key):
             books.reject(key)
-        case ("settle", RequestKey() as key, Stage() as stage):
+        case ("settle", RequestKey() as key, RequestStage() as stage):
             books.settle(key, stage)
         case ("report", int() as which, int() as queued):
             report(workers[which], queued)
@@ -71,7 +71,7 @@ def test_when_every_request_has_ended_nothing_is_booked(events: list[tuple[objec
             assert 0 <= worker.unreported.prefill_tokens <= worker.reserved.prefill_tokens
             assert 0 <= worker.unreported.decode_tokens <= worker.reserved.decode_tokens
     for request_id in "abc":
-        books.settle(RequestKey(request_id, 2), Stage.CANCELLED)
+        books.settle(RequestKey(request_id, 2), RequestStage.CANCELLED)
     assert len(books) == 0
     assert [worker.reserved for worker in workers] == [ReservedLoad(), ReservedLoad()]
     assert [worker.unreported for worker in workers] == [ReservedLoad(), ReservedLoad()]
@@ -83,11 +83,11 @@ def test_beside_what_others_have_booked_there_each_prompt_counts_once_reported_o
     book(books, RequestKey("early"), (prefill, decode))
     book(books, RequestKey("late"), (prefill, decode))
     assert prefill.prefill_tokens == 700
-    books.settle(RequestKey("early"), Stage.DECODING)
+    books.settle(RequestKey("early"), RequestStage.DECODING)
     assert prefill.prefill_tokens == 600
     report(prefill, 600)
     assert prefill.prefill_tokens == 600
-    books.settle(RequestKey("late"), Stage.DECODING)
+    books.settle(RequestKey("late"), RequestStage.DECODING)
     assert prefill.prefill_tokens == 500
 
 
@@ -96,14 +96,24 @@ def test_the_policy_sees_at_once_what_was_booked_and_given_back() -> None:
     before = both.prefill_seconds, both.decode_seconds
     book(books, RequestKey("a"), (both, both), local=True)
     assert (both.prefill_seconds, both.decode_seconds) > before
-    books.settle(RequestKey("a"), Stage.DECODING)
+    books.settle(RequestKey("a"), RequestStage.DECODING)
     assert both.prefill_seconds == before[0]
-    books.settle(RequestKey("a"), Stage.FINISHED)
+    books.settle(RequestKey("a"), RequestStage.FINISHED)
     assert (both.prefill_seconds, both.decode_seconds) == before
 
 
-@given(st.permutations([Stage.DECODING, Stage.DECODING, Stage.FINISHED, Stage.FINISHED, Stage.CANCELLED]))
-def test_an_end_counts_once(stages: list[Stage]) -> None:
+@given(
+    st.permutations(
+        [
+            RequestStage.DECODING,
+            RequestStage.DECODING,
+            RequestStage.FINISHED,
+            RequestStage.FINISHED,
+            RequestStage.CANCELLED,
+        ]
+    )
+)
+def test_an_end_counts_once(stages: list[RequestStage]) -> None:
     books, workers = Reservations(), two_workers()
     book(books, RequestKey("a"), workers)
     ended = [books.settle(RequestKey("a"), stage) for stage in stages]
@@ -115,9 +125,9 @@ def test_the_first_token_gives_the_prompt_back_and_the_end_the_rest() -> None:
     books, (prefill, decode) = Reservations(), two_workers()
     book(books, RequestKey("a"), (prefill, decode))
     assert (prefill.reserved, decode.reserved) == (ReservedLoad(100, 0, 1), ReservedLoad(0, 150, 1))
-    books.settle(RequestKey("a"), Stage.DECODING)
+    books.settle(RequestKey("a"), RequestStage.DECODING)
     assert (prefill.reserved, decode.reserved) == (ReservedLoad(), ReservedLoad(0, 150, 1))
-    ended = books.settle(RequestKey("a"), Stage.FINISHED)
+    ended = books.settle(RequestKey("a"), RequestStage.FINISHED)
     assert ended is not None
     assert (ended.prefill_id, ended.session) == ("p0", b"session")
     assert decode.reserved == ReservedLoad()
@@ -127,7 +137,7 @@ def test_a_prompt_computed_where_it_decodes_is_one_request_there() -> None:
     books, (prefill, both) = Reservations(), two_workers()
     book(books, RequestKey("a"), (prefill, both), local=True)
     assert (prefill.reserved, both.reserved) == (ReservedLoad(), ReservedLoad(100, 150, 1))
-    books.settle(RequestKey("a"), Stage.DECODING)
+    books.settle(RequestKey("a"), RequestStage.DECODING)
     assert both.reserved == ReservedLoad(0, 150, 1)
 
 
@@ -138,8 +148,8 @@ def test_a_new_generation_takes_the_place_of_the_older_whose_messages_are_late()
     assert workers[1].reserved.requests == 1
     with pytest.raises(Cancelled, match="older"):
         books.check_attempt(RequestKey("a", 0))
-    books.settle(RequestKey("a", 0), Stage.DECODING)
-    failed = [books.settle(RequestKey("a", 0), Stage.FAILED) for _ in range(2)]
+    books.settle(RequestKey("a", 0), RequestStage.DECODING)
+    failed = [books.settle(RequestKey("a", 0), RequestStage.FAILED) for _ in range(2)]
     assert [reservation.key if reservation else None for reservation in failed] == [RequestKey("a", 1), None]
     assert [worker.reserved for worker in workers] == [ReservedLoad(100, 0, 1), ReservedLoad(0, 150, 1)]
 
@@ -167,7 +177,7 @@ def test_the_same_attempt_routed_twice_is_booked_once() -> None:
 
 def test_an_attempt_whose_end_came_first_is_not_booked() -> None:
     books, workers = Reservations(), two_workers()
-    books.settle(RequestKey("a", 1), Stage.CANCELLED)
+    books.settle(RequestKey("a", 1), RequestStage.CANCELLED)
     with pytest.raises(Cancelled, match="ended"):
         books.check_attempt(RequestKey("a", 1))
     book(books, RequestKey("a", 2), workers)
@@ -178,7 +188,7 @@ def test_the_memory_of_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations_module, "MAX_ENDED", 2)
     books = Reservations()
     for request_id in "abc":
-        books.settle(RequestKey(request_id), Stage.FINISHED)
+        books.settle(RequestKey(request_id), RequestStage.FINISHED)
     books.check_attempt(RequestKey("a"))
     with pytest.raises(Cancelled):
         books.check_attempt(RequestKey("c"))
@@ -188,7 +198,7 @@ def test_the_end_of_a_later_attempt_is_remembered_as_long_as_any(monkeypatch: py
     monkeypatch.setattr(reservations_module, "MAX_ENDED", 2)
     books = Reservations()
     for key in (RequestKey("a"), RequestKey("b"), RequestKey("a", 1), RequestKey("c")):
-        books.settle(key, Stage.FAILED)
+        books.settle(key, RequestStage.FAILED)
     assert [books.has_ended(RequestKey(request_id)) for request_id in "abc"] == [True, False, True]
 
 
@@ -197,7 +207,7 @@ def test_a_vanished_decode_worker_takes_its_requests_with_it() -> None:
     book(books, RequestKey("a"), (prefill, decode))
     books.drop_worker(decode)
     assert (len(books), prefill.reserved, decode.reserved) == (0, ReservedLoad(), ReservedLoad())
-    assert books.settle(RequestKey("a"), Stage.FINISHED) is None
+    assert books.settle(RequestKey("a"), RequestStage.FINISHED) is None
 
 
 def test_a_vanished_prefill_worker_leaves_the_request_where_it_decodes() -> None:
@@ -249,9 +259,9 @@ def test_the_gauges_come_back_to_where_they_were() -> None:
 
     books, workers = Reservations(), two_workers()
     book(books, RequestKey("z"), workers)
-    books.settle(RequestKey("z"), Stage.FINISHED)
+    books.settle(RequestKey("z"), RequestStage.FINISHED)
     before = gauges()
     book(books, RequestKey("a"), workers)
     assert gauges() == [(before[0] or 0) + 1, (before[1] or 0) + 100, (before[2] or 0) + 150]
-    books.settle(RequestKey("a"), Stage.FINISHED)
+    books.settle(RequestKey("a"), RequestStage.FINISHED)
     assert gauges() == before

@@ -8,7 +8,7 @@ import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, worker_info
 from weft.request import RequestKey, WorkerAddress, WorkerRole
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.scheduler.fleet import ABSENT_SECONDS
 from weft_services.scheduler.fleet_state import NEVER, ReservedLoad, WorkerReport
 from weft_services.scheduler.router import AttemptProgress, Router
@@ -27,7 +27,7 @@ def test_an_answer_that_was_moved_is_as_long_as_all_its_parts() -> None:
     for number in range(200):
         query = RouteQuery(RequestKey(str(number), 1), MODEL, 20 + usual - 10, 4096, resumed_tokens=usual - 10)
         router.place(query, NO_AFFINITY, 0.0)
-        router.settle(AttemptProgress(query.key, Stage.FINISHED, generated_tokens=10), 0.0)
+        router.settle(AttemptProgress(query.key, RequestStage.FINISHED, generated_tokens=10), 0.0)
     assert router.routing_input(RouteQuery(RequestKey("next"), MODEL, 20, 4096)).output_tokens == usual
 
 
@@ -42,11 +42,11 @@ def test_after_a_fault_one_request_tries_the_worker_for_all() -> None:
         return router.place(query, NO_AFFINITY, now).decode.worker_id
 
     failed = placed("first", 0.0)
-    router.settle(AttemptProgress(RequestKey("first"), Stage.FAILED, failed), 0.0)
+    router.settle(AttemptProgress(RequestKey("first"), RequestStage.FAILED, failed), 0.0)
     names = {f"{now}/{number}": placed(f"{now}/{number}", now) for now in (1.0, 3.0) for number in range(8)}
     (probe,) = (name for name, worker in names.items() if worker == failed)
     assert probe.startswith("3.0")
-    router.settle(AttemptProgress(RequestKey(probe), Stage.DECODING), 3.5)
+    router.settle(AttemptProgress(RequestKey(probe), RequestStage.DECODING), 3.5)
     assert failed in {placed(f"after/{number}", 3.5) for number in range(8)}
 
 
@@ -64,7 +64,7 @@ def test_what_a_gateway_that_died_had_booked_is_given_up_and_what_another_had_is
     assert worker.reserved.requests == 2
     router.sweep(20.5 + ABSENT_SECONDS)
     assert worker.reserved.requests == 1
-    finished = AttemptProgress(RequestKey("lives"), Stage.FINISHED, generated_tokens=5)
+    finished = AttemptProgress(RequestKey("lives"), RequestStage.FINISHED, generated_tokens=5)
     assert router.settle(finished, 50.0) is not None
     assert worker.reserved == ReservedLoad()
 
@@ -92,10 +92,10 @@ def _split() -> tuple[Router, PlacementDecision]:
 def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_failed_it() -> None:
     router, placed = _split()
     assert placed.prefill is not None
-    router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING), 0.5)  # and was lost with its last blocks
+    router.settle(AttemptProgress(RequestKey("r"), RequestStage.DECODING), 0.5)  # and was lost with its last blocks
     for now in (1.0, 4.0):  # a gateway that heard no answer says it again
-        router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
-    reservation = router.settle(AttemptProgress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 4.5)
+        router.settle(AttemptProgress(RequestKey("r"), RequestStage.DECODING, "prefill-0"), now)
+    reservation = router.settle(AttemptProgress(RequestKey("r"), RequestStage.FINISHED, generated_tokens=5), 4.5)
     assert placed.prefill.suspect_until == 3.0
     assert reservation is not None
     assert reservation.prefill_id == "decode-0", "where the session's cache is"
@@ -106,10 +106,10 @@ def test_a_fault_that_is_told_again_after_the_answers_end_is_the_same_fault() ->
     router, placed = _split()
     assert placed.prefill is not None
     for now in (1.0, 6.0):
-        router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
-        router.settle(AttemptProgress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), now)
+        router.settle(AttemptProgress(RequestKey("r"), RequestStage.DECODING, "prefill-0"), now)
+        router.settle(AttemptProgress(RequestKey("r"), RequestStage.FINISHED, generated_tokens=5), now)
     assert (placed.prefill.num_faults, placed.prefill.suspect_until) == (1, 3.0)
-    router.settle(AttemptProgress(RequestKey("of another scheduler"), Stage.DECODING, "prefill-0"), 7.0)
+    router.settle(AttemptProgress(RequestKey("of another scheduler"), RequestStage.DECODING, "prefill-0"), 7.0)
     assert placed.prefill.num_faults == 2
 
 
@@ -119,18 +119,18 @@ def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_b
     router.leave(placed.prefill, "killed")
     again = router.join(worker_info("prefill-0", WorkerRole.PREFILL, address=NEXT_BOOT), 1.0)
     # decode has computed the prompt meanwhile
-    router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING, "prefill-0"), 2.0)
+    router.settle(AttemptProgress(RequestKey("r"), RequestStage.DECODING, "prefill-0"), 2.0)
     assert again.suspect_until == NEVER
 
 
 def test_a_prefill_worker_that_was_started_anew_is_not_trusted_for_what_the_one_before_did_well() -> None:
     router, placed = _split()
     assert placed.prefill is not None
-    router.settle(AttemptProgress(RequestKey("r"), Stage.DECODING), 0.5)
+    router.settle(AttemptProgress(RequestKey("r"), RequestStage.DECODING), 0.5)
     router.leave(placed.prefill, "killed")
     again = router.join(worker_info("prefill-0", WorkerRole.PREFILL, address=NEXT_BOOT), 1.0)
     router.fleet.mark_suspect("prefill-0", 2.0)
-    router.settle(AttemptProgress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 3.0)
+    router.settle(AttemptProgress(RequestKey("r"), RequestStage.FINISHED, generated_tokens=5), 3.0)
     assert (again.num_faults, again.suspect_until) == (1, 4.0)
 
 
@@ -139,7 +139,7 @@ def test_a_worker_is_blamed_though_the_next_attempt_was_refused_before_that_was_
     router, placed = _split()
     router.reject(RouteQuery(RequestKey("r", 1), MODEL, 500, 10))
     assert placed.decode.reserved == ReservedLoad()
-    router.settle(AttemptProgress(RequestKey("r"), Stage.FAILED, "decode-0"), 1.0)
+    router.settle(AttemptProgress(RequestKey("r"), RequestStage.FAILED, "decode-0"), 1.0)
     assert placed.decode.suspect_until == 3.0
 
 

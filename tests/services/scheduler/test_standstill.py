@@ -11,7 +11,7 @@ import pytest
 from tests.services.scheduler.fakes import MODEL, Clock, hello, worker_info
 from weft.errors import NoWorker
 from weft.request import RequestKey, WorkerRole
-from weft.stall_clock import TICK_SECONDS, AwakeClock
+from weft.stall_clock import TICK_SECONDS, StallAwareClock
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
@@ -31,7 +31,7 @@ class Mesh:
 
     def __init__(self, queue_seconds: float = 20.0) -> None:
         self.time = Clock()
-        self.clock = AwakeClock(self.time)
+        self.clock = StallAwareClock(self.time)
         self.router = Router(SILENCE_SECONDS)
         self.dispatcher = Dispatcher(
             self.router, AffinityStore("", 60), lambda: AdmissionQueue(8, queue_seconds), self.clock

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, Scheduler, join, route_request, serving
-from weft.errors import InvalidRequest, ModelLoading, NotFound, Overloaded, PeerLost, RoomClosed, WeftError
+from weft.errors import InvalidRequest, ModelLoading, NotFound, Overloaded, PeerLost, QueueFull, WeftError
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import common_pb2
@@ -130,7 +130,7 @@ async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypat
             waiting.append(asyncio.create_task(stream.request(request)))
             await asyncio.wait(waiting, timeout=0.05)
         monkeypatch.setattr(AdmissionQueue, "expected_seconds", lambda *_: 9.0)
-        with pytest.raises(RoomClosed) as refused:
+        with pytest.raises(QueueFull) as refused:
             await stream.request(route_request("late", prompt_tokens=400, max_tokens=1))
         assert (refused.value.retry_after_seconds, refused.value.hold_seconds) == (9.0, 0.5)
         for task in waiting:
@@ -222,10 +222,10 @@ async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gon
 
 
 async def test_more_requests_in_a_message_than_allowed_end_the_stream(scheduler: Scheduler) -> None:
-    async with owned(scheduler.scheduler.RouteMany()) as call:
+    async with cancelled_on_exit(scheduler.scheduler.RouteMany()) as call:
         await call.write(pb.RouteManyRequest(requests=[pb.RouteRequest()] * 1025))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-    async with owned(scheduler.scheduler.RouteMany()) as call:
+    async with cancelled_on_exit(scheduler.scheduler.RouteMany()) as call:
         await call.write(pb.RouteManyRequest(withdrawn=[common_pb2.RequestKey(request_id="nobody")]))
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK

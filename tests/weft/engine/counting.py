@@ -10,7 +10,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk
-from weft.kv.layer_groups import PageRun, Reach
+from weft.kv.layer_groups import AttentionSpan, PageRange
 from weft.request import RequestKey
 
 CONFIG = EngineConfig(
@@ -28,9 +28,17 @@ WINDOWS = replace(
     CONFIG,
     num_blocks=45,
     mixed_tokens=4,
-    reaches=(Reach(), Reach(window=3), Reach(chunk=6), Reach(window=9), Reach(chunk=16)),
+    spans=(
+        AttentionSpan(),
+        AttentionSpan(window=3),
+        AttentionSpan(chunk=6),
+        AttentionSpan(window=9),
+        AttentionSpan(chunk=16),
+    ),
 )
-BOUNDED = replace(CONFIG, num_blocks=20, reaches=(Reach(window=5), Reach(window=5), Reach(chunk=7)))
+BOUNDED = replace(
+    CONFIG, num_blocks=20, spans=(AttentionSpan(window=5), AttentionSpan(window=5), AttentionSpan(chunk=7))
+)
 
 
 def next_token(tokens: Items[int]) -> int:
@@ -50,14 +58,14 @@ class CountingRunner:
         self.under_way: deque[Counted] = deque()
         self.last: dict[Sequence, int] = {}
 
-    def write(self, group: int, run: PageRun, tokens: Items[int], places: range) -> None:
+    def write(self, group: int, run: PageRange, tokens: Items[int], places: range) -> None:
         """KV of a position is a function of all tokens up to it, and another one in each group."""
         for place in places:
             page = run.page(place // 4)
             assert page is not None, "no page to write to"
             self.slots[page, place % 4] = (group, *tokens[: place + 1])
 
-    def check(self, group: int, run: PageRun, tokens: Items[int], seen: range) -> None:
+    def check(self, group: int, run: PageRange, tokens: Items[int], seen: range) -> None:
         """What lies where a token looks is what was written for it."""
         for place in seen:
             page = run.page(place // 4)
@@ -77,8 +85,8 @@ class CountingRunner:
             assert sum(pieces) <= max([*pieces, shared])
         assert all(each <= self.config.chunk_tokens for each in pieces)
         assert all(chunk.num_tokens >= 1 for chunk in chunks)
-        for group, reach in enumerate(self.config.reaches):
-            most = 2 * self.config.paging.most(group)
+        for group, reach in enumerate(self.config.spans):
+            most = 2 * self.config.paging.max_pages_per_step(group)
             held = [len(chunk.sequence.page_ranges[group].blocks) for chunk in chunks]
             assert not reach.width or max(held) <= most, "more pages than two windows and a step"
         noted = [(each, list(each.sequence.page_ranges), list(each.sequence.token_ids)) for each in chunks]
@@ -93,7 +101,7 @@ class Counted:
     """One step, as it was when it was launched."""
 
     runner: CountingRunner
-    chunks: list[tuple[ScheduledChunk, list[PageRun], list[int]]]  # with pages and tokens
+    chunks: list[tuple[ScheduledChunk, list[PageRange], list[int]]]  # with pages and tokens
     sampled: list[SampledToken] | None = None
 
     def collect(self) -> list[SampledToken]:
@@ -115,7 +123,7 @@ class Counted:
             end = chunk.start + chunk.num_tokens
             for group, run in enumerate(runs):
                 for position in range(chunk.start, end):
-                    runner.check(group, run, text, range(runner.config.reaches[group].first(position), position + 1))
+                    runner.check(group, run, text, range(runner.config.spans[group].first(position), position + 1))
             assert chunk.has_sample == (end == len(text))
             if chunk.has_sample:
                 runner.last[chunk.sequence] = next_token(text)

@@ -25,8 +25,8 @@ from weft.engine.messages import (
     SequenceSpec,
     StepOutput,
 )
-from weft.kv.layer_groups import PageRun
-from weft.kv.offload_queue import SealedBlock
+from weft.kv.layer_groups import PageRange
+from weft.kv.offload_queue import FullBlock
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
 
@@ -55,13 +55,13 @@ class Driver:
 
     def __init__(self, tiny: Tiny, dtype: str = "float32", device: str = DEVICE, **limits: Any) -> None:
         settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
-        settings["reaches"] = kv_groups(tiny.config).reaches
+        settings["spans"] = kv_groups(tiny.config).spans
         settings["steps_ahead"] = self.steps_ahead
         settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
         self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
         self.tiny = tiny
         self.heard: dict[RequestKey, Heard] = {}
-        self.sealed: list[SealedBlock] = []
+        self.sealed: list[FullBlock] = []
         # what a test does at a step's end, on the engine's own thread: before the next step, whatever else runs
         self.react: Callable[[StepOutput], None] = lambda output: None
         self.load = EngineLoad(free_blocks=self.config.num_blocks)
@@ -159,13 +159,13 @@ class Driver:
             heard.reason = delta.finish_reason
 
 
-def hand_over(source: Driver, lent: tuple[PageRun, ...], target: Driver, reserved: Reserved, num_tokens: int) -> int:
+def hand_over(source: Driver, lent: tuple[PageRange, ...], target: Driver, reserved: Reserved, num_tokens: int) -> int:
     """What a hand-off of a prompt does: of each group, the pages that a token behind it looks at; returns how many."""
     paging, num_pages = target.engine.paging, 0
     num_hit = reserved.num_hit_tokens // paging.block_tokens
     for group, (theirs, ours) in enumerate(zip(lent, reserved.page_ranges, strict=True)):
-        needed = paging.lent(group, num_hit, num_tokens, num_tokens)
-        placed = paging.placed(group, ours, num_hit, paging.sight(num_tokens, num_tokens))
+        needed = paging.needed_blocks(group, num_hit, num_tokens, num_tokens)
+        placed = paging.remap(group, ours, num_hit, paging.retention_point(num_tokens, num_tokens))
         places = placed.within(needed.start, needed.stop).blocks
         copy_blocks(source, theirs.within(needed.start, needed.stop).blocks, target, places)
         num_pages += len(needed)
@@ -183,7 +183,7 @@ def copy_blocks(source: Driver, blocks: tuple[int, ...], target: Driver, into: t
         )
 
 
-def prefill(driver: Driver, name: str, prompt: list[int], **changes: Any) -> tuple[FirstToken, tuple[PageRun, ...]]:
+def prefill(driver: Driver, name: str, prompt: list[int], **changes: Any) -> tuple[FirstToken, tuple[PageRange, ...]]:
     """Run a prefill sequence to its token; its blocks stay held."""
     key = driver.submit(name, prompt, mode=SequenceMode.PREFILL, **changes)
     heard = driver.heard[key]

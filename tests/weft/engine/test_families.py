@@ -75,7 +75,7 @@ def test_tokens_are_exact_in_mixed_batches_with_preemption_in_mid_run(
     """
     tiny, prompts, expected = cases(name)
     count = NUM_NEW if IS_LONG or chunk_tokens == 16 else FEW_NEW
-    num_blocks = 10 * len(kv_groups(tiny.config).reaches)
+    num_blocks = 10 * len(kv_groups(tiny.config).spans)
     with Driver(tiny, chunk_tokens=chunk_tokens, num_blocks=num_blocks, max_num_seqs=3) as driver:
         specs = [driver.specify(str(i), prompt, count, priority=i // 3) for i, prompt in enumerate(prompts)]
         late, told = specs[3:], list[int]()
@@ -114,7 +114,7 @@ def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
 ) -> None:
     monkeypatch.setattr(Latent, "min_expanded_rows", 9)
     tiny, prompts, expected = cases(name)
-    with Driver(tiny, num_blocks=10 * len(kv_groups(tiny.config).reaches), chunk_tokens=16) as driver:
+    with Driver(tiny, num_blocks=10 * len(kv_groups(tiny.config).spans), chunk_tokens=16) as driver:
         memory = driver.engine.pool_memory
         pool = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
         torch.frombuffer(pool, dtype=torch.float32).fill_(float("nan"))

@@ -18,7 +18,7 @@ from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks, static_bytes
-from weft.kv.layer_groups import Reach
+from weft.kv.layer_groups import AttentionSpan
 from weft.model.kv_layout import kv_groups
 from weft_kernels.cuda_graphs import GraphRecorder
 
@@ -53,8 +53,8 @@ def test_sizes_are_dense_where_padding_costs_most() -> None:
 
 def test_tables_of_layers_that_see_a_chunk_are_no_wider_than_that_takes() -> None:
     """With ten million positions, one table of the two is as wide as all of them."""
-    reaches = (Reach(), Reach(chunk=8192))
-    config = EngineConfig(200_000, 64, 100, 10_485_760, 2048, max_num_seqs=256, decode_graphs=True, reaches=reaches)
+    reaches = (AttentionSpan(), AttentionSpan(chunk=8192))
+    config = EngineConfig(200_000, 64, 100, 10_485_760, 2048, max_num_seqs=256, decode_graphs=True, spans=reaches)
     assert config.context_tokens == 10_485_760
     whole = 256 * config.context_tokens // 64 * torch.int32.itemsize
     assert whole < static_bytes(config, 0) < 1.01 * whole
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_the_plain_path_and_of_transformers(
     """With batches that grow and shrink, pages that go back, preemption, and sequences that sample."""
     tiny = family_of(name)
     prompts = prompts_of(LENGTHS, 110)
-    few: dict[str, Any] = {"num_blocks": 10 * len(kv_groups(tiny.config).reaches), "max_num_seqs": 6}
+    few: dict[str, Any] = {"num_blocks": 10 * len(kv_groups(tiny.config).spans), "max_num_seqs": 6}
     found = []
     for has_graphs in (False, True):
         with Driver(tiny, decode_graphs=has_graphs, **few) as driver:
@@ -172,8 +172,8 @@ def poison(driver: Driver) -> torch.Tensor:
 
 def test_a_window_and_a_chunk_have_tables_of_their_own(family_of: Callable[[str], TinyFamily]) -> None:
     """The two families above that have several groups: else the test of tokens would say little."""
-    assert len(kv_groups(family_of("llama4").config).reaches) > 1
-    assert kv_groups(family_of("mistral-window").config).reaches[0] == Reach(window=8)
+    assert len(kv_groups(family_of("llama4").config).spans) > 1
+    assert kv_groups(family_of("mistral-window").config).spans[0] == AttentionSpan(window=8)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from weft.engine.loop import EngineLoop
 from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.engine.prefill_order import MAX_FIRST_TOKENS
 from weft.engine.sequence import Sequence
-from weft.kv.layer_groups import PageRun, Reach
+from weft.kv.layer_groups import AttentionSpan, PageRange
 from weft.request import FinishReason, RequestKey, SamplingParams
 
 
@@ -48,7 +48,7 @@ class LoopMachine(RuleBasedStateMachine):
         self.texts: dict[RequestKey, list[int]] = {}
         self.reserved: dict[RequestKey, Reserved] = {}
         self.held: set[RequestKey] = set()
-        self.lent: dict[RequestKey, list[PageRun]] = {}
+        self.lent: dict[RequestKey, list[PageRange]] = {}
         self.pinned: list[int] = []
         self.suspects: set[int] = set()
         self.is_idle = True
@@ -63,7 +63,7 @@ class LoopMachine(RuleBasedStateMachine):
         for progress in output.progress:
             num_prompt, num_final = len(self.specs[progress.key].token_ids), progress.num_ready_tokens // 4
             self.lent[progress.key] = [
-                run.within(self.config.paging.lent(group, 0, num_prompt, num_prompt).start, num_final)
+                run.within(self.config.paging.needed_blocks(group, 0, num_prompt, num_prompt).start, num_final)
                 for group, run in enumerate(progress.page_ranges)
             ]
         self.pinned += [sealed.block for sealed in output.sealed]
@@ -129,9 +129,9 @@ class LoopMachine(RuleBasedStateMachine):
         paging, num_hit = self.config.paging, reserved.num_hit_tokens // 4
         if num_ready > reserved.num_hit_tokens:
             for group, run in enumerate(reserved.page_ranges):
-                lent = paging.lent(group, num_hit, num_ready, len(tokens))
+                lent = paging.needed_blocks(group, num_hit, num_ready, len(tokens))
                 places = range(4 * lent.start, min(4 * lent.stop, num_ready))
-                placed = paging.placed(group, run, num_hit, paging.sight(num_ready, len(tokens)))
+                placed = paging.remap(group, run, num_hit, paging.retention_point(num_ready, len(tokens)))
                 self.runner.write(group, placed, tokens, places)
 
     @precondition(lambda self: self.suspects)
@@ -223,7 +223,7 @@ def test_whatever_comes_in_whatever_order_all_ends_well(machine: type[LoopMachin
 
 
 def test_a_prompt_whose_pages_another_holds_stands_still_until_they_are_back() -> None:
-    config = replace(CONFIG, num_blocks=8, chunk_tokens=4, pin_sealed=False, reaches=(Reach(window=8),))
+    config = replace(CONFIG, num_blocks=8, chunk_tokens=4, pin_sealed=False, spans=(AttentionSpan(window=8),))
     outputs: list[StepOutput] = []
     runner = CountingRunner(config)
     loop = EngineLoop(runner, config, outputs.append)
@@ -247,7 +247,9 @@ def test_a_prompt_whose_pages_another_holds_stands_still_until_they_are_back() -
 
 def test_a_prefill_that_lacks_only_the_page_of_its_last_token_waits_for_it(steps_ahead: int) -> None:
     """Nobody can make way for it: the other one is a prefill, too, and holds pages that the first one gave back."""
-    config = replace(CONFIG, num_blocks=6 + steps_ahead, chunk_tokens=4, pin_sealed=False, reaches=(Reach(window=6),))
+    config = replace(
+        CONFIG, num_blocks=6 + steps_ahead, chunk_tokens=4, pin_sealed=False, spans=(AttentionSpan(window=6),)
+    )
     outputs: list[StepOutput] = []
     loop = EngineLoop(CountingRunner(config), replace(config, steps_ahead=steps_ahead), outputs.append)
     first = [place % 3 for place in range(13 + 4 * steps_ahead)]

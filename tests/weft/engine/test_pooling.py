@@ -15,7 +15,7 @@ from weft.engine.messages import SequenceMode
 from weft.errors import InvalidRequest
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey
-from weft.worker.hidden_state_observers import MeanHidden
+from weft.worker.hidden_state_observers import MeanPooling
 
 LENGTHS = [1, 5, 16, 17, 70]
 PROMPTS = [[(7 * i + 3 * length) % 100 + 3 for i in range(length)] for length in LENGTHS]
@@ -30,12 +30,12 @@ def expected(tiny: Tiny, prompt: list[int]) -> torch.Tensor:
     return mean
 
 
-def submit(driver: Driver, name: str, prompt: list[int]) -> tuple[RequestKey, MeanHidden]:
-    reader = MeanHidden(len(prompt))
+def submit(driver: Driver, name: str, prompt: list[int]) -> tuple[RequestKey, MeanPooling]:
+    reader = MeanPooling(len(prompt))
     return driver.submit(name, prompt, mode=SequenceMode.PREFILL, observer=reader), reader
 
 
-def pooled(driver: Driver, key: RequestKey, reader: MeanHidden) -> torch.Tensor:
+def pooled(driver: Driver, key: RequestKey, reader: MeanPooling) -> torch.Tensor:
     driver.wait(lambda: bool(driver.heard[key].tokens))
     return torch.tensor(reader.mean())
 
@@ -43,7 +43,7 @@ def pooled(driver: Driver, key: RequestKey, reader: MeanHidden) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
 def test_means_are_those_of_transformers(name: str, family_of: Callable[[str], TinyFamily]) -> None:
     tiny = family_of(name)
-    with Driver(tiny, num_blocks=64 * len(kv_groups(tiny.config).reaches), chunk_tokens=16) as driver:
+    with Driver(tiny, num_blocks=64 * len(kv_groups(tiny.config).spans), chunk_tokens=16) as driver:
         text = driver.submit("text", PROMPTS[-1], 30)
         asked = [submit(driver, f"{turn}-{i}", prompt) for turn in ("cold", "warm") for i, prompt in enumerate(PROMPTS)]
         for (key, reader), prompt in zip(asked, PROMPTS * 2, strict=True):
@@ -75,6 +75,6 @@ def test_as_many_rows_as_are_wanted_need_not_be_those(grouped: Tiny) -> None:
 
 
 def test_only_a_prompt_that_is_computed_here_can_be_pooled(grouped: Tiny) -> None:
-    reader = MeanHidden(len(PROMPTS[1]))
+    reader = MeanPooling(len(PROMPTS[1]))
     with Driver(grouped) as driver, pytest.raises(InvalidRequest, match="hidden states"):
         driver.submit("a", PROMPTS[1], mode=SequenceMode.PREFILL, observer=reader, wait_for_kv=True)

@@ -10,7 +10,7 @@ from weft.engine.loop import EngineLoop
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
 from weft.engine.wait_queue import LEVEL_SECONDS
-from weft.kv.layer_groups import Reach
+from weft.kv.layer_groups import AttentionSpan
 from weft.request import RequestKey, SamplingParams
 
 
@@ -180,7 +180,7 @@ def test_the_block_that_others_may_grow_into_is_no_room(steps_ahead: int) -> Non
 
 def test_a_windowed_text_that_made_way_goes_on_where_steps_are_no_longer_than_a_block(steps_ahead: int) -> None:
     """What a prompt of whole blocks keeps at its end, for whoever asks for it again, took the room of its text."""
-    played = Played(steps_ahead, num_blocks=5, chunk_tokens=4 // (1 + steps_ahead), reaches=(Reach(window=6),))
+    played = Played(steps_ahead, num_blocks=5, chunk_tokens=4 // (1 + steps_ahead), spans=(AttentionSpan(window=6),))
     played.submit("text", 0, num_tokens=8, prompt=16)
     while played.loop._postprocessor.num_generated_tokens < 5:
         played.turn()
@@ -193,7 +193,11 @@ def test_a_text_that_makes_way_itself_leaves_its_pages_to_a_prompt_that_stands_s
     steps_ahead: int,
 ) -> None:
     """It held pages that the prompt had given back, and nothing else would have made the loop go on."""
-    limits: dict[str, Any] = {"num_blocks": 5, "chunk_tokens": 4 // (1 + steps_ahead), "reaches": (Reach(window=6),)}
+    limits: dict[str, Any] = {
+        "num_blocks": 5,
+        "chunk_tokens": 4 // (1 + steps_ahead),
+        "spans": (AttentionSpan(window=6),),
+    }
     played = Played(steps_ahead, **limits)
     played.submit("prompt", 0, prompt=14, mode=SequenceMode.PREFILL, cache_salt=b"")
     played.submit("text", 0, num_tokens=12, prompt=12, cache_salt=b"")
@@ -206,7 +210,7 @@ def test_a_text_that_makes_way_itself_leaves_its_pages_to_a_prompt_that_stands_s
 
 def test_what_those_who_made_way_leave_over_goes_to_a_prompt_that_stands_still() -> None:
     """Whom they made way for waits for its KV: until that comes nothing else makes the loop go on."""
-    played = Played(0, num_blocks=8, chunk_tokens=4, reaches=(Reach(window=6),))
+    played = Played(0, num_blocks=8, chunk_tokens=4, spans=(AttentionSpan(window=6),))
     played.submit("other", 0, num_tokens=3, prompt=10)
     played.turn()
     played.submit("text", 0, num_tokens=3, prompt=10, cache_salt=b"")

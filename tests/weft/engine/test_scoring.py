@@ -18,20 +18,20 @@ from weft.errors import InvalidRequest
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey
 from weft.worker import hidden_state_observers
-from weft.worker.hidden_state_observers import PromptScorer
+from weft.worker.hidden_state_observers import PromptLogprobReader
 
 LENGTHS = [1, 2, 5, 16, 17, 70]
 PROMPTS = [[(7 * i + 3 * length) % 100 + 3 for i in range(length)] for length in LENGTHS]
 NUM_TOP = 3
 
 
-def submit(driver: Driver, name: str, prompt: list[int], num_tokens: int, **changes: Any) -> PromptScorer:
-    scorer = PromptScorer(prompt, NUM_TOP)
+def submit(driver: Driver, name: str, prompt: list[int], num_tokens: int, **changes: Any) -> PromptLogprobReader:
+    scorer = PromptLogprobReader(prompt, NUM_TOP)
     driver.submit(name, prompt, num_tokens, observer=scorer, **changes)
     return scorer
 
 
-def assert_scored(tiny: Tiny, prompt: list[int], scorer: PromptScorer) -> None:
+def assert_scored(tiny: Tiny, prompt: list[int], scorer: PromptLogprobReader) -> None:
     """Against all logits at once."""
     pieces = scorer.found()
     expected = tiny.logits(prompt)[:-1].log_softmax(-1)
@@ -55,7 +55,7 @@ def test_logprobs_are_those_of_transformers(
     name: str, chunk_tokens: int, family_of: Callable[[str], TinyFamily]
 ) -> None:
     tiny = family_of(name)
-    with Driver(tiny, num_blocks=64 * len(kv_groups(tiny.config).reaches), chunk_tokens=chunk_tokens) as driver:
+    with Driver(tiny, num_blocks=64 * len(kv_groups(tiny.config).spans), chunk_tokens=chunk_tokens) as driver:
         text = driver.submit("text", PROMPTS[-1], 30)
         for turn in ("cold", "warm"):
             scorers = [submit(driver, f"{turn}-{i}", prompt, 3) for i, prompt in enumerate(PROMPTS)]

@@ -32,7 +32,7 @@ from weft.engine import build
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.kv.layer_groups import PageRun
+from weft.kv.layer_groups import PageRange
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, RequestKey
 
@@ -46,10 +46,10 @@ LATE_FAMILIES = ["llama2", "mistral-window"]  # pages that are kept, and pages t
 
 def crowded(tiny: Tiny) -> EngineConfig:
     """Room for fewer sequences than there are."""
-    reaches = kv_groups(tiny.config).reaches
+    reaches = kv_groups(tiny.config).spans
     return EngineConfig(
         num_blocks=NUM_BLOCKS * len(reaches),
-        reaches=reaches,
+        spans=reaches,
         block_tokens=BLOCK_TOKENS,
         vocab_size=tiny.config.vocab_size,
         max_context_tokens=tiny.config.max_positions,
@@ -69,7 +69,7 @@ class Chaos:
         self.random = random.Random(seed)
         self.texts = texts
         self.live: dict[RequestKey, Live] = {}
-        self.held: dict[RequestKey, tuple[Live, tuple[PageRun, ...], int]] = {}
+        self.held: dict[RequestKey, tuple[Live, tuple[PageRange, ...], int]] = {}
         self.suspects: list[int] = []
         self.pinned: list[int] = []
         self.counts: Counter[str] = Counter()
@@ -242,12 +242,12 @@ class Chaos:
             self.counts["foretold"] += 1
             self.engine.set_first_token(live.spec.key, FirstToken(token))
 
-    def copy(self, lent: tuple[PageRun, ...], reserved: Reserved, num_hits: int, num_tokens: int) -> None:
+    def copy(self, lent: tuple[PageRange, ...], reserved: Reserved, num_hits: int, num_tokens: int) -> None:
         """Of each group, the pages that the next token looks at."""
         paging = self.engine.paging
         for group, (theirs, ours) in enumerate(zip(lent, reserved.page_ranges, strict=True)):
-            needed = paging.lent(group, num_hits, num_tokens, num_tokens)
-            placed = paging.placed(group, ours, num_hits, paging.sight(num_tokens, num_tokens))
+            needed = paging.needed_blocks(group, num_hits, num_tokens, num_tokens)
+            placed = paging.remap(group, ours, num_hits, paging.retention_point(num_tokens, num_tokens))
             places = placed.within(needed.start, needed.stop)
             self.blocks[list(places.blocks)] = self.blocks[list(theirs.within(needed.start, needed.stop).blocks)]
 

@@ -66,7 +66,7 @@ def test_tokens_are_exact_with_every_page_poisoned_that_goes_back(
 ) -> None:
     tiny, prompts, expected = cases(name)
     # room for about two of the five: the others wait, are preempted, and take over pages that were others'
-    num_blocks = 40 * len(kv_groups(tiny.config).reaches)
+    num_blocks = 40 * len(kv_groups(tiny.config).spans)
     with Driver(tiny, block_tokens=4, chunk_tokens=chunk_tokens, num_blocks=num_blocks) as driver:
         poisoned(driver)
         for turn in ("cold", "warm"):

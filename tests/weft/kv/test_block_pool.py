@@ -148,7 +148,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(one=consumes(held), other=consumes(held))
     def foretell_and_release(self, one: int, other: int) -> None:
-        before, freed = self.pool.num_available, self.pool.num_freed([one, other])
+        before, freed = self.pool.num_available, self.pool.num_freeable([one, other])
         self.pool.release([one, other])
         self.drop(one)
         self.drop(other)

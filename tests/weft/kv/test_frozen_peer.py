@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
 from weft.request import RequestKey
 
 SIZE, NUM_RUNS = 16 * 1024 * 1024, 8
@@ -49,14 +49,14 @@ async def test_nothing_lands_after_the_end_of_a_pull_and_others_are_not_held_up(
     async with start_lender() as (frozen, its), start_lender() as (_, other):
         # first contact, before anything is wrong
         for peer in (its, other):
-            await transport.pull(Lender(peer, "", LEASE), [Run(peer.pool_address, address, 1)], 10)
+            await transport.pull(KvSource(peer, "", LEASE), [CopyRange(peer.pool_address, address, 1)], 10)
         memory[0] = 0
         frozen.send_signal(signal.SIGSTOP)
-        runs = [Run(its.pool_address + 2 * i * piece, address + 2 * i * piece, piece) for i in range(NUM_RUNS)]
-        pulls = [asyncio.create_task(transport.pull(Lender(its, "", LEASE), runs, 10)) for _ in range(3)]
+        runs = [CopyRange(its.pool_address + 2 * i * piece, address + 2 * i * piece, piece) for i in range(NUM_RUNS)]
+        pulls = [asyncio.create_task(transport.pull(KvSource(its, "", LEASE), runs, 10)) for _ in range(3)]
         # the other peer has threads of its own
         began = time.monotonic()
-        await transport.pull(Lender(other, "", LEASE), [Run(other.pool_address, address + piece, piece)], 10)
+        await transport.pull(KvSource(other, "", LEASE), [CopyRange(other.pool_address, address + piece, piece)], 10)
         assert not any(pull.done() for pull in pulls), f"{time.monotonic() - began} s"
         assert bytes(memory[piece : 2 * piece]) == b"\x07" * piece
         outcomes = await asyncio.gather(*pulls, return_exceptions=True)
@@ -67,7 +67,7 @@ async def test_nothing_lands_after_the_end_of_a_pull_and_others_are_not_held_up(
         assert bytes(memory) == before
         # and it can be read again, once its connections are new
         async with asyncio.timeout(30):
-            while not await _is_read(transport.pull(Lender(its, "", LEASE), runs, 10)):
+            while not await _is_read(transport.pull(KvSource(its, "", LEASE), runs, 10)):
                 pass
         assert memory[2 * (NUM_RUNS - 1) * piece] == 7
     await transport.close()

@@ -16,10 +16,10 @@ from signal import SIGSTOP
 import pytest
 
 from weft.kv import local_transport
-from weft.kv.local_transport import NearTransport
-from weft.kv.memfd import SharedBytes, shared_bytes
+from weft.kv.local_transport import LocalTransport
+from weft.kv.memfd import SharedMemory, create_shared_memory
 from weft.kv.memory import HostBlocks
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
 from weft.request import RequestKey
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 8
@@ -27,12 +27,12 @@ BLOCK_BYTES, NUM_BLOCKS = 4096, 8
 LENDER = """
 import ctypes, json, signal
 from weft.kv.memory import HostBlocks
-from weft.kv.local_transport import NearTransport
-from weft.kv.memfd import shared_bytes
-shared = shared_bytes(8 * 4096, "weft-kv-pool")
+from weft.kv.local_transport import LocalTransport
+from weft.kv.memfd import create_shared_memory
+shared = create_shared_memory(8 * 4096, "weft-kv-pool")
 shared.mapping[:] = b"".join(bytes([i + 1]) * 4096 for i in range(8))
 address = ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping))
-endpoint = NearTransport(HostBlocks(address, 4096, 8, shared.fd)).endpoint()
+endpoint = LocalTransport(HostBlocks(address, 4096, 8, shared.fd)).endpoint()
 print(json.dumps([endpoint.transport, endpoint.segment, endpoint.pool_address, endpoint.file]), flush=True)
 signal.pause()
 """
@@ -58,17 +58,19 @@ class Ours:
     """A borrower's pool, full of zeros."""
 
     def __init__(self) -> None:
-        shared = shared_bytes(BLOCK_BYTES * NUM_BLOCKS, "weft-kv-pool")
-        assert isinstance(shared, SharedBytes)
+        shared = create_shared_memory(BLOCK_BYTES * NUM_BLOCKS, "weft-kv-pool")
+        assert isinstance(shared, SharedMemory)
         self.shared = shared
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping))
-        self.transport = NearTransport(HostBlocks(self.address, BLOCK_BYTES, NUM_BLOCKS, shared.fd))
+        self.transport = LocalTransport(HostBlocks(self.address, BLOCK_BYTES, NUM_BLOCKS, shared.fd))
 
-    def run(self, peer: Endpoint, remote: int, local: int, count: int = 1) -> Run:
-        return Run(peer.pool_address + remote * BLOCK_BYTES, self.address + local * BLOCK_BYTES, count * BLOCK_BYTES)
+    def run(self, peer: Endpoint, remote: int, local: int, count: int = 1) -> CopyRange:
+        return CopyRange(
+            peer.pool_address + remote * BLOCK_BYTES, self.address + local * BLOCK_BYTES, count * BLOCK_BYTES
+        )
 
-    async def pull(self, peer: Endpoint, *runs: Run, patience: float = 5.0) -> None:
-        await self.transport.pull(Lender(peer, "", RequestKey("r")), runs, patience)
+    async def pull(self, peer: Endpoint, *runs: CopyRange, patience: float = 5.0) -> None:
+        await self.transport.pull(KvSource(peer, "", RequestKey("r")), runs, patience)
 
     @property
     def blocks(self) -> list[int]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from weft.kv.memfd import map_file, shared_bytes
+from weft.kv.memfd import create_shared_memory, map_file
 
 SIZE = 8192
 
 
 def test_what_is_written_to_one_mapping_is_read_in_the_other() -> None:
-    shared = shared_bytes(SIZE, "weft-test-shared")
+    shared = create_shared_memory(SIZE, "weft-test-shared")
     assert shared is not None
     assert shared.mapping[:] == bytes(SIZE)
     address = map_file(os.dup(shared.fd), SIZE, is_writable=False)
@@ -25,7 +25,7 @@ def test_what_is_written_to_one_mapping_is_read_in_the_other() -> None:
 
 @pytest.mark.parametrize(("is_writable", "rights"), [(False, "r--s"), (True, "rw-s")])
 def test_a_mapping_has_the_rights_that_were_asked_for(is_writable: bool, rights: str) -> None:
-    shared = shared_bytes(SIZE, "weft-test-shared")
+    shared = create_shared_memory(SIZE, "weft-test-shared")
     assert shared is not None
     address = map_file(os.dup(shared.fd), SIZE, is_writable)
     (line,) = (each for each in Path("/proc/self/maps").read_text().splitlines() if each.startswith(f"{address:x}-"))
@@ -33,7 +33,7 @@ def test_a_mapping_has_the_rights_that_were_asked_for(is_writable: bool, rights:
 
 
 def test_the_file_goes_with_its_mapping() -> None:
-    shared = shared_bytes(SIZE, "weft-test-shared")
+    shared = create_shared_memory(SIZE, "weft-test-shared")
     assert shared is not None
     fd, view = shared.fd, memoryview(shared.mapping)
     del shared

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from weft.kv import mooncake
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
 from weft.request import RequestKey
 
 MIB = 1024 * 1024
@@ -40,8 +40,8 @@ class Side:
     def fill(self, value: int) -> None:
         ctypes.memset(self.memory, value, len(self.memory))
 
-    def lender(self) -> Lender:
-        return Lender(self.transport.endpoint(), "127.0.0.1:1", RequestKey("r"))
+    def lender(self) -> KvSource:
+        return KvSource(self.transport.endpoint(), "127.0.0.1:1", RequestKey("r"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def sides(both: tuple[Side, Side]) -> tuple[Side, Side]:
 async def test_a_closed_transport_leaves_nothing_for_the_garbage_collector() -> None:
     async def threads_of_one() -> int:
         lender, borrower = Side(MIB, 7), Side(MIB, 1)
-        await borrower.transport.pull(lender.lender(), [Run(lender.address, borrower.address, MIB)], 10)
+        await borrower.transport.pull(lender.lender(), [CopyRange(lender.address, borrower.address, MIB)], 10)
         most = count_threads()
         await borrower.transport.close()
         await lender.transport.close()
@@ -103,8 +103,8 @@ async def test_a_pull_copies_these_runs_and_nothing_else(sides: tuple[Side, Side
     await borrower.transport.connect(lender.transport.endpoint())
     ctypes.memset(lender.address + 100, 9, 50)
     runs = [
-        Run(lender.address + 100, borrower.address + 300, 50),
-        Run(lender.address, borrower.address + MIB, 2 * MIB),
+        CopyRange(lender.address + 100, borrower.address + 300, 50),
+        CopyRange(lender.address, borrower.address + MIB, 2 * MIB),
     ]
     await borrower.transport.pull(lender.lender(), runs, 10)
     copied = bytes(borrower.memory)
@@ -117,7 +117,7 @@ async def test_a_pull_copies_these_runs_and_nothing_else(sides: tuple[Side, Side
 async def test_more_entries_than_the_library_queues_arrive_all(sides: tuple[Side, Side]) -> None:
     lender, borrower = sides
     # every other 512 bytes: nothing can be joined
-    runs = [Run(lender.address + at, borrower.address + at, 512) for at in range(0, 4 * MIB, 1024)]
+    runs = [CopyRange(lender.address + at, borrower.address + at, 512) for at in range(0, 4 * MIB, 1024)]
     await borrower.transport.pull(lender.lender(), runs, 20)
     copied = bytes(borrower.memory)
     assert copied[: 4 * MIB] == (b"\x07" * 512 + b"\x01" * 512) * (4 * 1024)
@@ -131,15 +131,15 @@ async def test_a_peer_that_is_gone_fails_the_pull(sides: tuple[Side, Side]) -> N
         await borrower.transport.connect(endpoint)
         with pytest.raises(TransferFailed):
             await borrower.transport.pull(
-                Lender(endpoint, "", RequestKey("r")), [Run(4096, borrower.address, 4096)], 10
+                KvSource(endpoint, "", RequestKey("r")), [CopyRange(4096, borrower.address, 4096)], 10
             )
 
 
 async def test_memory_that_is_not_lent_cannot_be_read(sides: tuple[Side, Side]) -> None:
     lender, borrower = sides
     with pytest.raises(TransferFailed):
-        await borrower.transport.pull(lender.lender(), [Run(4096, borrower.address, 4096)], 10)
-    good = Run(lender.address, borrower.address, 4096)
+        await borrower.transport.pull(lender.lender(), [CopyRange(4096, borrower.address, 4096)], 10)
+    good = CopyRange(lender.address, borrower.address, 4096)
     await borrower.transport.pull(lender.lender(), [good], 10)
     assert bytes(borrower.memory[:4096]) == b"\x07" * 4096
 
@@ -147,7 +147,7 @@ async def test_memory_that_is_not_lent_cannot_be_read(sides: tuple[Side, Side]) 
 async def test_no_batch_begins_after_the_deadline(sides: tuple[Side, Side]) -> None:
     lender, borrower = sides
     with pytest.raises(TransferFailed):
-        await borrower.transport.pull(lender.lender(), [Run(lender.address, borrower.address, 4096)], -1.0)
+        await borrower.transport.pull(lender.lender(), [CopyRange(lender.address, borrower.address, 4096)], -1.0)
     assert bytes(borrower.memory[:4096]) == b"\x01" * 4096
 
 
@@ -191,13 +191,13 @@ class CountingEngine:
 
     def __init__(self, patience: list[int]) -> None:
         self.patience = patience
-        self.transfers: dict[int, Run] = {}
+        self.transfers: dict[int, CopyRange] = {}
         self.left: dict[int, int] = {}
         self.most, self.most_bytes = 0, 0
 
     def batch_transfer_async_read(self, segment: str, local: list[int], remote: list[int], size: list[int]) -> int:
         number = len(self.transfers) + 1
-        self.transfers[number] = Run(remote[0], local[0], size[0])
+        self.transfers[number] = CopyRange(remote[0], local[0], size[0])
         self.left[number] = self.patience[number % len(self.patience)]
         self.most = max(self.most, len(self.left))
         self.most_bytes = max(self.most_bytes, sum(self.transfers[each].size_bytes for each in self.left))
@@ -223,7 +223,7 @@ BAD = 13 * 10_000
 def test_transfers_are_bounded_lose_nothing_and_are_all_over_at_the_end(
     sizes: list[int], max_in_flight: int, max_bytes: int, patience: list[int]
 ) -> None:
-    runs = [Run(i * 10_000, i * 20_000, size) for i, size in enumerate(sizes)]
+    runs = [CopyRange(i * 10_000, i * 20_000, size) for i, size in enumerate(sizes)]
     engine = CountingEngine(patience)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mooncake, "MAX_IN_FLIGHT", max_in_flight)
@@ -243,5 +243,11 @@ def test_transfers_are_bounded_lose_nothing_and_are_all_over_at_the_end(
 
 
 def test_neighbours_are_joined_only_when_they_are_neighbours_on_both_sides() -> None:
-    runs = [Run(0, 100, 10), Run(10, 110, 10), Run(20, 130, 10), Run(40, 140, 10), Run(50, 150, 5)]
-    assert coalesce(runs) == [Run(0, 100, 20), Run(20, 130, 10), Run(40, 140, 15)]
+    runs = [
+        CopyRange(0, 100, 10),
+        CopyRange(10, 110, 10),
+        CopyRange(20, 130, 10),
+        CopyRange(40, 140, 10),
+        CopyRange(50, 150, 5),
+    ]
+    assert coalesce(runs) == [CopyRange(0, 100, 20), CopyRange(20, 130, 10), CopyRange(40, 140, 15)]

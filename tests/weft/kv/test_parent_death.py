@@ -15,11 +15,11 @@ AUTOGROUP = Path("/proc/self/autogroup")
 WORKER = """
 import subprocess, sys
 from pathlib import Path
-from weft.kv.parent_death import copy_session_manners
+from weft.kv.parent_death import inherit_autogroup
 Path("/proc/self/autogroup").write_text("7")
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 before = Path(f"/proc/{child.pid}/autogroup").read_text()
-copy_session_manners(child.pid)
+inherit_autogroup(child.pid)
 print(before.split()[-1], Path(f"/proc/{child.pid}/autogroup").read_text().split()[-1])
 child.kill()
 """
@@ -32,7 +32,7 @@ def test_a_store_client_is_as_nice_as_its_worker() -> None:
 
 
 def test_a_process_that_has_ended_is_no_error() -> None:
-    code = "from weft.kv.parent_death import copy_session_manners as c; c(2**22 - 1)"
+    code = "from weft.kv.parent_death import inherit_autogroup as c; c(2**22 - 1)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -45,7 +45,7 @@ def test_a_process_of_no_session_starts_its_children_all_the_same(
     monkeypatch.setattr(parent_death, "OUR_SESSION", ours)
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        parent_death.copy_session_manners(child.pid)
+        parent_death.inherit_autogroup(child.pid)
     finally:
         child.kill()
         child.wait()

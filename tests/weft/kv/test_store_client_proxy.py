@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft.kv import store_client_proxy
-from weft.kv.store_client_proxy import StoreAgent, StoreBusy, StoreLost, StoreSpec
+from weft.kv.store_client_proxy import StoreBusy, StoreClientProxy, StoreLost, StoreSpec
 
 SECONDS = 20.0
 SIZE = 4096
@@ -49,8 +49,8 @@ async def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def agent(held: Path) -> AsyncIterator[StoreAgent]:
-    async with StoreAgent.running(StoreSpec("nowhere:1", "127.0.0.1", "tcp", staging_bytes=4 * SIZE)) as agent:
+async def agent(held: Path) -> AsyncIterator[StoreClientProxy]:
+    async with StoreClientProxy.running(StoreSpec("nowhere:1", "127.0.0.1", "tcp", staging_bytes=4 * SIZE)) as agent:
         yield agent
 
 
@@ -64,7 +64,7 @@ def let_go(held: Path) -> None:
     held.unlink()
 
 
-async def test_a_put_that_takes_long_holds_up_neither_look_ups_nor_reads(agent: StoreAgent, held: Path) -> None:
+async def test_a_put_that_takes_long_holds_up_neither_look_ups_nor_reads(agent: StoreClientProxy, held: Path) -> None:
     async with asyncio.timeout(SECONDS):
         puts = [asyncio.create_task(agent.put([name], [0], SIZE)) for name in ("a", "b")]
         while not has_begun(held):  # noqa: ASYNC110 (another process brings it about)
@@ -78,7 +78,7 @@ async def test_a_put_that_takes_long_holds_up_neither_look_ups_nor_reads(agent: 
 
 
 async def test_a_probe_does_not_wait_in_the_line_of_look_ups(
-    agent: StoreAgent, held: Path, monkeypatch: pytest.MonkeyPatch
+    agent: StoreClientProxy, held: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_client_proxy, "MAX_PENDING", 1)
     async with asyncio.timeout(SECONDS):
@@ -92,7 +92,7 @@ async def test_a_probe_does_not_wait_in_the_line_of_look_ups(
         assert await look_up == [True]
 
 
-async def test_a_call_that_fails_by_a_bug_ends_all_that_wait(agent: StoreAgent) -> None:
+async def test_a_call_that_fails_by_a_bug_ends_all_that_wait(agent: StoreClientProxy) -> None:
     put = asyncio.create_task(agent.put(["a"], [0], SIZE))
     await asyncio.sleep(0)
     with pytest.raises(StoreLost, match="a bug"):

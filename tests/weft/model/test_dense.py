@@ -67,7 +67,7 @@ def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_to
     config, shuffled = model.config, random.Random(7)
     pages = list(range(1, len(pool)))
     shuffled.shuffle(pages)
-    groups = range(len(kv_groups(config).reaches))
+    groups = range(len(kv_groups(config).spans))
     tables = [[[pages.pop() for _ in range(-(-length // block_tokens))] for _, length in sequences] for _ in groups]
     positions = [at for count, length in sequences for at in range(length - count, length)]
     places = [(index, at) for index, (count, length) in enumerate(sequences) for at in range(length - count, length)]
@@ -87,7 +87,7 @@ def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_to
 def pool_of(model: Decoder, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:
     """Random keys and values, and one block of NaN that belongs to nobody."""
     config, groups = model.config, kv_groups(model.config)
-    count = sum(-(-length // block_tokens) for _, length in sequences) * len(groups.reaches)
+    count = sum(-(-length // block_tokens) for _, length in sequences) * len(groups.spans)
     pool = torch.randn(count + 1, config.num_kv_heads, groups.size, 2, block_tokens, config.head_dim)
     pool[0] = NAN
     return pool.to(model.dtype)

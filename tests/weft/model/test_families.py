@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tests.weft.tiny_families import FAMILIES, TinyFamily
-from weft.kv.layer_groups import Paging
+from weft.kv.layer_groups import PagingPolicy
 from weft.model import attention
 from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder
@@ -33,10 +33,10 @@ def logits_in_chunks(
     config = tiny.config
     model = Decoder(config, tiny.weights, dtype, torch.device(device))
     groups = kv_groups(config)
-    paging = Paging(groups.reaches, BLOCK_TOKENS, chunk)
+    paging = PagingPolicy(groups.spans, BLOCK_TOKENS, chunk)
     # each group has pages of its own
-    tables = [[12 * group + page for page in TABLE] for group in range(len(groups.reaches))]
-    pages = 12 * len(groups.reaches)
+    tables = [[12 * group + page for page in TABLE] for group in range(len(groups.spans))]
+    pages = 12 * len(groups.spans)
     pool = torch.full((pages, config.num_kv_heads, groups.size, config.kv_parts, BLOCK_TOKENS, config.head_dim), NAN)
     pool = pool.to(device, dtype)
     logits = []
@@ -50,7 +50,7 @@ def logits_in_chunks(
                 first = paging.first(group, start)
                 pool[table[:first]] = NAN
                 pool[table[-(-start // BLOCK_TOKENS) : -(-end // BLOCK_TOKENS)]] = 0
-                left_out = paging.num_left_out(group, first)
+                left_out = paging.skipped_blocks(group, first)
                 seen = [table[first]] * (first - left_out) + table[first:]
                 batches.append(PagedBatch(pool, config.num_heads, [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
             columns = torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count)

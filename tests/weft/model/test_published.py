@@ -260,7 +260,7 @@ def test_published_configs_ask_for_the_weights_that_were_published(
     config = read(fields, tmp_path)
     assert num_weights(config) / 1e9 == pytest.approx(billions, rel=1e-3)
     # a page is one group's share of a block
-    assert block_bytes(config, "bfloat16", 64) * len(kv_groups(config).reaches) == 64 * kv_bytes_per_token
+    assert block_bytes(config, "bfloat16", 64) * len(kv_groups(config).spans) == 64 * kv_bytes_per_token
 
 
 def test_scout_has_no_positions_and_no_chunks_in_every_fourth_layer(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weft.kv.memory import HostBlocks
-from weft.kv.transport import Lender, Run, TransferFailed
+from weft.kv.transport import CopyRange, KvSource, TransferFailed
 from weft.request import RequestKey
 from weft.rpc import grpc_transport
 from weft.rpc.client import ChannelPool
@@ -70,9 +70,9 @@ async def pull(
     channels = ChannelPool()
     transport = GrpcTransport(channels, local)
     endpoint = GrpcTransport(channels, remote).endpoint()
-    runs = [Run(remote.address + there * SIZE, local.address + here * SIZE, SIZE) for there, here in pairs]
+    runs = [CopyRange(remote.address + there * SIZE, local.address + here * SIZE, SIZE) for there, here in pairs]
     try:
-        await transport.pull(Lender(endpoint, address, RequestKey("lease")), runs, seconds)
+        await transport.pull(KvSource(endpoint, address, RequestKey("lease")), runs, seconds)
     finally:
         await channels.close()
 
@@ -89,7 +89,7 @@ async def test_blocks_arrive_as_they_were_in_pieces(monkeypatch: pytest.MonkeyPa
 class Device(HostBlocks):
     """Copies wait until it is free, as those of a GPU wait for what it does."""
 
-    is_near = False
+    is_host = False
 
     def __init__(self, memory: HostBlocks) -> None:
         super().__init__(memory.address, memory.block_bytes, memory.num_blocks)

@@ -14,7 +14,7 @@ from tests.weft.rpc.bare_http2 import HEADERS, BareClient
 
 from weft.errors import Cancelled
 from weft.rpc import health_service as health_module
-from weft.rpc.health_service import NOT_SERVING, SERVING, Health
+from weft.rpc.health_service import NOT_SERVING, SERVING, HealthService
 from weft.rpc.server import RpcServer
 
 SERVICE = "a.Service"
@@ -76,12 +76,12 @@ async def test_nobody_is_woken_where_nothing_has_changed(monkeypatch: pytest.Mon
     """A gateway says every second that it is ready, and anybody may watch."""
     looks: list[str] = []
 
-    def status(_: Health, name: str) -> int:
+    def status(_: HealthService, name: str) -> int:
         looks.append(name)
         return NOT_SERVING
 
-    monkeypatch.setattr(Health, "_status", status)
-    health, written = Health([SERVICE]), asyncio.Event()
+    monkeypatch.setattr(HealthService, "_status", status)
+    health, written = HealthService([SERVICE]), asyncio.Event()
 
     class Context:
         async def write(self, _: Any) -> None:
@@ -105,4 +105,4 @@ async def test_a_watcher_that_does_not_read_is_given_up(monkeypatch: pytest.Monk
             await asyncio.Event().wait()
 
     with pytest.raises(Cancelled):
-        await Health([SERVICE]).Watch(asked(SERVICE), Context())
+        await HealthService([SERVICE]).Watch(asked(SERVICE), Context())

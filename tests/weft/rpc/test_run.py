@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from weft.config import ConfigError
-from weft.errors import BadCheckpoint, EngineFailed, Unreadable
+from weft.errors import BadCheckpoint, EngineFailed, StorageUnavailable
 from weft.metrics import expose
-from weft.rpc.server import NUM_YOUNG_OBJECTS, RpcServer, run, settle_heap
+from weft.rpc.server import NUM_YOUNG_OBJECTS, RpcServer, freeze_startup_objects, run
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_storage_that_fails_ends_it_with_status_1_so_that_it_is_started_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
-        raise Unreadable("s3://models/one: timed out")
+        raise StorageUnavailable("s3://models/one: timed out")
 
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
         run(main)
@@ -94,7 +94,7 @@ class Circle:
 def test_what_a_process_is_made_of_is_not_looked_at_for_cycles_and_what_requests_leave_is() -> None:
     threshold, made = gc.get_threshold(), [Circle() for _ in range(100)]
     try:
-        settle_heap()
+        freeze_startup_objects()
         assert not {id(each) for each in gc.get_objects()} & {id(each) for each in made}
         left = weakref.ref(Circle())
         kept = [[number] for number in range(2 * NUM_YOUNG_OBJECTS)]

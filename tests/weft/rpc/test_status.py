@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from weft.errors import EngineFailed, InvalidRequest, NotFound, Overloaded, WeftError
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import prefill_service_pb2 as pb2
@@ -109,7 +109,7 @@ async def test_an_unknown_error_says_nothing_of_itself(method: str) -> None:
 @pytest.mark.parametrize("method", ["Prefill", "ReadBlocks"])
 async def test_a_caller_that_leaves_ends_the_handler(method: str) -> None:
     async with start(None) as (servicer, stub):
-        async with owned(call(stub, method)) as stream:
+        async with cancelled_on_exit(call(stub, method)) as stream:
             await anext(aiter(stream))
         async with asyncio.timeout(5):
             await servicer.has_ended.wait()
@@ -164,7 +164,7 @@ async def test_a_call_that_failed_keeps_nothing_of_its_request(method: str) -> N
 
 async def drain(stub: Any, method: str) -> None:
     """To the end."""
-    async with owned(call(stub, method)) as stream:
+    async with cancelled_on_exit(call(stub, method)) as stream:
         async for _ in stream:
             pass
 

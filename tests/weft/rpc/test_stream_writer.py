@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from weft.errors import PeerLost
 from weft.rpc.client import open_channel
-from weft.rpc.stream_writer import Outgoing, speaking
+from weft.rpc.stream_writer import EagerStreamWriter, writing_to
 
 
 class Wire:
@@ -24,7 +24,7 @@ class Wire:
         self.gates: deque[asyncio.Future[None]] = deque()
         self.num_failures = 0
         self.left: deque[str] = deque()
-        self.outgoing = Outgoing(self.write, self.take, self.fail)
+        self.outgoing = EagerStreamWriter(self.write, self.take, self.fail)
 
     async def write(self, message: str) -> None:
         self.begun.append(message)
@@ -63,7 +63,7 @@ async def test_a_write_that_waits_for_nothing() -> None:
         written.append(message)
 
     left = deque(range(5))
-    Outgoing(write, lambda: left.popleft() if left else None, lambda: None).push()
+    EagerStreamWriter(write, lambda: left.popleft() if left else None, lambda: None).push()
     assert written == [0, 1, 2, 3, 4]
 
 
@@ -80,7 +80,7 @@ async def test_after_a_failure_nothing_is_written(is_late: bool) -> None:
         async def broken(message: str) -> None:
             raise ConnectionError("gone")
 
-        wire.outgoing = Outgoing(broken, wire.take, wire.fail)
+        wire.outgoing = EagerStreamWriter(broken, wire.take, wire.fail)
         wire.say("a")
     wire.say("c")
     assert wire.num_failures == 1
@@ -125,7 +125,7 @@ async def test_over_grpc_all_of_it_arrives() -> None:
     )
     left = deque(kinds(service=str(number)) for number in range(1000))
     try:
-        async with asyncio.timeout(20), speaking(say(), lambda: left.popleft() if left else None) as (call, outgoing):
+        async with asyncio.timeout(20), writing_to(say(), lambda: left.popleft() if left else None) as (call, outgoing):
             outgoing.push()
             assert [(await call.read()).service for _ in range(1000)] == [str(number) for number in range(1000)]
     finally:
@@ -150,7 +150,7 @@ async def test_who_reads_hears_of_a_failure_and_not_of_a_cancellation() -> None:
     left = deque(["a"])
 
     async def speak() -> None:
-        async with speaking(Broken(), lambda: left.popleft() if left else None) as (call, outgoing):
+        async with writing_to(Broken(), lambda: left.popleft() if left else None) as (call, outgoing):
             outgoing.push()
             await call.answer
 
@@ -160,7 +160,7 @@ async def test_who_reads_hears_of_a_failure_and_not_of_a_cancellation() -> None:
 
 async def test_who_is_cancelled_is_cancelled() -> None:
     async def speak() -> None:
-        async with speaking(Broken(), lambda: None) as (call, _):
+        async with writing_to(Broken(), lambda: None) as (call, _):
             await call.answer
 
     task = asyncio.create_task(speak())

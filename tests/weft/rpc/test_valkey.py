@@ -51,7 +51,7 @@ async def test_a_task_that_asks_can_be_cancelled_at_any_moment() -> None:
             await asyncio.Event().wait()
         return 1
 
-    asking = asyncio.create_task(valkey.ask(command))
+    asking = asyncio.create_task(valkey.call(command))
     await is_written.wait()
     asking.cancel()
     await asyncio.wait({asking})
@@ -73,7 +73,7 @@ async def test_what_is_asked_at_once_never_waits_for_a_connection_within_its_dea
         num_asked -= 1
         return 1
 
-    answers = [asyncio.create_task(valkey.ask(command)) for _ in range(3 * MAX_CONNECTIONS)]
+    answers = [asyncio.create_task(valkey.call(command)) for _ in range(3 * MAX_CONNECTIONS)]
     await are_many.wait()
     all_asked.set()
     assert await asyncio.gather(*answers) == [1] * len(answers)
@@ -91,13 +91,13 @@ async def test_a_turn_that_does_not_come_is_no_failure_of_the_server() -> None:
     async def short(_: Any) -> bool:
         return True
 
-    first = asyncio.create_task(valkey.ask(long))
+    first = asyncio.create_task(valkey.call(long))
     await asyncio.sleep(0)
-    assert await valkey.ask(short) is None
-    assert not valkey.is_resting
+    assert await valkey.call(short) is None
+    assert not valkey.is_backing_off
     go_on.set()
     assert await first is True
-    assert await valkey.ask(short) is True
+    assert await valkey.call(short) is True
     await valkey.close()
 
 
@@ -114,12 +114,12 @@ async def test_whoever_waited_while_it_failed_does_not_ask(error: Exception, num
         await go_on.wait()
         raise error
 
-    asked = [asyncio.create_task(valkey.ask(failing)) for _ in range(5)]
+    asked = [asyncio.create_task(valkey.call(failing)) for _ in range(5)]
     await asyncio.sleep(0)
     go_on.set()
     assert await asyncio.gather(*asked) == [None] * 5
     assert num_asked == num_heard
-    assert valkey.is_resting
+    assert valkey.is_backing_off
     await valkey.close()
 
 
@@ -136,7 +136,7 @@ async def test_a_late_answer_now_and_then_is_no_failure(late: Exception) -> None
 
     for _ in range(3):
         for _ in range(MAX_LATE - 1):
-            assert await valkey.ask(fails) is None
-            assert not valkey.is_resting
-        assert await valkey.ask(answers) is True
+            assert await valkey.call(fails) is None
+            assert not valkey.is_backing_off
+        assert await valkey.call(answers) is True
     await valkey.close()

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights import blobs
 from weft.weights.blobs import LocalFile, Scratch
 from weft.weights.bundle import convert, layout
@@ -159,7 +159,9 @@ def test_damage_to_a_file_that_is_being_written_anew_is_not_final(bundle: Path) 
     _, at = a_coded_chunk(path)
     flip(path, at)
     os.utime(path, (1, 1))
-    with pytest.raises(Unreadable, match=rf"files were written anew while they were read: .*{path.name}: tensor .* is"):
+    with pytest.raises(
+        StorageUnavailable, match=rf"files were written anew while they were read: .*{path.name}: tensor .* is"
+    ):
         write_image(checkpoint, lambda size, file: None, 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
-from weft.file_io import share_alike
+from weft.file_io import copy_ownership
 from weft.weights.bundle import convert, making
 from weft.weights.bundle.making import NOTE
 
@@ -86,9 +86,9 @@ def test_what_is_whole_and_has_its_name_may_be_read_by_whom_its_source_may(
     def share(of: Path, made: Path) -> None:
         if made == target:
             raise KeyboardInterrupt
-        share_alike(of, made)
+        copy_ownership(of, made)
 
-    monkeypatch.setattr(making, "share_alike", share)
+    monkeypatch.setattr(making, "copy_ownership", share)
     with suppress(KeyboardInterrupt):
         convert.compress(source, target, 1, nothing)
     assert not (target / NOTE).exists()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weft.errors import Unreadable
+from weft.errors import StorageUnavailable
 from weft.weights.bundle import __main__ as program
 from weft.weights.bundle import convert
 from weft.weights.bundle.making import NOTE
@@ -47,7 +47,7 @@ def weft(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]
 
 
 def unreadable(*_: object) -> None:
-    raise Unreadable("the disk does not answer")
+    raise StorageUnavailable("the disk does not answer")
 
 
 def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.weft.weights.checkpoints import make_checkpoint, nothing
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights.bundle import convert
 from weft.weights.bundle.inspection import rows_of
 from weft.weights.checkpoint import INDEX_FILE, read_checkpoint
@@ -32,7 +32,7 @@ def failing(real: Callable[..., Any], name: str, number: int) -> Callable[..., A
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX_FILE, ORIGIN_FILE])
-@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, Unreadable), (errno.EACCES, BadCheckpoint)])
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, StorageUnavailable), (errno.EACCES, BadCheckpoint)])
 def test_a_small_file_that_cannot_be_read_for_now_can_be_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, kind: type[Exception]
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_disk_that_does_not_say_what_is_there_is_asked_later(
 ) -> None:
     make_checkpoint(tmp_path / "model")
     monkeypatch.setattr(os, "stat", failing(os.stat, name, errno.EIO))
-    with pytest.raises(Unreadable, match=f"{name}: not readable: Input/output error"):
+    with pytest.raises(StorageUnavailable, match=f"{name}: not readable: Input/output error"):
         read_checkpoint(tmp_path / "model")
 
 
@@ -64,13 +64,13 @@ async def test_names_in_no_encoding_are_names_like_others(
     (tmp_path / os.fsdecode(name)).write_text("x")
 
     def fail(*_: Any) -> None:
-        raise Unreadable("the disk fails")
+        raise StorageUnavailable("the disk fails")
 
     async with asyncio.TaskGroup() as tasks:
         loader = fetch.WeightLoader(directory, 1, tasks)
         with monkeypatch.context() as patch:
             patch.setattr(fetch, "write_image", fail)
-            with pytest.raises(Unreadable, match="the disk fails"):
+            with pytest.raises(StorageUnavailable, match="the disk fails"):
                 async for _ in loader.load():
                     pass
         assert isinstance([event async for event in loader.load()][-1], fetch.Loaded)
@@ -89,12 +89,12 @@ async def test_no_error_of_a_disk_ends_the_service(
     monkeypatch.setattr(fetch, step, fail)
     async with asyncio.TaskGroup() as tasks:
         loader = fetch.WeightLoader(tmp_path / "model", 1, tasks)
-        with pytest.raises(Unreadable, match="model: Input/output error"):
+        with pytest.raises(StorageUnavailable, match="model: Input/output error"):
             async for _ in loader.load():
                 pass
     monkeypatch.setattr(fetch, "read_checkpoint", fail)
     async with asyncio.TaskGroup() as tasks:
-        with pytest.raises(Unreadable, match="model: Input/output error"):
+        with pytest.raises(StorageUnavailable, match="model: Input/output error"):
             await fetch.WeightLoader(tmp_path / "model", 1, tasks).fits()
 
 
@@ -132,7 +132,9 @@ def test_a_disk_that_fails_under_a_tool_is_named(
         return real(fd, [buffers[0][: max(0, 100_000 - offset)] or buffers[0]], offset)
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(Unreadable, match=r"model-00001-of-00002\.\w+: not readable at byte \d+: Input/output error"):
+    with pytest.raises(
+        StorageUnavailable, match=r"model-00001-of-00002\.\w+: not readable at byte \d+: Input/output error"
+    ):
         TOOLS[tool](directory, tmp_path / "out", nothing)
 
 
@@ -169,7 +171,7 @@ async def test_files_that_are_being_written_are_waited_for(
 
     def overtaken(*_: Any) -> None:
         file.write_bytes(whole[:1000])
-        raise Unreadable("files were written anew while they were read")
+        raise StorageUnavailable("files were written anew while they were read")
 
     async with asyncio.TaskGroup() as tasks:
         loader = fetch.WeightLoader(tmp_path / "model", 1, tasks)
@@ -179,11 +181,11 @@ async def test_files_that_are_being_written_are_waited_for(
 
         with monkeypatch.context() as patch:
             patch.setattr(fetch, "write_image", overtaken)
-            with pytest.raises(Unreadable):
+            with pytest.raises(StorageUnavailable):
                 await load()
         for size in (2000, 3000):
             file.write_bytes(whole[:size])
-            with pytest.raises(Unreadable, match=r"truncated: .*; files are being written"):
+            with pytest.raises(StorageUnavailable, match=r"truncated: .*; files are being written"):
                 await load()
         with pytest.raises(BadCheckpoint, match="truncated: "):
             await load()

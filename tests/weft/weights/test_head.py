@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.weft.model.test_families import NUM_TOKENS, TOKENS, logits_in_chunks
 from tests.weft.tiny_families import TinyFamily, make_family, wrap
 from tests.weft.weights.checkpoints import nothing
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.model.config import read_config
 from weft.weights import head as head_module
 from weft.weights.bundle import convert
@@ -86,7 +86,7 @@ def test_a_head_in_a_file_of_its_own_is_looked_at_again_when_that_file_was_writt
     image = write_image(same, lambda size, file: None, 2)
     save_file({HEAD: tensors[EMBEDDING] + 1}, tied.directory / other)
     assert HEAD in names(with_own_head(read_checkpoint(tied.directory), 2))
-    with pytest.raises(Unreadable, match="written anew while they were read"):
+    with pytest.raises(StorageUnavailable, match="written anew while they were read"):
         write_image(same, lambda size, file: None, 2)
     image.release()
 

@@ -18,7 +18,7 @@ from tests.weft.weights.checkpoints import (
     safetensors_bytes,
     write_config,
 )
-from weft.errors import NotFound, Overloaded, Unreadable
+from weft.errors import NotFound, Overloaded, StorageUnavailable
 from weft.weights import image as image_module
 from weft.weights import layout
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
@@ -198,10 +198,12 @@ def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tmp_path: Path) ->
     file = tmp_path / "model" / "model.safetensors"
     os.truncate(file, 4000)
     said = r"written anew while they were read: .*model\.safetensors: truncated: it ends before .* \(tensor model\."
-    with pytest.raises(Unreadable, match=said):
+    with pytest.raises(StorageUnavailable, match=said):
         write(checkpoint)
     file.unlink()
-    with pytest.raises(Unreadable, match=r"written anew while they were read: .*model\.safetensors: no such file"):
+    with pytest.raises(
+        StorageUnavailable, match=r"written anew while they were read: .*model\.safetensors: no such file"
+    ):
         write(checkpoint)
 
 
@@ -252,11 +254,11 @@ def test_an_image_that_cannot_be_read_for_now_is_not_held(tmp_path: Path, monkey
     image = write(checkpoint)
 
     def unreadable(path: Path) -> bytes:
-        raise Unreadable("too many open files")
+        raise StorageUnavailable("too many open files")
 
     with monkeypatch.context() as patch:
         patch.setattr(image_module, "_read_hash", unreadable)
-        with pytest.raises(Unreadable):
+        with pytest.raises(StorageUnavailable):
             find_image(checkpoint)
     image.release()
     assert not image.path.exists(), "its lock went with it"

@@ -17,7 +17,7 @@ import pytest
 from loadtest.weights.loader import PeakMemory
 
 from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes, write_config
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights import blobs as blobs_module
 from weft.weights import image as image_module
 from weft.weights import layout
@@ -122,7 +122,9 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(load_module, "PAUSES_SECONDS", (0.0, 0.0))
     if num_failures > 2:
-        with pytest.raises(Unreadable, match=r"model\.safetensors: not readable at byte \d+: Input/output error"):
+        with pytest.raises(
+            StorageUnavailable, match=r"model\.safetensors: not readable at byte \d+: Input/output error"
+        ):
             write_image(checkpoint, lambda *_: None, 1)
         assert not list(image_module.SHARED_MEMORY.glob(f"weft-weights-{checkpoint.directory_id}-*"))
     else:

@@ -21,7 +21,7 @@ from tests.weft.weights.checkpoints import make_checkpoint, write_config
 from weft.cli.ports import free_ports
 from weft.cli.up import find_models
 from weft.config import read_models
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights import load, objects
 from weft.weights.blobs import stamp_of
 from weft.weights.bundle import convert
@@ -112,7 +112,7 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monk
     upload(tmp_path / "model", "changing")
     obstore.delete(from_url(url, client_options={"allow_http": True}), "old.txt")
     monkeypatch.setattr(load, "PAUSES_SECONDS", ())
-    with pytest.raises(Unreadable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
+    with pytest.raises(StorageUnavailable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
         write_image(before, lambda *_: None, 1)
     directory = local_model(url)
     assert (directory / "tokenizer.json").read_text() == '{"new": 1}'
@@ -120,7 +120,7 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monk
     assert read_checkpoint(directory).source_id != before.source_id
     assert not list(Path("/dev/shm").glob(f"weft-weights-{before.directory_id}-*"))
     obstore.delete(from_url(url, client_options={"allow_http": True}), "model.safetensors")
-    with pytest.raises(Unreadable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
+    with pytest.raises(StorageUnavailable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
         write_image(before, lambda *_: None, 1)
     with pytest.raises(BadCheckpoint, match=f"{url}: neither model.safetensors nor"):
         read_checkpoint(directory)
@@ -269,9 +269,9 @@ def test_a_store_that_does_not_answer_says_nothing_of_the_checkpoint(
     with socket.socket() as silent:  # a port that nobody listens at
         silent.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(Unreadable, match="s3://models/away: "):
+        with pytest.raises(StorageUnavailable, match="s3://models/away: "):
             local_model(f"s3://{BUCKET}/away")
-        with pytest.raises(Unreadable, match="s3://models/away: "):
+        with pytest.raises(StorageUnavailable, match="s3://models/away: "):
             read_checkpoint(before.directory)
 
 

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import torch
 
 from tests.services.kvstore.node import until
-from weft.kv.memfd import shared_bytes
+from weft.kv.memfd import create_shared_memory
 from weft.kv.memory import BlockBytes, HostBlocks
-from weft.kv.offload_queue import SealedBlock
+from weft.kv.offload_queue import FullBlock
 from weft.request import KEEP, ModelFingerprint, Retention
-from weft.worker.fetch_cost import FetchEstimate
+from weft.worker.fetch_cost import FetchCostModel
 from weft.worker.pool_memory import TensorBlocks
 from weft.worker.store_client import StoreClient
 
@@ -34,7 +34,7 @@ class Worker:
     """Blocks in shared memory and a record of what was unpinned. `is_far`: only torch reaches them, as on a GPU."""
 
     def __init__(self, address: str, model: str = "model", num_blocks: int = 512, is_far: bool = False) -> None:
-        shared = shared_bytes(num_blocks * BLOCK_BYTES, "weft-kv-pool")
+        shared = create_shared_memory(num_blocks * BLOCK_BYTES, "weft-kv-pool")
         assert shared is not None
         pool = torch.frombuffer(shared.mapping, dtype=torch.uint8).view(num_blocks, -1)
         self._bytes = memoryview(shared.mapping)
@@ -42,7 +42,7 @@ class Worker:
         near = HostBlocks(pool.data_ptr(), BLOCK_BYTES, num_blocks, shared.fd)
         memory: BlockBytes = TensorBlocks(pool) if is_far else near
         fingerprint = ModelFingerprint(model, "float32", 16, BLOCK_BYTES, "layout-1")
-        self.estimate = FetchEstimate(16, 512)
+        self.estimate = FetchCostModel(16, 512)
         self.store = StoreClient(address, memory, fingerprint, self.unpinned.extend, self.estimate)
 
     def write(self, block: int, data: bytes) -> None:
@@ -57,7 +57,7 @@ class Worker:
         """Compute these blocks, each into the pool's block of its number, and offer them."""
         for number in numbers:
             self.write(number, content(number))
-        self.store.offer([SealedBlock(key(number), number, tenant, retention) for number in numbers])
+        self.store.offer([FullBlock(key(number), number, tenant, retention) for number in numbers])
 
 
 @asynccontextmanager

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from weft.config import ConfigError
-from weft.worker.os_tuning import parse_cpus, pin
+from weft.worker.os_tuning import parse_cpus, pin_to_cpus
 
-# what runs before the pin keeps to it as well, and so does what torch starts later
+# what runs before the pin_to_cpus keeps to it as well, and so does what torch starts later
 PINNED = """
 import os, threading, torch
 from pathlib import Path
-from weft.worker.os_tuning import pin
+from weft.worker.os_tuning import pin_to_cpus
 ended = threading.Event()
 threading.Thread(target=ended.wait, daemon=True).start()
 torch.set_num_threads(4)
-count = pin(os.environ["CORE"])
+count = pin_to_cpus(os.environ["CORE"])
 torch.rand(1 << 20).sin_().sum()
 tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
 assert len(tasks) >= 5, tasks
@@ -45,7 +45,7 @@ def test_what_is_no_list_is_refused_by_name(text: str) -> None:
 def test_a_core_that_is_not_ours_is_refused_and_nothing_is_changed() -> None:
     before = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match="may not use core 4096"):
-        pin("0-1,4096" if {0, 1} <= before else "4096")
+        pin_to_cpus("0-1,4096" if {0, 1} <= before else "4096")
     assert os.sched_getaffinity(0) == before
 
 
@@ -62,7 +62,7 @@ AUTOGROUP = Path("/proc/self/autogroup")
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not deal out cores by session")
 @pytest.mark.parametrize("leads", [True, False])
 def test_only_who_leads_a_session_makes_it_nice(leads: bool) -> None:
-    code = f"from weft.worker.os_tuning import let_sessions_pass as p; p(7); print(open('{AUTOGROUP}').read())"
+    code = f"from weft.worker.os_tuning import set_autogroup_nice as p; p(7); print(open('{AUTOGROUP}').read())"
     # the one that does not lead is in a session of its parent's, which is not the tests' own either
     command = [sys.executable, "-c", code] if leads else ["sh", "-c", f'"$0" -c "{code}"; true', sys.executable]
     output = subprocess.check_output(command, text=True, start_new_session=True, timeout=60)

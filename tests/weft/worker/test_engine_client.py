@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from weft import metrics
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad, PromptCounts, StepOutput, TokenDelta
 from weft.request import RequestKey
-from weft.worker.engine_client import EngineFeed
+from weft.worker.engine_client import EngineEvents
 
 KEY = RequestKey("a")
 FIRST, TEXT = TokenDelta(KEY, (7,), prompt=PromptCounts(0, 0, 0)), TokenDelta(KEY, (7,))
@@ -23,7 +23,7 @@ def step(num_prompt: int, num_generated: int, seconds: float, *deltas: TokenDelt
     return StepOutput(load, deltas=list(deltas), step_seconds=seconds)
 
 
-def emit(feed: EngineFeed, *outputs: StepOutput) -> None:
+def emit(feed: EngineEvents, *outputs: StepOutput) -> None:
     """As the engine would, from a thread of its own."""
 
     def tell() -> None:
@@ -36,7 +36,7 @@ def emit(feed: EngineFeed, *outputs: StepOutput) -> None:
 
 
 async def test_every_consumer_sees_every_step_in_order_on_the_loop() -> None:
-    feed = EngineFeed()
+    feed = EngineEvents()
     seen: list[tuple[int, int]] = []
     done = asyncio.Event()
     feed.subscribe(lambda output: seen.append((1, output.load.num_running)))
@@ -50,7 +50,7 @@ async def test_every_consumer_sees_every_step_in_order_on_the_loop() -> None:
 
 
 async def test_totals_become_counters() -> None:
-    feed = EngineFeed()
+    feed = EngineEvents()
     before = metrics.ENGINE_TOKENS.labels("generated")._value.get()
     done = asyncio.Event()
     feed.subscribe(lambda output: done.set() if output.load.generated_tokens == 9 else None)
@@ -60,7 +60,7 @@ async def test_totals_become_counters() -> None:
 
 
 async def test_work_is_counted_by_step_and_the_time_of_one_with_both_is_shared_by_tokens() -> None:
-    feed = EngineFeed()
+    feed = EngineEvents()
     done = asyncio.Event()
     feed.subscribe(lambda output: done.set() if output.load.generated_tokens == 8 else None)
     told_between = step(160, 5, 0.0, *[FIRST] * 3)
@@ -70,14 +70,14 @@ async def test_work_is_counted_by_step_and_the_time_of_one_with_both_is_shared_b
         *(told_between, step(190, 8, 1.1, *[TEXT] * 3)),
     )
     await done.wait()
-    work = feed.work
+    work = feed.engine_time
     assert work.generating_steps == 2
     assert work.generating_seconds == pytest.approx(0.3 + 1.1)
     assert work.computing_seconds == pytest.approx(0.5 + 0.3 * 30 / 32 + 0.2 + 1.1 * 30 / 33)
 
 
 async def test_a_prompts_first_token_is_no_text_and_its_step_one_of_prompts() -> None:
-    feed = EngineFeed()
+    feed = EngineEvents()
     computed: list[tuple[int, float]] = []
     feed.on_computed = lambda *each: computed.append(each)
     done = asyncio.Event()
@@ -85,13 +85,13 @@ async def test_a_prompts_first_token_is_no_text_and_its_step_one_of_prompts() ->
     emit(feed, step(100, 1, 0.5, FIRST), step(100, 2, 0.1, TEXT), step(150, 3, 0.25, FIRST))
     await done.wait()
     assert computed == [(100, 0.5), (50, 0.25)]
-    assert feed.work.generating_steps == 1
-    assert feed.work.generating_seconds == pytest.approx(0.1)
-    assert feed.work.computing_seconds == pytest.approx(0.75)
+    assert feed.engine_time.generating_steps == 1
+    assert feed.engine_time.generating_seconds == pytest.approx(0.1)
+    assert feed.engine_time.computing_seconds == pytest.approx(0.75)
 
 
 async def test_a_consumer_that_fails_breaks_the_feed() -> None:
-    feed = EngineFeed()
+    feed = EngineEvents()
 
     def fail(output: StepOutput) -> None:
         raise ValueError("a bug")
@@ -111,7 +111,7 @@ async def test_background_tasks_end_with_their_scope() -> None:
         finally:
             ended.set()
 
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         tasks.create_task(forever())
         await asyncio.sleep(0)
     assert ended.is_set()
@@ -122,7 +122,7 @@ async def test_a_background_task_that_fails_ends_its_scope() -> None:
         raise ValueError("a bug")
 
     async def scope() -> None:
-        async with background() as tasks:
+        async with background_tasks() as tasks:
             tasks.create_task(fail())
             await asyncio.Event().wait()
 

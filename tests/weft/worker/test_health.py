@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.engine.messages import EngineLoad
 from weft.engine.watchdog import FIRST_HANG_SECONDS, StepWatchdog
-from weft.worker.health import EXHAUSTED_SECONDS, LOST_SECONDS, Vitals
+from weft.worker.health import EXHAUSTED_SECONDS, LOST_SECONDS, EngineHealth
 
 
 class Scene:
@@ -14,7 +14,7 @@ class Scene:
         self.now = 0.0
         self.load = EngineLoad(free_blocks=10)
         self.watchdog = StepWatchdog(lambda: self.now)
-        self.vitals = Vitals(self.watchdog, lambda: self.load, 10, lambda: self.now)
+        self.vitals = EngineHealth(self.watchdog, lambda: self.load, 10, lambda: self.now)
 
 
 def test_an_idle_worker_is_fit() -> None:

@@ -15,7 +15,7 @@ from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
 from weft.worker import kv_events as places_module
-from weft.worker.kv_events import PlaceReporter
+from weft.worker.kv_events import KvEventPublisher
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.node import NodeStore, StoreAddress
@@ -46,7 +46,7 @@ async def serving(places: PoolIndex, port: int = 0) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def reporting(reporter: PlaceReporter) -> AsyncIterator[PlaceReporter]:
+async def reporting(reporter: KvEventPublisher) -> AsyncIterator[KvEventPublisher]:
     task = asyncio.create_task(reporter.run())
     yield reporter
     task.cancel()
@@ -69,16 +69,16 @@ async def test_the_index_follows_a_pool_through_publishing_and_eviction() -> Non
     pool = BlockPool(8)
     async with (
         serving(PoolIndex()) as address,
-        reporting(PlaceReporter(address, "prefill-0", "boot", FINGERPRINT)) as reporter,
+        reporting(KvEventPublisher(address, "prefill-0", "boot", FINGERPRINT)) as reporter,
     ):
         blocks = pool.reserve(8)
         for number, block in enumerate(blocks):
             pool.publish(block, key(number))
-        reporter.changed(pool.take_changes())
+        reporter.on_changes(pool.take_changes())
         await until_located(address, [*range(8)], 8)
         pool.release(blocks)
         pool.reserve(3)  # the end of the prefix goes first
-        reporter.changed(pool.take_changes())
+        reporter.on_changes(pool.take_changes())
         await until_located(address, [*range(8)], 5)
 
 
@@ -86,30 +86,30 @@ async def test_a_kvstore_that_was_started_anew_hears_everything_again(monkeypatc
     monkeypatch.setattr(places_module, "MAX_KEYS", 7)
     numbers = [*range(50)]
     async with serving(PoolIndex()) as address:
-        reporter = PlaceReporter(address, "prefill-0", "boot", FINGERPRINT)
-        reporter.changed({key(number): True for number in numbers})
+        reporter = KvEventPublisher(address, "prefill-0", "boot", FINGERPRINT)
+        reporter.on_changes({key(number): True for number in numbers})
         async with reporting(reporter):
             await until_located(address, numbers, 50)
     port = int(address.rpartition(":")[2])
     async with reporting(reporter), serving(PoolIndex(), port) as address:
-        reporter.changed({key(50): True})
+        reporter.on_changes({key(50): True})
         await until_located(address, [*numbers, 50], 51)
 
 
 async def test_after_a_lost_report_the_index_is_told_everything_again() -> None:
     async with (
         serving(PoolIndex()) as address,
-        reporting(PlaceReporter(address, "a", "boot", FINGERPRINT)) as reporter,
+        reporting(KvEventPublisher(address, "a", "boot", FINGERPRINT)) as reporter,
     ):
-        reporter.changed({key(number): True for number in range(5)})
+        reporter.on_changes({key(number): True for number in range(5)})
         await until_located(address, [*range(5)], 5)
         reporter._sequence += 1
-        reporter.changed({key(5): True})
+        reporter.on_changes({key(5): True})
         await until_located(address, [*range(6)], 6)
 
 
 async def test_without_a_kvstore_nothing_is_kept() -> None:
-    reporter = PlaceReporter("", "a", "boot", FINGERPRINT)
-    reporter.changed({key(1): True})
+    reporter = KvEventPublisher("", "a", "boot", FINGERPRINT)
+    reporter.on_changes({key(1): True})
     await asyncio.wait_for(reporter.run(), 1)
     assert not reporter._held

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.kv.memory import HostBlocks, checksums
-from weft.kv.transport import Endpoint, Lender, Run, TransferFailed
+from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
 from weft.request import RequestKey
 from weft.worker import kv_pull
 from weft.worker.kv_pull import (
     OVERDUE_SECONDS,
     SAFETY_SECONDS,
     BlockCopy,
-    Borrower,
-    Borrowing,
     ChecksumMismatch,
+    KvPull,
+    KvPuller,
     Quarantine,
 )
 
-LENDER = Lender(Endpoint("scripted", "", 10_000), "peer:1", RequestKey("r"))
+LENDER = KvSource(Endpoint("scripted", "", 10_000), "peer:1", RequestKey("r"))
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Scripted:
     name: str = "scripted"
     failure: TransferFailed | None = None
     opening: asyncio.Event = field(default_factory=asyncio.Event)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[CopyRange] = field(default_factory=list)
 
     def register(self, address: int, size_bytes: int) -> None:
         """Nothing."""
@@ -48,7 +48,7 @@ class Scripted:
     async def connect(self, peer: Endpoint) -> None:
         """Nothing."""
 
-    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+    async def pull(self, lender: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
         self.runs += runs
         await self.opening.wait()
         if self.failure:
@@ -64,7 +64,7 @@ class Scene:
 
     transport: Scripted
     memory: HostBlocks
-    borrowing: Borrowing
+    borrowing: KvPull
     returned: asyncio.Queue[Sequence[int]]
 
 
@@ -76,11 +76,11 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     memory = HostBlocks(ctypes.addressof(backing), 8, 8)
     returned: asyncio.Queue[Sequence[int]] = asyncio.Queue()
     transport = Scripted()
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         aside = Quarantine(returned.put_nowait)
-        tasks.create_task(aside.keep())
-        borrower = Borrower([transport, Scripted("other")], memory, tasks, aside)
-        yield Scene(transport, memory, borrower.borrow(LENDER), returned)
+        tasks.create_task(aside.run())
+        borrower = KvPuller([transport, Scripted("other")], memory, tasks, aside)
+        yield Scene(transport, memory, borrower.open(LENDER), returned)
 
 
 async def test_a_pull_asks_for_these_blocks_and_counts_their_bytes(scene: Scene) -> None:
@@ -88,16 +88,16 @@ async def test_a_pull_asks_for_these_blocks_and_counts_their_bytes(scene: Scene)
     sums = checksums(scene.memory, [1, 6])
     await scene.borrowing.pull([BlockCopy(3, 1, sums[0]), BlockCopy(9, 6, sums[1])], 5)
     base = scene.memory.address
-    assert scene.transport.runs == [Run(10_024, base + 8, 8), Run(10_072, base + 48, 8)]
+    assert scene.transport.runs == [CopyRange(10_024, base + 8, 8), CopyRange(10_072, base + 48, 8)]
     assert scene.borrowing.transferred_bytes == 16
-    assert scene.borrowing.abandon() == ()
+    assert scene.borrowing.abort() == ()
 
 
 async def test_a_wrong_checksum_is_noticed_and_leaves_nothing_suspect(scene: Scene) -> None:
     scene.transport.opening.set()
     with pytest.raises(ChecksumMismatch):
         await scene.borrowing.pull([BlockCopy(3, 1, 12345)], 5)
-    assert scene.borrowing.abandon() == ()
+    assert scene.borrowing.abort() == ()
 
 
 async def test_blocks_of_a_cancelled_pull_come_back_when_it_has_ended(scene: Scene) -> None:
@@ -106,8 +106,8 @@ async def test_blocks_of_a_cancelled_pull_come_back_when_it_has_ended(scene: Sce
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert scene.borrowing.abandon() == (2, 5)
-    assert scene.borrowing.abandon() == ()
+    assert scene.borrowing.abort() == (2, 5)
+    assert scene.borrowing.abort() == ()
     for _ in range(10):
         await asyncio.sleep(0)
     assert scene.returned.empty()
@@ -118,10 +118,10 @@ async def test_blocks_of_a_cancelled_pull_come_back_when_it_has_ended(scene: Sce
 async def test_blocks_of_a_pull_that_takes_too_long_come_back_when_it_has_ended(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_pull, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(kv_pull, "EXTRA_WAIT_SECONDS", 0.0)
     with pytest.raises(TimeoutError):
         await scene.borrowing.pull([BlockCopy(0, 4)], 0.01)
-    assert scene.borrowing.abandon() == (4,)
+    assert scene.borrowing.abort() == (4,)
     assert scene.returned.empty()
     scene.transport.opening.set()
     assert await scene.returned.get() == (4,)
@@ -132,7 +132,7 @@ async def test_blocks_of_a_failed_pull_are_set_aside(scene: Scene) -> None:
     scene.transport.opening.set()
     with pytest.raises(TransferFailed):
         await scene.borrowing.pull([BlockCopy(0, 7)], 5)
-    assert scene.borrowing.abandon() == (7,)
+    assert scene.borrowing.abort() == (7,)
     assert await scene.returned.get() == (7,)
 
 
@@ -157,12 +157,12 @@ async def test_no_time_frees_a_block_before_its_pull_has_ended(caplog: pytest.Lo
 
 
 async def test_a_lender_with_an_unknown_transport_is_read_through_the_last_of_ours(scene: Scene) -> None:
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         first, last = Scripted(), Scripted("grpc")
         last.opening.set()
-        borrower = Borrower([first, last], scene.memory, tasks, Quarantine(scene.returned.put_nowait))
-        unknown = Lender(Endpoint("pigeon", "", 0), "peer:1", RequestKey("r"))
-        await borrower.borrow(unknown).pull([BlockCopy(0, 0)], 5)
+        borrower = KvPuller([first, last], scene.memory, tasks, Quarantine(scene.returned.put_nowait))
+        unknown = KvSource(Endpoint("pigeon", "", 0), "peer:1", RequestKey("r"))
+        await borrower.open(unknown).pull([BlockCopy(0, 0)], 5)
         assert (len(first.runs), len(last.runs)) == (0, 1)
 
 
@@ -170,20 +170,20 @@ async def test_a_lender_with_an_unknown_transport_is_read_through_the_last_of_ou
 async def test_a_way_that_failed_is_left_alone_for_some_minutes(
     scene: Scene, is_late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_pull, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(kv_pull, "EXTRA_WAIT_SECONDS", 0.0)
     now = [0.0]
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         first, last = Scripted(failure=TransferFailed("torn")), Scripted("grpc")
         last.opening.set()
         aside = Quarantine(scene.returned.put_nowait)
-        borrower = Borrower([first, last], scene.memory, tasks, aside, lambda: now[0])
+        borrower = KvPuller([first, last], scene.memory, tasks, aside, lambda: now[0])
 
-        async def pull(lender: Lender = LENDER) -> None:
-            await borrower.borrow(lender).pull([BlockCopy(0, 0)], 5)
+        async def pull(lender: KvSource = LENDER) -> None:
+            await borrower.open(lender).pull([BlockCopy(0, 0)], 5)
 
         if not is_late:
             first.opening.set()
-        early = [borrower.borrow(LENDER) for _ in range(2)]
+        early = [borrower.open(LENDER) for _ in range(2)]
         for borrowing in early:
             with pytest.raises(TimeoutError if is_late else TransferFailed):
                 await borrowing.pull([BlockCopy(0, 0)], 0.01)
@@ -192,9 +192,9 @@ async def test_a_way_that_failed_is_left_alone_for_some_minutes(
         first.failure = None
         await pull()
         assert (len(first.runs), len(last.runs)) == (2, 1)
-        restarted = Lender(Endpoint("scripted", "", 20_000), LENDER.address, LENDER.lease)
+        restarted = KvSource(Endpoint("scripted", "", 20_000), LENDER.address, LENDER.lease)
         await pull(restarted)
         assert (len(first.runs), len(last.runs)) == (3, 1), "another pool at the same address"
-        now[0] += kv_pull.AVOID_SECONDS
+        now[0] += kv_pull.ROUTE_DISABLED_SECONDS
         await pull()
         assert (len(first.runs), len(last.runs)) == (4, 1)

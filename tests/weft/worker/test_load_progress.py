@@ -11,7 +11,7 @@ from tests.services.scheduler.fakes import serving
 from weft.request import WorkerRole
 from weft.rpc.server import RpcServer
 from weft.worker import fleet_client as module
-from weft.worker.fleet_client import Arrival, announced
+from weft.worker.fleet_client import LoadProgress, reporting_progress
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.scheduler.affinity import AffinityStore
 
@@ -31,16 +31,16 @@ async def until(fleet: Any, phase: str) -> pb.WorkerArrival:
 
 async def test_every_scheduler_hears_how_far_it_is(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
-    arrival = Arrival("prefill-3", WorkerRole.PREFILL, "nano")
+    arrival = LoadProgress("prefill-3", WorkerRole.PREFILL, "nano")
     async with serving(AffinityStore("", 60)) as one, serving(AffinityStore("", 60)) as two:
-        async with announced(f"{one.address}, {two.address}", arrival):
+        async with reporting_progress(f"{one.address}, {two.address}", arrival):
             await until(one.fleet, "starting")
-            arrival.turn_to("reading weights")
-            arrival.progress(3, 7)
+            arrival.set_phase("reading weights")
+            arrival.set_bytes(3, 7)
             for scheduler in (one, two):
                 told = await until(scheduler.fleet, "reading weights")
                 assert (told.worker_id, told.model) == ("prefill-3", "nano")
-            arrival.turn_to("building the engine")
+            arrival.set_phase("building the engine")
             told = await until(two.fleet, "building the engine")
             assert (told.done_bytes, told.total_bytes) == (0, 0), "bytes are of the phase before"
         async with asyncio.timeout(20):
@@ -66,7 +66,7 @@ async def test_a_scheduler_that_is_away_or_old_holds_nothing_up(monkeypatch: Any
     away = await gone.start("127.0.0.1", 0)
     await gone.stop(0)
     async with asyncio.timeout(20):
-        async with announced(f"127.0.0.1:{port},{away}", Arrival("w", WorkerRole.DECODE, "nano")):
+        async with reporting_progress(f"127.0.0.1:{port},{away}", LoadProgress("w", WorkerRole.DECODE, "nano")):
             await asked.wait()
             asked.clear()
             await asked.wait()  # and again: it may be another by then
@@ -75,10 +75,10 @@ async def test_a_scheduler_that_is_away_or_old_holds_nothing_up(monkeypatch: Any
 
 async def test_it_ends_by_itself_once_the_worker_has_joined(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
-    arrival = Arrival("decode-3", WorkerRole.DECODE, "nano")
-    async with serving(AffinityStore("", 60)) as scheduler, announced(scheduler.address, arrival):
+    arrival = LoadProgress("decode-3", WorkerRole.DECODE, "nano")
+    async with serving(AffinityStore("", 60)) as scheduler, reporting_progress(scheduler.address, arrival):
         await until(scheduler.fleet, "starting")
-        arrival.is_over = True
+        arrival.is_done = True
         async with asyncio.timeout(20):
             while await listed(scheduler.fleet):
                 pass
@@ -87,18 +87,18 @@ async def test_it_ends_by_itself_once_the_worker_has_joined(monkeypatch: Any) ->
 async def test_what_cannot_be_said_is_tried_again_and_a_bug_is_told(monkeypatch: Any, caplog: Any) -> None:
     caplog.set_level("DEBUG")
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
-    arrival = Arrival("decode-3", WorkerRole.DECODE, "nano", done_bytes=-1)  # no number that the wire has
+    arrival = LoadProgress("decode-3", WorkerRole.DECODE, "nano", done_bytes=-1)  # no number that the wire has
     async with serving(AffinityStore("", 60)) as scheduler, asyncio.timeout(20):
-        async with announced(scheduler.address, arrival):
+        async with reporting_progress(scheduler.address, arrival):
             while "broken off by a fault of our own" not in caplog.text:
                 await listed(scheduler.fleet)
-            arrival.progress(1, 7)
+            arrival.set_bytes(1, 7)
             assert (await until(scheduler.fleet, "starting")).done_bytes == 1
 
         def broken(address: str) -> Any:
             raise RuntimeError("a bug")
 
         monkeypatch.setattr(module, "open_channel", broken)
-        async with announced(scheduler.address, arrival):
+        async with reporting_progress(scheduler.address, arrival):
             await asyncio.sleep(0)
         assert "a scheduler was not told" in caplog.text

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.server import RpcServer
-from weft.worker.fleet_client import Introduction, Membership
+from weft.worker.fleet_client import Membership, WorkerHello
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2_grpc
 from weft_mesh.v1 import scheduler_service_pb2 as pb2
 
-INTRODUCTION = Introduction(
+INTRODUCTION = WorkerHello(
     worker=WorkerAddress("decode-3", "boot", "10.0.0.3:7000"),
     role=WorkerRole.DECODE,
     model="nano",
@@ -93,9 +93,9 @@ async def start_fleet(port: int = 0) -> AsyncIterator[tuple[Fleet, str]]:
 
 
 async def test_a_worker_introduces_itself_and_then_reports() -> None:
-    async with start_fleet() as (fleet, address), background() as tasks:
+    async with start_fleet() as (fleet, address), background_tasks() as tasks:
         membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
-        tasks.create_task(membership.keep())
+        tasks.create_task(membership.run())
         await membership.until_joined()
         hello = await fleet.next("hello")
         assert (hello.worker.worker_id, hello.worker.boot_id, hello.worker.address) == (
@@ -112,10 +112,10 @@ async def test_a_worker_introduces_itself_and_then_reports() -> None:
 
 
 async def test_a_dead_engine_or_a_full_pool_is_not_ready() -> None:
-    async with start_fleet() as (fleet, address), background() as tasks:
+    async with start_fleet() as (fleet, address), background_tasks() as tasks:
         loads, able = [LOAD], [True]
         membership = Membership(address, INTRODUCTION, lambda: loads[-1], lambda: able[-1])
-        tasks.create_task(membership.keep())
+        tasks.create_task(membership.run())
         await fleet.next("hello")
         assert (await fleet.next("report")).ready
         loads.append(EngineLoad(active_blocks=26))
@@ -131,10 +131,10 @@ async def test_a_dead_engine_or_a_full_pool_is_not_ready() -> None:
 
 
 async def test_a_scheduler_that_comes_back_is_joined_again() -> None:
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         async with start_fleet() as (first, address):
             membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
-            tasks.create_task(membership.keep())
+            tasks.create_task(membership.run())
             await first.next("hello")
         async with start_fleet(int(address.rpartition(":")[2])) as (second, _):
             assert (await second.next("hello")).worker.boot_id == "boot"
@@ -142,10 +142,10 @@ async def test_a_scheduler_that_comes_back_is_joined_again() -> None:
 
 
 async def test_a_report_that_cannot_be_made_costs_the_stream_and_not_the_membership() -> None:
-    async with start_fleet() as (fleet, address), background() as tasks:
+    async with start_fleet() as (fleet, address), background_tasks() as tasks:
         bad = list[EngineLoad]()
         membership = Membership(address, INTRODUCTION, lambda: bad.pop() if bad else LOAD, lambda: True)
-        keeping = tasks.create_task(membership.keep())
+        keeping = tasks.create_task(membership.run())
         await fleet.next("hello")
         await fleet.next("report")
         bad.append(replace(LOAD, num_running=-1))  # no number that the wire has
@@ -157,9 +157,9 @@ async def test_a_report_that_cannot_be_made_costs_the_stream_and_not_the_members
 
 
 async def test_two_schedulers_hear_the_same_and_draining_on_one_is_told_to_both() -> None:
-    async with start_fleet() as (one, first), start_fleet() as (two, second), background() as tasks:
+    async with start_fleet() as (one, first), start_fleet() as (two, second), background_tasks() as tasks:
         membership = Membership(f"{first},{second}", INTRODUCTION, lambda: LOAD, lambda: True)
-        tasks.create_task(membership.keep())
+        tasks.create_task(membership.run())
         for fleet in (one, two):
             await fleet.next("hello")
             assert (await fleet.next("report")).ready
@@ -175,9 +175,9 @@ async def test_two_schedulers_hear_the_same_and_draining_on_one_is_told_to_both(
 
 
 async def test_parking_and_waking_are_told_to_all_and_awaited() -> None:
-    async with start_fleet() as (one, first), start_fleet() as (two, second), background() as tasks:
+    async with start_fleet() as (one, first), start_fleet() as (two, second), background_tasks() as tasks:
         awake = Membership(f"{first},{second}", INTRODUCTION, lambda: LOAD, lambda: True)
-        tasks.create_task(awake.keep())
+        tasks.create_task(awake.run())
         for fleet in (one, two):
             await fleet.next("hello")
             assert (await fleet.next("report")).ready
@@ -188,9 +188,9 @@ async def test_parking_and_waking_are_told_to_all_and_awaited() -> None:
             while not (report := await fleet.next("report")).parked:
                 pass
             assert not report.ready
-    async with start_fleet() as (fleet, address), background() as tasks:
+    async with start_fleet() as (fleet, address), background_tasks() as tasks:
         asleep = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True, is_parked=True)
-        tasks.create_task(asleep.keep())
+        tasks.create_task(asleep.run())
         await fleet.next("hello")
         report = await fleet.next("report")
         assert (report.parked, report.ready) == (True, False)
@@ -206,18 +206,18 @@ async def test_parking_and_waking_are_told_to_all_and_awaited() -> None:
 async def test_one_scheduler_of_two_is_enough() -> None:
     async with start_fleet() as (_, gone):
         pass
-    async with start_fleet() as (fleet, address), background() as tasks:
+    async with start_fleet() as (fleet, address), background_tasks() as tasks:
         membership = Membership(f"{gone},{address}", INTRODUCTION, lambda: LOAD, lambda: True)
-        tasks.create_task(membership.keep())
+        tasks.create_task(membership.run())
         await membership.until_joined()
         await fleet.next("hello")
         assert (await fleet.next("report")).ready
 
 
 async def test_leaving_is_told_before_it_returns() -> None:
-    async with start_fleet() as (fleet, address), background() as tasks:
+    async with start_fleet() as (fleet, address), background_tasks() as tasks:
         membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
-        tasks.create_task(membership.keep())
+        tasks.create_task(membership.run())
         await membership.until_joined()
         await fleet.next("hello")
         await membership.leave(5)
@@ -228,18 +228,18 @@ async def test_leaving_is_told_before_it_returns() -> None:
 async def test_leaving_without_a_scheduler_does_not_wait_for_ever() -> None:
     async with start_fleet() as (_, address):
         pass
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
-        tasks.create_task(membership.keep())
+        tasks.create_task(membership.run())
         await membership.leave(0.05)
 
 
 async def test_a_role_that_was_changed_is_kept_and_told_to_a_scheduler_that_comes_back() -> None:
     introduction = replace(INTRODUCTION, can_change_role=True)
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         async with start_fleet() as (first, address):
             membership = Membership(address, introduction, lambda: LOAD, lambda: True)
-            tasks.create_task(membership.keep())
+            tasks.create_task(membership.run())
             hello = await first.next("hello")
             assert (hello.role, hello.can_change_role) == (common_pb2.WORKER_ROLE_DECODE, True)
             first.wish = pb2.JoinResponse(report_interval_ms=10, role=common_pb2.WORKER_ROLE_PREFILL)
@@ -250,8 +250,8 @@ async def test_a_role_that_was_changed_is_kept_and_told_to_a_scheduler_that_come
 
 
 async def test_a_worker_of_one_role_keeps_it() -> None:
-    async with start_fleet() as (fleet, address), background() as tasks:
-        tasks.create_task(Membership(address, INTRODUCTION, lambda: LOAD, lambda: True).keep())
+    async with start_fleet() as (fleet, address), background_tasks() as tasks:
+        tasks.create_task(Membership(address, INTRODUCTION, lambda: LOAD, lambda: True).run())
         assert not (await fleet.next("hello")).can_change_role
         fleet.wish = pb2.JoinResponse(report_interval_ms=10, role=common_pb2.WORKER_ROLE_PREFILL)
         roles = [(await fleet.next("report")).role for _ in range(5)]

@@ -24,7 +24,7 @@ from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig
 from weft.model.tensors import expected_tensors
-from weft.worker.memory_profile import identity_of, measure_peak, remembered
+from weft.worker.memory_profile import cached_peak, measure_peak, peak_identity
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -40,7 +40,7 @@ def limits_of(config: ModelConfig, chunk_tokens: int = 64, max_num_seqs: int = 6
         max_context_tokens=config.max_positions,
         chunk_tokens=chunk_tokens,
         max_num_seqs=max_num_seqs,
-        reaches=kv_groups(config).reaches,
+        spans=kv_groups(config).spans,
     )
 
 
@@ -172,11 +172,11 @@ def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], 
 def test_a_peak_is_measured_once_for_each_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = iter([5, 6, 7])
-    assert [remembered({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) for _ in range(2)] == [5, 5]
-    assert remembered({"weights": "a", "chunk_tokens": 65}, lambda: next(measured)) == 6
+    assert [cached_peak({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) for _ in range(2)] == [5, 5]
+    assert cached_peak({"weights": "a", "chunk_tokens": 65}, lambda: next(measured)) == 6
     for path in tmp_path.rglob("*.json"):
         path.write_text(path.read_text()[:-3])
-    assert remembered({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) == 7, "a file cut short"
+    assert cached_peak({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) == 7, "a file cut short"
     kept = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json") if path.read_text().endswith("}")]
     assert kept == [{"identity": {"weights": "a", "chunk_tokens": 64}, "peak_bytes": 7}]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
@@ -188,7 +188,7 @@ def test_where_nothing_can_be_written_it_is_measured_every_time(
     (tmp_path / "weft").write_text("a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = iter([5, 6])
-    assert [remembered({"weights": "a"}, lambda: next(measured)) for _ in range(2)] == [5, 6]
+    assert [cached_peak({"weights": "a"}, lambda: next(measured)) for _ in range(2)] == [5, 6]
     assert "measured again at the next start" in caplog.text
 
 
@@ -196,18 +196,18 @@ def test_all_that_a_step_depends_on_is_in_its_identity(
     family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = limits_of(family_of("llama2").config)
-    identity = identity_of("cafe", limits, "float32", CPU)
-    assert identity == identity_of("cafe", replace(limits, num_blocks=7, max_pinned=0), "float32", CPU)
-    others = [identity_of("beef", limits, "float32", CPU), identity_of("cafe", limits, "bfloat16", CPU)]
+    identity = peak_identity("cafe", limits, "float32", CPU)
+    assert identity == peak_identity("cafe", replace(limits, num_blocks=7, max_pinned=0), "float32", CPU)
+    others = [peak_identity("beef", limits, "float32", CPU), peak_identity("cafe", limits, "bfloat16", CPU)]
     for changed in (
         replace(limits, max_pinned=0, chunk_tokens=65),
         replace(limits, max_pinned=0, max_num_seqs=7),
         replace(limits, max_pinned=0, decode_graphs=True),
         replace(limits, max_pinned=0, max_context_tokens=99),
     ):
-        others.append(identity_of("cafe", changed, "float32", CPU))
+        others.append(peak_identity("cafe", changed, "float32", CPU))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    others.append(identity_of("cafe", limits, "float32", CPU))
+    others.append(peak_identity("cafe", limits, "float32", CPU))
     assert identity not in others
 
 

@@ -10,10 +10,10 @@ import pytest
 FEW = 100
 PROGRAM = """
 import ctypes, resource, sys, threading
-from weft.worker.os_tuning import keep_heap
+from weft.worker.os_tuning import disable_malloc_trim
 
 if sys.argv[1] == "kept":
-    keep_heap()
+    disable_malloc_trim()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from tests.weft.worker.test_membership import INTRODUCTION, start_fleet
 from weft.request import WorkerRole
-from weft.worker.parking import Parked, sleep
+from weft.worker.parking import ParkedState, run_parked
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb2
 
 
 async def test_it_sleeps_in_the_fleet_until_it_is_woken() -> None:
     async with start_fleet() as (fleet, address):
-        sleeping = asyncio.create_task(sleep(address, Parked(INTRODUCTION, is_asleep=True)))
+        sleeping = asyncio.create_task(run_parked(address, ParkedState(INTRODUCTION, is_asleep=True)))
         assert (await fleet.next("hello")).worker.worker_id == INTRODUCTION.worker.worker_id
         report = await fleet.next("report")
         assert (report.parked, report.ready, report.free_blocks) == (True, False, 0)
@@ -29,7 +29,7 @@ async def test_it_sleeps_in_the_fleet_until_it_is_woken() -> None:
 async def test_what_it_is_asked_to_be_while_it_sleeps_it_is_when_it_wakes() -> None:
     async with start_fleet() as (fleet, address):
         flexible = replace(INTRODUCTION, can_change_role=True, is_draining=True)
-        sleeping = asyncio.create_task(sleep(address, Parked(flexible, is_asleep=True)))
+        sleeping = asyncio.create_task(run_parked(address, ParkedState(flexible, is_asleep=True)))
         await fleet.next("hello")
         assert (await fleet.next("report")).draining, "as it was before"
         prefill = common_pb2.WORKER_ROLE_PREFILL
@@ -43,7 +43,7 @@ async def test_what_it_is_asked_to_be_while_it_sleeps_it_is_when_it_wakes() -> N
 
 async def test_a_signal_ends_it() -> None:
     async with start_fleet() as (fleet, address):
-        sleeping = asyncio.create_task(sleep(address, Parked(INTRODUCTION, is_asleep=True)))
+        sleeping = asyncio.create_task(run_parked(address, ParkedState(INTRODUCTION, is_asleep=True)))
         await fleet.next("hello")
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(10):
@@ -52,4 +52,4 @@ async def test_a_signal_ends_it() -> None:
 
 async def test_who_was_woken_while_it_finished_what_it_had_does_not_fall_asleep() -> None:
     async with asyncio.timeout(1):
-        assert await sleep("127.0.0.1:1", Parked(INTRODUCTION, is_asleep=False))
+        assert await run_parked("127.0.0.1:1", ParkedState(INTRODUCTION, is_asleep=False))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from weft.engine.messages import EngineLoad
-from weft.kv.memfd import shared_bytes
+from weft.kv.memfd import create_shared_memory
 from weft.kv.memory import HostBlocks
 from weft.worker import pool_memory
-from weft.worker.pool_memory import PagesAhead
+from weft.worker.pool_memory import PoolPrefaulter
 
 BLOCK_BYTES, NUM_BLOCKS = 3 * 4096 + 512, 4000
 
@@ -23,7 +23,7 @@ class Pool:
     """Blocks of a size that is no page's, and which of their pages are there."""
 
     def __init__(self) -> None:
-        shared = shared_bytes(BLOCK_BYTES * NUM_BLOCKS, "weft-kv-pool")
+        shared = create_shared_memory(BLOCK_BYTES * NUM_BLOCKS, "weft-kv-pool")
         assert shared is not None
         self.mapping = shared.mapping
         self.size_bytes = BLOCK_BYTES * NUM_BLOCKS
@@ -49,7 +49,7 @@ async def test_so_much_is_there_before_what_is_used_and_no_more(monkeypatch: pyt
     pool, used = Pool(), 0
     pool.mapping[BLOCK_BYTES : BLOCK_BYTES + 5] = b"taken"
     running = asyncio.create_task(
-        PagesAhead(
+        PoolPrefaulter(
             pool.blocks,
             lambda: EngineLoad(active_blocks=used // 2, cached_blocks=used // 4, quarantined_blocks=used // 4),
         ).run()
@@ -77,13 +77,13 @@ async def test_a_kernel_that_does_not_know_how_is_left_alone(monkeypatch: pytest
 
     old, pool = Old(), Pool()
     monkeypatch.setattr(pool_memory, "_libc", lambda: old)
-    await asyncio.wait_for(PagesAhead(pool.blocks, EngineLoad).run(), 5)
+    await asyncio.wait_for(PoolPrefaulter(pool.blocks, EngineLoad).run(), 5)
     assert (old.num_calls, pool.made_bytes()) == (1, 0)
 
 
 async def test_it_ends_when_its_worker_does() -> None:
     pool = Pool()
-    running = asyncio.create_task(PagesAhead(pool.blocks, EngineLoad).run())
+    running = asyncio.create_task(PoolPrefaulter(pool.blocks, EngineLoad).run())
     await until_made(pool, 4096)
     running.cancel()
     with suppress(asyncio.CancelledError):

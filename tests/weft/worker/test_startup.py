@@ -23,7 +23,7 @@ from weft.request import WorkerRole
 from weft.rpc.server import RpcServer
 from weft.worker import startup
 from weft.worker.config import WorkerConfig
-from weft.worker.fleet_client import Arrival
+from weft.worker.fleet_client import LoadProgress
 from weft.worker.startup import load_weights, parse_config
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc
@@ -50,8 +50,8 @@ def config(**more: str) -> WorkerConfig:
     return read_config(WorkerConfig, {**MINIMUM, **{f"WEFT_{name}": value for name, value in more.items()}})
 
 
-def arrival() -> Arrival:
-    return Arrival("w", WorkerRole.DECODE, "nano")
+def arrival() -> LoadProgress:
+    return LoadProgress("w", WorkerRole.DECODE, "nano")
 
 
 def test_the_model_is_named_after_its_directory_unless_told() -> None:
@@ -91,11 +91,11 @@ def test_a_setting_that_cannot_be_used_is_named(more: dict[str, str], variable: 
 
 
 def test_workers_that_share_a_gpu_leave_each_other_their_part() -> None:
-    assert startup.own_bytes(free=90, total=100, share=1.0, held=40) == 90
-    assert startup.own_bytes(free=90, total=100, share=0.5, held=0) == 50
+    assert startup.usable_bytes(free=90, total=100, share=1.0, held=40) == 90
+    assert startup.usable_bytes(free=90, total=100, share=0.5, held=0) == 50
     # the other one has taken all of its half meanwhile, or nothing yet: that changes nothing
-    assert startup.own_bytes(free=20, total=100, share=0.5, held=30) == 20
-    assert startup.own_bytes(free=70, total=100, share=0.5, held=30) == 20
+    assert startup.usable_bytes(free=20, total=100, share=0.5, held=30) == 20
+    assert startup.usable_bytes(free=70, total=100, share=0.5, held=30) == 20
 
 
 def test_what_settings_leave_open_follows_the_device() -> None:
@@ -136,11 +136,11 @@ async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "available_bytes", lambda: 1000)
-    for name in ("keep_heap", "let_sessions_pass"):  # of this process, which goes on
+    for name in ("disable_malloc_trim", "set_autogroup_nice"):  # of this process, which goes on
         monkeypatch.setattr(startup, name, lambda *_: None)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     with pytest.raises(BadCheckpoint, match="the model does not fit"):
-        await startup.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1"), lambda output: None, arrival())
+        await startup.load_engine(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1"), lambda output: None, arrival())
 
 
 @pytest.mark.parametrize(
@@ -149,12 +149,12 @@ async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked
 async def test_a_worker_that_is_meant_for_a_gpu_does_not_start_without(
     cuda: str | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "keep_heap", lambda: None)  # of this process, which goes on
+    monkeypatch.setattr(startup, "disable_malloc_trim", lambda: None)  # of this process, which goes on
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(ConfigError, match=f"WEFT_DEVICE=cuda: torch {re.escape(torch.__version__)} {why}"):
-        await startup.boot(config(DEVICE="cuda"), lambda output: None, arrival())
+        await startup.load_engine(config(DEVICE="cuda"), lambda output: None, arrival())
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ async def test_a_worker_computes_on_no_more_cores_than_its_container_is_granted(
     more: dict[str, str], granted: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "available_bytes", lambda: 1000)
-    for name in ("keep_heap", "let_sessions_pass"):  # of this process, which goes on
+    for name in ("disable_malloc_trim", "set_autogroup_nice"):  # of this process, which goes on
         monkeypatch.setattr(startup, name, lambda *_: None)
     num_threads: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
@@ -172,7 +172,9 @@ async def test_a_worker_computes_on_no_more_cores_than_its_container_is_granted(
     monkeypatch.setattr(startup, "granted_cores", lambda: granted)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     with pytest.raises(BadCheckpoint, match="the model does not fit"):
-        await startup.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1", **more), lambda output: None, arrival())
+        await startup.load_engine(
+            config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1", **more), lambda output: None, arrival()
+        )
     assert num_threads == [expected]
 
 
@@ -199,7 +201,7 @@ def test_what_becomes_of_the_checkpoints_numbers_is_told_once(
     monkeypatch.setattr(startup, "best_isa", lambda: isa)
     settings = config(DTYPE=wanted)
     with caplog.at_level("INFO"):
-        startup._tell_dtype(
+        startup._log_dtype(
             settings, choose_sizes(settings.wanted, False), parse_config(json.dumps({**FIELDS, "dtype": stored}))
         )
     assert len(caplog.messages) == (says is not None)

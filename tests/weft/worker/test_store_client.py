@@ -15,12 +15,12 @@ import pytest
 from tests.services.kvstore.node import KvStoreProcess, patient_look_ups, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
-from weft.kv.offload_queue import SealedBlock
+from weft.kv.offload_queue import FullBlock
 from weft.kv.store_client_proxy import StoreLost
 from weft.kv.tiers import Tier
 from weft.worker.fetch_cost import PROBE_BLOCKS, SKIPS_BEFORE_PROBE
-from weft.worker.store_connection import LinkKeeper, _own_address
-from weft.worker.store_reader import Wanted
+from weft.worker.store_connection import StoreConnector, _own_address
+from weft.worker.store_reader import FetchRequest
 
 FETCH_SECONDS = 5.0
 CANARY = b"\x5a" * BLOCK_BYTES
@@ -72,7 +72,9 @@ async def offered(worker: Worker, numbers: list[int]) -> None:
 
 async def found(worker: Worker, numbers: list[int]) -> int:
     """How many blocks a fetch brings; into the blocks that hold them anyway."""
-    return (await worker.store.fetch(Wanted([key(number) for number in numbers], numbers), FETCH_SECONDS)).num_blocks
+    return (
+        await worker.store.fetch(FetchRequest([key(number) for number in numbers], numbers), FETCH_SECONDS)
+    ).num_blocks
 
 
 async def test_more_blocks_than_one_look_up_may_name_are_no_reason_to_leave_the_store_alone(
@@ -80,7 +82,7 @@ async def test_more_blocks_than_one_look_up_may_name_are_no_reason_to_leave_the_
 ) -> None:
     async with working(Worker(shared.address, "long")) as worker:
         num_keys = 65_537
-        wanted = Wanted([key(number) for number in range(num_keys)], [0] * num_keys)
+        wanted = FetchRequest([key(number) for number in range(num_keys)], [0] * num_keys)
         assert (await worker.store.fetch(wanted, FETCH_SECONDS)).num_blocks == 0
         assert worker.store.is_connected
 
@@ -94,7 +96,7 @@ async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(s
         targets = [*range(10, 57)]
         for target in targets:
             other.write(target, CANARY)
-        fetched = await other.store.fetch(Wanted([key(number) for number in wanted], targets), FETCH_SECONDS)
+        fetched = await other.store.fetch(FetchRequest([key(number) for number in wanted], targets), FETCH_SECONDS)
         assert fetched.by_tier == {Tier.DRAM: 45}
         assert 0.0 < fetched.seconds.pop(Tier.DRAM) < FETCH_SECONDS
         assert not fetched.seconds
@@ -108,11 +110,11 @@ async def test_what_is_computed_sooner_is_not_fetched_but_tried_now_and_then(sha
     async with working(Worker(shared.address, "sooner")) as worker:
         await offered(worker, numbers)
         for _ in range(60):
-            worker.estimate.computed(512, 1e-6)
+            worker.estimate.on_computed(512, 1e-6)
         counts = [await found(worker, numbers) for _ in range(3 * SKIPS_BEFORE_PROBE)]
         assert [count for count in counts if count] == [PROBE_BLOCKS] * 3
         for _ in range(60):
-            worker.estimate.computed(512, 10.0)
+            worker.estimate.on_computed(512, 10.0)
         assert await found(worker, numbers) == 20
 
 
@@ -130,7 +132,7 @@ async def test_two_roundings_of_one_block_never_mix(shared: KvStoreProcess) -> N
             mine = bytes([repeat]) * BLOCK_BYTES
             other.unpinned.clear()
             other.write(1, mine)
-            other.store.offer([SealedBlock(key(0), 1)])
+            other.store.offer([FullBlock(key(0), 1)])
             await until("it was unpinned", lambda: other.unpinned == [1])
             one.write(0, CANARY)
             assert await found(one, [0]) == 1
@@ -140,7 +142,7 @@ async def test_two_roundings_of_one_block_never_mix(shared: KvStoreProcess) -> N
 PUT_AND_WAIT = """
 import asyncio, sys
 from tests.weft.worker.pool import Worker, working
-from tests.weft.worker.test_store import offered
+from tests.weft.worker.test_store_client import offered
 
 async def main():
     async with working(Worker(sys.argv[1], "outlived")) as worker:
@@ -168,10 +170,10 @@ async def test_blocks_outlive_the_killed_worker_that_put_them(shared: KvStorePro
 async def test_background_work_that_fails_by_a_bug_is_told_when_it_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fail(_: LinkKeeper, _tasks: asyncio.TaskGroup) -> None:
+    async def fail(_: StoreConnector, _tasks: asyncio.TaskGroup) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(LinkKeeper, "run", fail)
+    monkeypatch.setattr(StoreConnector, "run", fail)
     monkeypatch.setattr("weft.worker.store_client.CONNECT_SECONDS", 0.01)
     worker = Worker("127.0.0.1:1")
     await worker.store.connect()
@@ -237,7 +239,7 @@ async def test_a_frozen_store_is_left_alone_and_never_writes_late(kvstore: KvSto
             worker.write(number, CANARY)
         frozen: psutil.Process = getattr(kvstore, victim)
         frozen.suspend()
-        fetched = await worker.store.fetch(Wanted([key(number) for number in range(40)], [*range(40)]), 1.0)
+        fetched = await worker.store.fetch(FetchRequest([key(number) for number in range(40)], [*range(40)]), 1.0)
         assert fetched.num_blocks == 0
         assert not worker.store.is_connected
         assert await found(worker, [0]) == 0
@@ -259,7 +261,9 @@ async def cut_off(worker: Worker, kvstore: KvStoreProcess, stall_seconds: float)
     for number in range(40):
         worker.write(number, CANARY)
     kvstore.owner.suspend()
-    fetch = asyncio.create_task(worker.store.fetch(Wanted([key(n) for n in range(40)], [*range(40)]), stall_seconds))
+    fetch = asyncio.create_task(
+        worker.store.fetch(FetchRequest([key(n) for n in range(40)], [*range(40)]), stall_seconds)
+    )
     await asyncio.sleep(0.2)
     fetch.cancel()
     await asyncio.wait({fetch})
@@ -270,9 +274,9 @@ async def test_a_fetch_that_is_cancelled_writes_nothing_afterwards_and_costs_no_
     kvstore: KvStoreProcess,
 ) -> None:
     async with working(Worker(kvstore.address)) as worker:
-        link = worker.store._keeper.link
+        link = worker.store._connector.connection
         await cut_off(worker, kvstore, FETCH_SECONDS)
-        second = asyncio.create_task(worker.store.fetch(Wanted([key(3)], [60]), FETCH_SECONDS))
+        second = asyncio.create_task(worker.store.fetch(FetchRequest([key(3)], [60]), FETCH_SECONDS))
         await asyncio.sleep(0.2)
         assert not second.done()
         kvstore.owner.resume()
@@ -280,7 +284,7 @@ async def test_a_fetch_that_is_cancelled_writes_nothing_afterwards_and_costs_no_
         assert (await second).num_blocks == 1
         assert worker.read(60) == content(3)
         assert all(worker.read(number) == CANARY for number in range(40))
-        assert worker.store._keeper.link is link
+        assert worker.store._connector.connection is link
 
 
 async def test_a_read_that_does_not_end_after_its_fetch_was_cancelled_ends_the_connection(

@@ -11,14 +11,14 @@ import pytest
 import xxhash
 
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.errors import DeadlineExceeded
 from weft.kv.store_client_proxy import StoreLost
 from weft.kv.tiers import Tier
 from weft.worker import store_reader
-from weft.worker.fetch_cost import FetchEstimate
-from weft.worker.store_connection import StoreLink
-from weft.worker.store_reader import Fetched, StoreReader, Wanted
+from weft.worker.fetch_cost import FetchCostModel
+from weft.worker.store_connection import StoreConnection
+from weft.worker.store_reader import FetchRequest, FetchResult, StoreReader
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 
 NUM_SLOTS, STALL_SECONDS = 4, 30.0
@@ -81,30 +81,30 @@ class Scene:
     def __init__(self, store: HeldStore, tasks: asyncio.TaskGroup) -> None:
         self.store = store
         self.worker = Worker("")
-        self.estimate = FetchEstimate(16, 16)
+        self.estimate = FetchCostModel(16, 16)
         for amount in (1, 2, 3):
-            self.estimate.computed(16 * amount, 1.0 * amount)
+            self.estimate.on_computed(16 * amount, 1.0 * amount)
             for tier in (Tier.DRAM, Tier.NVME):
-                self.estimate.fetched(tier, amount, 0.6 * amount)
+                self.estimate.on_fetched(tier, amount, 0.6 * amount)
         memory = self.worker.store._reader._memory
         self.reader = StoreReader(memory, MODEL, NUM_SLOTS, self.estimate)
         agent: Any = store
-        self.link = StoreLink("boot", agent, agent, tasks)
+        self.link = StoreConnection("boot", agent, agent, tasks)
         self.tasks = tasks
 
-    def fetch(self, numbers: Sequence[int]) -> asyncio.Task[Fetched]:
+    def fetch(self, numbers: Sequence[int]) -> asyncio.Task[FetchResult]:
         return self.tasks.create_task(self._fetch(numbers))
 
-    async def _fetch(self, numbers: Sequence[int]) -> Fetched:
-        fetched = Fetched()
-        wanted = Wanted([key(number) for number in numbers], [*numbers])
+    async def _fetch(self, numbers: Sequence[int]) -> FetchResult:
+        fetched = FetchResult()
+        wanted = FetchRequest([key(number) for number in numbers], [*numbers])
         await self.reader.fetch(self.link, wanted, fetched, STALL_SECONDS)
         return fetched
 
 
 @asynccontextmanager
 async def scene(store: HeldStore) -> AsyncIterator[Scene]:
-    async with background() as tasks:
+    async with background_tasks() as tasks:
         yield Scene(store, tasks)
 
 
@@ -127,7 +127,7 @@ async def test_a_short_prompt_beside_a_long_fetch_computes_at_once() -> None:
 async def test_two_fetches_that_are_worth_it_take_turns_batch_by_batch() -> None:
     async with scene(HeldStore()) as stage:
         for _ in range(60):
-            stage.estimate.fetched(Tier.DRAM, 2, 0.2)
+            stage.estimate.on_fetched(Tier.DRAM, 2, 0.2)
         first, second = stage.fetch(range(12)), stage.fetch(range(100, 108))
         order = []
         for _ in range(5):
@@ -143,8 +143,8 @@ async def test_two_fetches_that_are_worth_it_take_turns_batch_by_batch() -> None
 async def test_a_turn_that_does_not_come_is_waited_for_no_longer_than_it_is_worth() -> None:
     async with scene(HeldStore()) as stage:
         for _ in range(60):
-            stage.estimate.computed(16, 0.2)
-            stage.estimate.fetched(Tier.DRAM, 1, 0.01)
+            stage.estimate.on_computed(16, 0.2)
+            stage.estimate.on_fetched(Tier.DRAM, 1, 0.01)
         first = stage.fetch(range(4))
         await turns()
         second = stage.fetch(range(10, 14))
@@ -176,8 +176,8 @@ async def test_a_disk_that_others_wait_for_is_not_waited_for(promote_wait_ms: in
 async def test_a_promotion_that_does_not_end_is_waited_for_no_longer_than_it_is_worth() -> None:
     async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
         for _ in range(60):
-            stage.estimate.computed(16, 0.02)
-            stage.estimate.fetched(Tier.NVME, 1, 0.001)
+            stage.estimate.on_computed(16, 0.02)
+            stage.estimate.on_fetched(Tier.NVME, 1, 0.001)
         assert (await stage.fetch(range(4))).num_blocks == 0
         assert stage.link.is_usable
         assert not stage.link.reading.locked()
@@ -197,9 +197,9 @@ async def test_behind_a_gap_nothing_is_brought_up() -> None:
 async def test_a_disk_that_has_become_slow_is_waited_for_once() -> None:
     async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
         for _ in range(60):
-            stage.estimate.computed(16, 0.02)
+            stage.estimate.on_computed(16, 0.02)
             for tier in (Tier.DRAM, Tier.NVME):
-                stage.estimate.fetched(tier, 1, 0.001)
+                stage.estimate.on_fetched(tier, 1, 0.001)
         assert (await stage.fetch(range(4))).num_blocks == 0
         again = stage.fetch(range(10, 14))
         await turns()
@@ -210,8 +210,8 @@ async def test_a_disk_that_has_become_slow_is_waited_for_once() -> None:
 async def test_a_disk_that_was_slow_from_the_first_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_reader, "PROMOTE_SECONDS", 0.05)
     async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
-        stage.reader = StoreReader(stage.reader._memory, MODEL, NUM_SLOTS, estimate := FetchEstimate(16, 16))
-        estimate.computed(16, 0.02)
+        stage.reader = StoreReader(stage.reader._memory, MODEL, NUM_SLOTS, estimate := FetchCostModel(16, 16))
+        estimate.on_computed(16, 0.02)
         assert (await stage.fetch(range(4))).num_blocks == 0
         again = stage.fetch(range(10, 14))
         await turns()
@@ -227,7 +227,7 @@ async def test_nobody_reads_into_an_area_that_a_failed_transfer_may_still_write(
         await turns()
         store.reads[0][1].set_result([store_reader.TROUBLE_CODE])
         fetched, lost = await failing
-        assert isinstance(fetched, Fetched)
+        assert isinstance(fetched, FetchResult)
         assert fetched.num_blocks == 0
         assert isinstance(lost, StoreLost)
         assert len(store.reads) == 1
@@ -241,16 +241,16 @@ async def test_a_slow_look_up_leaves_the_store_alone_for_a_moment_and_costs_no_c
 
     async with scene(HeldStore()) as stage:
         store, link = stage.worker.store, stage.link
-        store._keeper._link = link
+        store._connector._connection = link
         monkeypatch.setattr(link, "match", slow)
-        fetched = await store.fetch(Wanted([key(1)], [1]), STALL_SECONDS)
+        fetched = await store.fetch(FetchRequest([key(1)], [1]), STALL_SECONDS)
         assert (fetched.num_blocks, store.is_connected) == (0, False)
         assert not link.trouble
-        link.trust()
+        link.mark_ok()
         assert store.is_connected
         assert await store.find([key(1)], STALL_SECONDS) == {key(1)}
         monkeypatch.setattr(link, "find", slow)
-        link.trust()
+        link.mark_ok()
         assert await store.find([key(1)], STALL_SECONDS) == set()
         assert not store.is_connected
         assert not link.trouble
@@ -259,4 +259,4 @@ async def test_a_slow_look_up_leaves_the_store_alone_for_a_moment_and_costs_no_c
 @pytest.mark.parametrize("blocks", [[], [1], [1, 2, 3]])
 def test_what_is_wanted_has_a_block_for_each_key(blocks: list[int]) -> None:
     with pytest.raises(ValueError, match=f"2 keys for {len(blocks)} blocks"):
-        Wanted([key(1), key(2)], blocks)
+        FetchRequest([key(1), key(2)], blocks)

@@ -14,12 +14,12 @@ import pytest
 
 from tests.services.kvstore.node import KvStoreProcess, until
 from tests.weft.worker.pool import Worker, content, key, working
-from weft.asyncio_compat import background
+from weft.asyncio_compat import background_tasks
 from weft.kv.memory import HostBlocks
-from weft.kv.offload_queue import SealedBlock
+from weft.kv.offload_queue import FullBlock
 from weft.worker import store_writer
-from weft.worker.store_connection import StoreLink
-from weft.worker.store_reader import TROUBLE_CODE, Wanted
+from weft.worker.store_connection import StoreConnection
+from weft.worker.store_reader import TROUBLE_CODE, FetchRequest
 from weft.worker.store_writer import StoreWriter
 
 
@@ -53,11 +53,11 @@ async def put(worker: Worker, numbers: Sequence[int]) -> None:
 async def test_a_put_copies_nothing_and_cannot_write_the_pool(kvstore: KvStoreProcess) -> None:
     async with working(Worker(kvstore.address)) as worker:
         await put(worker, [*range(40)])
-        link = worker.store._keeper.link
+        link = worker.store._connector.connection
         assert link is not None
-        assert not any(link.agent.staging)
+        assert not any(link.client.staging)
         assert rights_to_the_pool(store_process()) == ["r--s"]
-        fetched = await worker.store.fetch(Wanted([key(n) for n in range(40)], [*range(100, 140)]), 5.0)
+        fetched = await worker.store.fetch(FetchRequest([key(n) for n in range(40)], [*range(100, 140)]), 5.0)
         assert fetched.num_blocks == 40
         assert all(worker.read(100 + number) == content(number) for number in range(40))
 
@@ -83,20 +83,20 @@ async def test_blocks_of_a_put_that_failed_in_transfer_stay_pinned_until_its_pro
     pool, unpinned = (ctypes.c_ubyte * 64)(), list[int]()
     agent: Any = SimpleNamespace(put=put)
     stub: Any = None  # nobody is told of a put that failed
-    async with background() as tasks:
-        link = StoreLink("boot", agent, stub, tasks)
+    async with background_tasks() as tasks:
+        link = StoreConnection("boot", agent, stub, tasks)
         keeper: Any = SimpleNamespace(link=link)
         memory = HostBlocks(ctypes.addressof(pool), 8, 8, 0)
         writer = StoreWriter(keeper, memory, b"m" * 16, 4, unpinned.extend)
         tasks.create_task(writer.run())
-        writer.offer([SealedBlock(key(number), number) for number in (1, 2)])
+        writer.offer([FullBlock(key(number), number) for number in (1, 2)])
         async with asyncio.timeout(5):
             while link.is_usable:  # noqa: ASYNC110 (the task beside this one brings it about)
                 await asyncio.sleep(0)
             for _ in range(20):
                 await asyncio.sleep(0)
             assert unpinned == []
-            link.end()
+            link.mark_ended()
             while not unpinned:  # noqa: ASYNC110 (the task beside this one brings it about)
                 await asyncio.sleep(0)
         assert unpinned == [1, 2]

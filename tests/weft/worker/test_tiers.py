@@ -15,7 +15,7 @@ from tests.services.kvstore.node import PATIENCE_SECONDS, POLL_SECONDS, KvStoreP
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft.kv.tiers import Tier
 from weft.request import Retention
-from weft.worker.store_reader import Fetched, Wanted
+from weft.worker.store_reader import FetchRequest, FetchResult
 from weft_services.kvstore.segment import Segment, segment_paths
 
 SECONDS = 10.0
@@ -33,12 +33,12 @@ def kvstore(tmp_path: Path) -> Iterator[KvStoreProcess]:
     node.stop()
 
 
-async def fetch(worker: Worker, numbers: list[int]) -> Fetched:
+async def fetch(worker: Worker, numbers: list[int]) -> FetchResult:
     """Into blocks that held something else; what came is checked."""
     targets = [100 + number for number in numbers]
     for target in targets:
         worker.write(target, b"\x5a" * BLOCK_BYTES)
-    fetched = await worker.store.fetch(Wanted([key(number) for number in numbers], targets), SECONDS)
+    fetched = await worker.store.fetch(FetchRequest([key(number) for number in numbers], targets), SECONDS)
     for number, target in list(zip(numbers, targets, strict=True))[: fetched.num_blocks]:
         assert worker.read(target) == content(number)
     return fetched
@@ -149,7 +149,7 @@ async def test_a_frozen_disk_owner_costs_time_and_nothing_else(kvstore: KvStoreP
         await restart(kvstore, worker)
         for number in NUMBERS:
             worker.write(number, bytes(BLOCK_BYTES))
-        promoting = asyncio.create_task(worker.store.fetch(Wanted([key(n) for n in NUMBERS], NUMBERS), 1.0))
+        promoting = asyncio.create_task(worker.store.fetch(FetchRequest([key(n) for n in NUMBERS], NUMBERS), 1.0))
         kvstore.owner.suspend()
         fetched = await promoting
         kvstore.owner.resume()

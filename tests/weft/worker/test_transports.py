@@ -10,7 +10,7 @@ import pytest
 
 from weft.config import ConfigError
 from weft.kv import local_transport
-from weft.kv.memfd import SharedBytes, shared_bytes
+from weft.kv.memfd import SharedMemory, create_shared_memory
 from weft.kv.memory import BlockBytes, HostBlocks
 from weft.kv.mooncake import MooncakeUnavailable
 from weft.kv.transport import Endpoint, Transport
@@ -18,13 +18,13 @@ from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.worker import kv_pull
 from weft.worker.config import MooncakeProtocol, TransportChoice
-from weft.worker.kv_pull import lent_endpoint, needs_checksums, pick_transports
+from weft.worker.kv_pull import advertised_endpoint, choose_transports, needs_checksums
 
 POOL = (ctypes.c_ubyte * 8192)()
 
 
 def pick_for(choice: TransportChoice, memory: BlockBytes) -> tuple[Transport, ...]:
-    return pick_transports(choice, "127.0.0.1", MooncakeProtocol.TCP, GrpcTransport(ChannelPool(), memory), memory)
+    return choose_transports(choice, "127.0.0.1", MooncakeProtocol.TCP, GrpcTransport(ChannelPool(), memory), memory)
 
 
 def pick(choice: TransportChoice) -> list[str]:
@@ -33,14 +33,14 @@ def pick(choice: TransportChoice) -> list[str]:
 
 
 @pytest.fixture
-def shared() -> SharedBytes:
+def shared() -> SharedMemory:
     """A pool in a file, as those of CPU workers are."""
-    pool = shared_bytes(8192, "weft-kv-pool")
+    pool = create_shared_memory(8192, "weft-kv-pool")
     assert pool is not None
     return pool
 
 
-def blocks_of(shared: SharedBytes) -> HostBlocks:
+def blocks_of(shared: SharedMemory) -> HostBlocks:
     return HostBlocks(ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping)), 4096, 2, shared.fd)
 
 
@@ -53,10 +53,10 @@ def test_mooncake_goes_first_and_grpc_is_always_there() -> None:
     assert pick(TransportChoice.MOONCAKE) == ["mooncake", "grpc"]
 
 
-def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: SharedBytes) -> None:
+def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: SharedMemory) -> None:
     picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
     assert [transport.name for transport in picked] == ["local", "mooncake", "grpc"]
-    endpoint = lent_endpoint(picked)
+    endpoint = advertised_endpoint(picked)
     assert (endpoint.transport, endpoint.segment) == ("mooncake", picked[1].endpoint().segment)
     # who is on this machine goes by the file, who is not by what its transport says
     assert [transport.reaches(endpoint) for transport in picked] == [True, True, True]
@@ -67,21 +67,21 @@ def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: Shar
 
 
 def test_where_open_files_are_not_shown_workers_of_one_machine_are_peers_like_others(
-    shared: SharedBytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shared: SharedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(local_transport, "OPEN_FILES", tmp_path)
     picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
     assert [transport.name for transport in picked] == ["mooncake", "grpc"]
-    assert lent_endpoint(picked).file == ""
+    assert advertised_endpoint(picked).file == ""
 
 
 @pytest.mark.parametrize("choice", [TransportChoice.MOONCAKE, TransportChoice.GRPC])
 def test_a_transport_that_is_demanded_is_used_on_the_same_machine_too(
-    choice: TransportChoice, shared: SharedBytes
+    choice: TransportChoice, shared: SharedMemory
 ) -> None:
     picked = pick_for(choice, blocks_of(shared))
     assert "local" not in [transport.name for transport in picked]
-    assert (lent_endpoint(picked).transport, lent_endpoint(picked).file) == (choice.value, "")
+    assert (advertised_endpoint(picked).transport, advertised_endpoint(picked).file) == (choice.value, "")
 
 
 def test_grpc_alone_when_asked_for() -> None:

@@ -13,7 +13,7 @@ import httpx
 
 from weft.cli.bench.workload import Job
 from weft.cli.stream import CONNECT_SECONDS, THOUGHTS, MeshError, message_of, open_client, served_model, told
-from weft.file_descriptors import allow_files
+from weft.file_descriptors import raise_fd_limit
 
 # the difference of two prompts is without what a chat template adds
 CALIBRATIONS = tuple(Job(None, (("calibration", tokens),), 1) for tokens in (200, 40))
@@ -84,7 +84,7 @@ class Target:
 async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
     """Find the model, how long its tokens are in our words, and whether answers can be made as long as they are to be:
     `ignore_eos` is not OpenAI's, and strict servers refuse it. Raises MeshError."""
-    allow_files()  # what fails for want of one is not the server's
+    raise_fd_limit()  # what fails for want of one is not the server's
     client = open_client(url, api_key, httpx.Limits(max_connections=None, max_keepalive_connections=None))
     client.headers["content-type"] = "application/json"
     client.headers["accept-encoding"] = "identity"

@@ -21,7 +21,7 @@ from weft.cli.bench.load import NEVER_SENT, OUT_OF_TIME, Load, Record, open_targ
 from weft.cli.bench.report import page, tables
 from weft.cli.bench.workload import BadTrace, Job, Recipe, from_recipe, from_trace
 from weft.cli.stream import MeshError
-from weft.file_io import in_words
+from weft.file_io import format_os_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def run_bench(options: BenchOptions) -> int:
             path.open("a").close()  # told before the load is sent, and not after
         records = _measured(options)
     except (MeshError, BadTrace, OSError) as error:
-        print(f"weft bench: {in_words(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"weft bench: {format_os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
     figures = summarize(records, options.promise)
     console = Console(soft_wrap=True)

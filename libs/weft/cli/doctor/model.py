@@ -22,7 +22,7 @@ from weft.cli.gpus import cards, chosen_cards, tell_memory, usable_gpus
 from weft.cli.record import running_meshes
 from weft.config import ConfigError
 from weft.config import read_config as read_settings
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
 from weft.tokenizer import SETTINGS, check_tokenizer
@@ -50,7 +50,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             advice = advice or "fetch the files again, or name another: --model"
             yield Finding("model", Level.FAILURE, f"{name}: {says}", advice)
             continue
-        except Unreadable as error:
+        except StorageUnavailable as error:
             yield Finding("model", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
             continue
         files = {tensor.file.name for tensor in checkpoint.tensors}
@@ -65,7 +65,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             says, _, advice = str(error).partition("; ")
             advice = advice or "fetch the file again"
             yield Finding("tokenizer", Level.FAILURE, f"{name}: {says}: the gateway does not start", advice)
-        except Unreadable as error:
+        except StorageUnavailable as error:
             yield Finding("tokenizer", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
         if not _has_template(directory):
             yield Finding("template", Level.WARNING, f"{name}: no chat template: only /v1/completions answers")
@@ -161,7 +161,7 @@ def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:
     machine, room = sizes.machine, sizes.memory_budget(config, free)
     size = block_bytes(config, machine.dtype, machine.block_tokens)
     pages = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, 0, sys.maxsize)
-    longest = sizes.paging(config).longest(pages, config.max_positions)
+    longest = sizes.paging(config).max_sequence_tokens(pages, config.max_positions)
     says = f"{name}: {_sum(room, machine.dtype)}"
     if room.available_for_kv <= 0 or longest < 1:
         advice = "`weft plan` says what it needs; fewer workers, a smaller WEFT_CHUNK_TOKENS, or more memory"
@@ -182,7 +182,7 @@ def _readable(subject: Subject) -> dict[str, Checkpoint]:
     """What is wrong with the others has been said by then."""
     found = {}
     for name, directory in subject.models.items():
-        with suppress(BadCheckpoint, Unreadable):
+        with suppress(BadCheckpoint, StorageUnavailable):
             found[name] = read_checkpoint(directory)
     return found
 

@@ -17,9 +17,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from weft.config import ConfigError, CpuKernels, read_config
-from weft.errors import Unreadable, WeftError
-from weft.file_descriptors import open_streams, written_out
-from weft.file_io import TRANSIENT, naming
+from weft.errors import StorageUnavailable, WeftError
+from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
+from weft.file_io import TRANSIENT, with_filename
 from weft.weights.bundle import convert
 from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
@@ -67,14 +67,14 @@ def inspect(
 ) -> None:
     """Show what every tensor takes, beside the entropy of its weights."""
     if plot:
-        with naming(plot):
+        with with_filename(plot):
             plot.open("a").close()  # told before the bundle is read, and not after
     with _progress(bundle, SUFFIX) as report:
         rows = list(rows_of(bundle, report))
     screen = console if sys.stdout.isatty() else Console(width=PIPE_COLUMNS, **AS_IT_IS)
     screen.print(_table(rows), soft_wrap=False)
     if plot:
-        with naming(plot):
+        with with_filename(plot):
             plot.write_text(picture(str(bundle), rows), encoding="utf-8")
         console.print(f"plot: {plot}")
 
@@ -140,12 +140,12 @@ def _mb(num_bytes: int) -> str:
 
 def main() -> int:
     """Errors of the user's are one line, status 2; so are the disk's, status 1: they say nothing of the files."""
-    open_streams()
+    ensure_stdio()
     try:
         read_config(Settings)
-        with written_out():
+        with flush_stdout_on_exit():
             app(standalone_mode=True, prog_name="weft")  # whose commands these are
-    except Unreadable as error:
+    except StorageUnavailable as error:
         print(f"weft: {error}", file=sys.stderr)
         return 1
     except (WeftError, ConfigError, OSError) as error:

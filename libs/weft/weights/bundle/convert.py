@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.file_io import on_disk, share_alike, telling
+from weft.file_io import copy_ownership, fsync_path, os_errors_translated
 from weft.foreign_files import foreign_names
 from weft.weights.ahead import ahead
 from weft.weights.blobs import stamp_of
@@ -49,8 +49,8 @@ class Outcome:
 
 
 def weight_files(directory: Path, suffix: str) -> list[Path]:
-    """Raises BadCheckpoint when there are none, Unreadable."""
-    with telling(f"{directory}"):
+    """Raises BadCheckpoint when there are none, StorageUnavailable."""
+    with os_errors_translated(f"{directory}"):
         if not directory.is_dir():
             raise BadCheckpoint(f"{directory}: no such directory")
         names = {path.name for path in directory.iterdir()}
@@ -192,8 +192,8 @@ def _whole(path: Path, source: Path) -> Iterator[Path]:
     part = path.with_name(path.name + ".part")
     try:
         yield part
-        share_alike(source, part)
-        on_disk(part)
+        copy_ownership(source, part)
+        fsync_path(part)
         os.replace(part, path)
     except OSError as error:
         # a write does not say which file it was of; what else fails does

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.file_io import naming, on_disk, share_alike
+from weft.file_io import copy_ownership, fsync_path, with_filename
 from weft.weights.blobs import stamp_of
 
 NOTE = ".weft-made-of.json"
@@ -50,15 +50,15 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
         _check_same(source, before)
         _copy_others(source, place, made, before)
         _check_same(source, before)
-        share_alike(source, place)
+        copy_ownership(source, place)
         place.chmod(place.stat().st_mode | 0o700)  # as long as the note has to go
         # a name that outlives a power failure must not stand for files that do not
-        on_disk(place)
+        fsync_path(place)
         os.replace(place, target)
         (target / NOTE).unlink()
-        share_alike(source, target)
-        on_disk(target)
-        on_disk(target.parent)
+        copy_ownership(source, target)
+        fsync_path(target)
+        fsync_path(target.parent)
 
 
 @contextmanager
@@ -125,8 +125,8 @@ def _copy_others(source: Path, place: Path, made: Mapping[Path, str], before: St
             path.unlink()
     for name in sorted(_others(made, before)):
         shutil.copy2(source / name, place / name)
-        share_alike(source / name, place / name)
-        on_disk(place / name)
+        copy_ownership(source / name, place / name)
+        fsync_path(place / name)
 
 
 def _others(made: Mapping[Path, str], before: Stamps) -> set[str]:
@@ -160,13 +160,13 @@ def _begin(place: Path, note: Any) -> None:
         for path in found:
             path.unlink()
         part = place / f"{NOTE}.part"
-        with naming(part):
+        with with_filename(part):
             part.write_text(json.dumps(note))
         # whatever a power failure leaves: a note that can be read, beside files of no other source than it names
-        on_disk(part)
-        on_disk(place)
+        fsync_path(part)
+        fsync_path(place)
         os.replace(part, place / NOTE)
-        on_disk(place)
+        fsync_path(place)
 
 
 def _read(note: Path) -> Any:

@@ -51,7 +51,7 @@ def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor | None, re
 
 
 def pack(blob: Blob, mtime_ns: int, file: Sink, threads: ThreadPoolExecutor | None, report: Report) -> BundleHeader:
-    """The same from anywhere, to wherever `file` writes. Raises BadCheckpoint, Unreadable.
+    """The same from anywhere, to wherever `file` writes. Raises BadCheckpoint, StorageUnavailable.
 
     One tensor lies in memory at a time, as it was and whole: how it is coded follows from all of its rows.
     """

@@ -42,7 +42,7 @@ class BundleFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Of a local file, through the page cache. Raises BadCheckpoint, Unreadable."""
+        """Of a local file, through the page cache. Raises BadCheckpoint, StorageUnavailable."""
         blob = FileBlob(path, direct=False)
         try:
             return cls(str(path), blob)

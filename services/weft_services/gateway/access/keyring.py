@@ -18,14 +18,14 @@ from weft.api_keys import (
     VALKEY_KEYS,
     VALKEY_SCHEMES,
     VALKEY_VERSION,
+    ApiKey,
     BadKeys,
-    Key,
     by_digest,
     digest_of,
     load_key,
     load_keys,
 )
-from weft.asyncio_compat import cancellation_heeded
+from weft.asyncio_compat import reraise_lost_cancellation
 from weft.config import ConfigError
 from weft.errors import PeerLost, Unauthenticated
 from weft.rpc.valkey import checked_url
@@ -43,7 +43,7 @@ UNREADABLE = "API keys cannot be checked at the moment"
 class Source(Protocol):
     """Where keys are kept."""
 
-    async def changed(self) -> dict[str, Key] | None:
+    async def changed(self) -> dict[str, ApiKey] | None:
         """All of them by digest, or None when nothing has changed. Raises BadKeys, OSError, RedisError."""
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ class FileSource:
         self._path = path
         self._seen: tuple[int, ...] = ()
 
-    async def changed(self) -> dict[str, Key] | None:
+    async def changed(self) -> dict[str, ApiKey] | None:
         """A file that is replaced is another inode; one that is written in place, or may be read now, has another time.
         What could not be read is tried again."""
         stat = self._path.stat()
@@ -86,7 +86,7 @@ class ValkeySource:
         self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS, retry=once)
         self._seen: bytes | str | None = None
 
-    async def changed(self) -> dict[str, Key] | None:
+    async def changed(self) -> dict[str, ApiKey] | None:
         """An absent number means that nobody has added a key yet, or that the server has lost them: we keep ours, and
         any number that comes after it is news."""
         version = await self._redis.get(VALKEY_VERSION)
@@ -110,7 +110,7 @@ class Keyring:
         is_valkey = where.startswith(VALKEY_SCHEMES)
         self._source: Source = ValkeySource(where) if is_valkey else FileSource(Path(where))
         self._is_required = not is_valkey
-        self._keys: Mapping[str, Key] | None = None
+        self._keys: Mapping[str, ApiKey] | None = None
         # have they more than one owner, operators aside, who are there for the others' sake
         self.has_tenants = False
         self._trouble = ""
@@ -132,7 +132,7 @@ class Keyring:
         """Nothing is read any more."""
         await self._source.close()
 
-    def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> Key:
+    def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey:
         """The key that was shown, in HTTP headers or gRPC metadata. Raises Unauthenticated, or PeerLost where no keys
         could be read yet.
 
@@ -146,14 +146,14 @@ class Keyring:
             raise Unauthenticated(UNKNOWN)
         return found
 
-    def current(self, key: Key) -> Key | None:
+    def current(self, key: ApiKey) -> ApiKey | None:
         """The same key as it is now, None where it was revoked."""
         return self._keys.get(key.digest) if self._keys is not None else None
 
     async def _read(self) -> bool:
         """Whether there was news."""
         try:
-            with cancellation_heeded():
+            with reraise_lost_cancellation():
                 changed = await self._source.changed()
         except (BadKeys, OSError, RedisError) as error:
             self._note(str(error) or type(error).__name__)

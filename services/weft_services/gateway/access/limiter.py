@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from weft.api_keys import Key
+from weft.api_keys import ApiKey
 from weft.errors import RateLimited
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 
@@ -87,20 +87,20 @@ class Limiter:
         self._valkey = Valkey(redis_url, FOUND, LOST, clock, deadline_seconds) if redis_url else None
         self._clock = clock
         self._empty: dict[tuple[str, str], float] = {}
-        self._owed: dict[Key, tuple[int, int]] = {}
+        self._owed: dict[ApiKey, tuple[int, int]] = {}
         self._has_debts = asyncio.Event()
         self._script = self._valkey.redis.register_script(SCRIPT) if self._valkey else None
 
-    def levels(self, key: Key) -> list[Level]:
+    def levels(self, key: ApiKey) -> list[Level]:
         """Its limits, requests first; those that it has."""
         limits = zip(KINDS, _limits(key), strict=True)
         return [Level(kind, limit, self._seconds(key, kind)) for kind, limit in limits if limit]
 
-    def check(self, key: Key) -> None:
+    def check(self, key: ApiKey) -> None:
         """Raises RateLimited where one more request is surely too many, or tokens are still owed."""
         self._refuse(key, {"requests": 1, "tokens": 0})
 
-    async def take(self, key: Key, tokens: int) -> None:
+    async def take(self, key: ApiKey, tokens: int) -> None:
         """One request with so many tokens. Raises RateLimited; it counts as a request all the same."""
         if not any(_limits(key)):
             return
@@ -117,7 +117,7 @@ class Limiter:
                 self.charge(key, 1, 0)
             raise
 
-    def charge(self, key: Key, requests: int, tokens: int) -> None:
+    def charge(self, key: ApiKey, requests: int, tokens: int) -> None:
         """Add without asking; the other gateways hear of it soon."""
         if not any(_limits(key)):
             return
@@ -145,7 +145,7 @@ class Limiter:
             key, (requests, tokens) = self._owed.popitem()
             await self._ask(key, requests, tokens, is_charge=True)
 
-    async def _ask(self, key: Key, requests: int, tokens: int, is_charge: bool) -> bool | None:
+    async def _ask(self, key: ApiKey, requests: int, tokens: int, is_charge: bool) -> bool | None:
         """Did it fit; None where Valkey does not answer."""
         if self._valkey is None or self._script is None:
             return None
@@ -158,7 +158,7 @@ class Limiter:
             answer: list[int] = await script(keys=names, args=arguments, client=redis)
             return answer
 
-        answer = await self._valkey.ask(run)
+        answer = await self._valkey.call(run)
         if answer is None:
             return None
         fits, *microseconds = answer
@@ -168,7 +168,7 @@ class Limiter:
             self._empty[key.digest, kind] = max(told, known)
         return bool(fits)
 
-    def _refuse(self, key: Key, costs: dict[str, int], always: bool = False) -> None:
+    def _refuse(self, key: ApiKey, costs: dict[str, int], always: bool = False) -> None:
         """`always`: Valkey has said that it does not fit, a moment ago."""
         levels = self.levels(key)
         waits = [(level.wait(costs[level.kind]), level) for level in levels]
@@ -180,15 +180,15 @@ class Limiter:
                 level.kind,
             )
 
-    def _add(self, key: Key, requests: int, tokens: int) -> None:
+    def _add(self, key: ApiKey, requests: int, tokens: int) -> None:
         for kind, limit, cost in zip(KINDS, _limits(key), (requests, tokens), strict=True):
             if limit and cost:
                 start = self._clock() + self._seconds(key, kind)
                 self._empty[key.digest, kind] = start + cost * WINDOW_SECONDS / limit
 
-    def _seconds(self, key: Key, kind: str) -> float:
+    def _seconds(self, key: ApiKey, kind: str) -> float:
         return max(0.0, self._empty.get((key.digest, kind), 0.0) - self._clock())
 
 
-def _limits(key: Key) -> tuple[int, int]:
+def _limits(key: ApiKey) -> tuple[int, int]:
     return key.requests_per_minute, key.tokens_per_minute

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from weft.api_keys import MOST_URGENT, Key
+from weft.api_keys import MOST_URGENT, ApiKey
 from weft.errors import Unauthenticated
 from weft_services.gateway.access.limiter import Level, Limiter
 
@@ -20,11 +20,11 @@ class Visitor:
     room. `is_sent`: by a proxy that checks who may come, so that where it comes from says where the proxy is.
     `current`: what a key is by now, None once it was revoked."""
 
-    key: Key | None = None
+    key: ApiKey | None = None
     limiter: Limiter | None = None
     is_among_others: bool = False
     is_sent: bool = False
-    current: Callable[[Key], Key | None] = lambda key: key
+    current: Callable[[ApiKey], ApiKey | None] = lambda key: key
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ from weft_services.gateway.dialects.translation import (
     check_chat,
     object_of,
     place_of,
-    read_object,
+    read_json_object,
     renamed,
 )
 from weft_services.gateway.dialects.unsupported_fields import CHAT_ALONE, Neutral, check_supported
@@ -59,7 +59,7 @@ TTLS = {None: 0, "5m": 300, "1h": 3600}
 
 def parse_messages(body: bytes) -> Generation:
     """POST /v1/messages. Raises InvalidRequest naming the field."""
-    fields = read_object(body, has_large_numbers=True)
+    fields = read_json_object(body, has_large_numbers=True)
     if fields.get("max_tokens") is None:
         raise InvalidRequest("max_tokens: Field required", "max_tokens", "missing_required_parameter")
     return _generation(fields)
@@ -67,7 +67,7 @@ def parse_messages(body: bytes) -> Generation:
 
 def parse_count(body: bytes) -> Generation:
     """POST /v1/messages/count_tokens: the same without an answer."""
-    return _generation(read_object(body, has_large_numbers=True))
+    return _generation(read_json_object(body, has_large_numbers=True))
 
 
 def _generation(fields: Fields) -> Generation:

@@ -18,7 +18,7 @@ from weft_services.gateway.dialects.translation import (
     check_chat,
     object_of,
     place_of,
-    read_object,
+    read_json_object,
     renamed,
 )
 from weft_services.gateway.dialects.unsupported_fields import CHAT_ALONE, Neutral, check_supported
@@ -75,7 +75,7 @@ class Earlier:
 def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
     """POST /v1/responses and /v1/responses/input_tokens; without `earlier` nothing is kept, and what refers to earlier
     answers is refused. Raises InvalidRequest naming the field."""
-    fields = read_object(body)
+    fields = read_json_object(body)
     check_supported(fields, WITHOUT_STORE if earlier is None else NEUTRAL_VALUES, INSTEAD)
     if object_of(fields, CACHE_OPTIONS).get("prewarm"):
         field = f"{CACHE_OPTIONS}.prewarm"

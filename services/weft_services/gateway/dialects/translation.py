@@ -17,7 +17,7 @@ from weft_services.gateway.generation import Generation
 Fields = dict[str, Any]
 
 
-def read_object(body: bytes, has_large_numbers: bool = False) -> Fields:
+def read_json_object(body: bytes, has_large_numbers: bool = False) -> Fields:
     """A JSON object. `has_large_numbers`: integers of more than 64 bits stay what they are. Raises InvalidRequest."""
     check_body(body)
     try:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weft import metrics, trace
-from weft.metrics import labelled
-from weft.request_stage import Stage
+from weft.metrics import cached_labels
+from weft.request_stage import RequestStage
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.front import genai
@@ -33,11 +33,11 @@ class Account:
     def __init__(self, endpoint: str, traceparent: str = "") -> None:
         """`traceparent`: of the client's own trace, which goes on here."""
         self._endpoint = endpoint
-        self._span = trace.begin(genai.operation(endpoint), traceparent)
+        self._span = trace.start_span(genai.operation(endpoint), traceparent)
         if self._span is not None:
             self._span.set(genai.begun(endpoint))
         self._model = ""
-        self._between_tokens: metrics.LoopSeries
+        self._between_tokens: metrics.SingleThreadSeries
         self._received = time.monotonic()
         self._received_at = time.time()
         self._stages: dict[str, float] = {}
@@ -52,8 +52,8 @@ class Account:
     def reached(self, stage: str) -> None:
         """Note when a stage was reached: prepared, routed, first_token."""
         self._stages[stage] = now = time.monotonic()
-        if stage == Stage.ROUTED:
-            labelled(metrics.STAGE_SECONDS, Stage.RECEIVED).observe(now - self._received)
+        if stage == RequestStage.ROUTED:
+            cached_labels(metrics.STAGE_SECONDS, RequestStage.RECEIVED).observe(now - self._received)
 
     def watch(self, run: GenerationRun) -> None:
         """The run whose counts go into the books."""
@@ -100,7 +100,7 @@ class Account:
         elapsed = {name: round((moment - self._received) * 1000, 3) for name, moment in moments.items()}
         return timeline(self._run, elapsed, self._received_at, self._worst_gap * 1000)
 
-    def close(self, outcome: Stage | str, error: Exception | None = None) -> None:
+    def close(self, outcome: RequestStage | str, error: Exception | None = None) -> None:
         """Count and log; later calls change nothing."""
         if self._is_closed:
             return
@@ -110,24 +110,24 @@ class Account:
         now = time.monotonic()
         if self._span is not None:
             self._end(self._span, str(outcome), usage, error)
-        labelled(metrics.REQUESTS, self._endpoint, str(outcome), self._model).inc()
-        if outcome == Stage.FINISHED:  # refusals take no time, and would make everything look quick
+        cached_labels(metrics.REQUESTS, self._endpoint, str(outcome), self._model).inc()
+        if outcome == RequestStage.FINISHED:  # refusals take no time, and would make everything look quick
             metrics.E2E.of(self._model).observe(now - self._received)
         # a prompt that nobody took would hide what caches do; embeddings have no first token
-        is_computed = self._last_token is not None or (self._run is None and outcome == Stage.FINISHED)
+        is_computed = self._last_token is not None or (self._run is None and outcome == RequestStage.FINISHED)
         if self._model and is_computed:
-            labelled(metrics.PROMPT_TOKENS, self._model).inc(usage.prompt_tokens)
-            labelled(metrics.CACHED_TOKENS, self._model).inc(usage.cached_tokens)
-            labelled(metrics.COMPLETION_TOKENS, self._model).inc(usage.completion_tokens)
-        level = logging.WARNING if outcome == Stage.FAILED else logging.INFO
+            cached_labels(metrics.PROMPT_TOKENS, self._model).inc(usage.prompt_tokens)
+            cached_labels(metrics.CACHED_TOKENS, self._model).inc(usage.cached_tokens)
+            cached_labels(metrics.COMPLETION_TOKENS, self._model).inc(usage.completion_tokens)
+        level = logging.WARNING if outcome == RequestStage.FAILED else logging.INFO
         if is_logged(level):
             note(self._told(str(outcome), usage, error), level)
 
     def _end(self, span: trace.Span, outcome: str, usage: Usage, error: Exception | None) -> None:
         began = round(self._received_at * 1e9)
         moments = {name: began + round((moment - self._received) * 1e9) for name, moment in self._stages.items()}
-        if routed := moments.get(Stage.ROUTED):
-            span.child(Stage.RECEIVED.value, began, moments.get("prepared", routed))
+        if routed := moments.get(RequestStage.ROUTED):
+            span.child(RequestStage.RECEIVED.value, began, moments.get("prepared", routed))
         span.set({"weft.outcome": outcome})
         if self._run is not None:
             first = self._stages.get("first_token")
@@ -135,7 +135,7 @@ class Account:
             span.set({"gen_ai.response.finish_reasons": self.finish_reasons})
         elif self.prompt_tokens:
             span.set({"gen_ai.response.model": self._model, "gen_ai.usage.input_tokens": self.prompt_tokens})
-        if error is not None and outcome == Stage.FAILED:
+        if error is not None and outcome == RequestStage.FAILED:
             span.fail(error)
         elif error is not None:
             span.set({"error.type": type(error).__name__})
@@ -181,9 +181,9 @@ def expect(models: Iterable[str]) -> None:
     models = tuple(models)
     for endpoint in ENDPOINTS:
         for model in ("", *models):
-            metrics.REQUESTS.labels(endpoint, Stage.FAILED.value, model)
+            metrics.REQUESTS.labels(endpoint, RequestStage.FAILED.value, model)
     for model in models:
         for latency in (metrics.TTFT, metrics.ITL, metrics.E2E):
             latency.of(model)
         for tokens in (metrics.PROMPT_TOKENS, metrics.CACHED_TOKENS, metrics.COMPLETION_TOKENS):
-            labelled(tokens, model)
+            cached_labels(tokens, model)

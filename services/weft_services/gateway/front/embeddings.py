@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import Receive, Scope, Send
 
 from weft import trace
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.embeddings import embedding_body, parse_embedding
 from weft_services.gateway.front.accounting import Account
@@ -52,12 +52,12 @@ class EmbeddingEndpoint:
         except Exception as error:
             await fail(reply, account, error)
         finally:
-            account.close(Stage.CANCELLED)
+            account.close(RequestStage.CANCELLED)
 
     async def _answer(self, body: bytes, session: ClientHints, reply: Reply, account: Account) -> None:
         try:
             found = await embed(self._pipeline, lambda: parse_embedding(body), session, account, self._timeout_seconds)
-            account.close(Stage.FINISHED)
+            account.close(RequestStage.FINISHED)
             if sum(map(len, found[1])) > MANY_NUMBERS:
                 answer = await asyncio.to_thread(embedding_body, *found)
             else:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft import trace
 from weft.errors import Cancelled, WeftError
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.dialects.frames import Choice, Usage
 from weft_services.gateway.error_body import error_body, status_of
@@ -106,7 +106,7 @@ class GenerationEndpoint:
         except Exception as error:
             await fail(reply, account, error)
         finally:
-            account.close(Stage.CANCELLED)
+            account.close(RequestStage.CANCELLED)
 
     async def _answer(self, body: bytes, session: ClientHints, reply: Reply, telling: Telling) -> None:
         account = telling.account
@@ -184,7 +184,7 @@ async def _collect(run: GenerationRun, frames: Frames, reply: Reply, telling: Te
 def _finished(account: Account, frames: Frames) -> None:
     """The books are closed once the client has its answer: it does not wait for them."""
     account.finish_reasons = frames.finish_reasons
-    account.close(Stage.FINISHED)
+    account.close(RequestStage.FINISHED)
 
 
 def _framed(frames: Frames, pieces: Sequence[ChoiceUpdate]) -> bytes:
@@ -200,11 +200,11 @@ async def fail(reply: Reply, account: Account, error: Exception) -> None:
     """Tell the client, if it is still there and has not been told."""
     known = as_weft_error(error)
     if isinstance(known, Cancelled):
-        account.close(Stage.CANCELLED, known)
+        account.close(RequestStage.CANCELLED, known)
         return
     if not is_known(error):
         logger.error("request failed", exc_info=error)
-    account.close(REJECTED if status_of(known) < 500 and not reply.is_begun else Stage.FAILED, known)
+    account.close(REJECTED if status_of(known) < 500 and not reply.is_begun else RequestStage.FAILED, known)
     if not reply.is_ended:
         try:
             await reply.fail(known)

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from weft.config import CannotListen
+from weft.config import BindError
 from weft_services.gateway.front.cork import Cork
 from weft_services.gateway.front.unframed import Unframed
 
@@ -269,7 +269,7 @@ class HttpServer(uvicorn.Server):
 
 def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
     """From here on clients are kept waiting instead of refused. `is_shared`: other processes of this user listen there
-    too, and the kernel deals connections out among them. Raises CannotListen."""
+    too, and the kernel deals connections out among them. Raises BindError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # with the protocol spelled out: asyncio turns Nagle's delay off only where it sees TCP named
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -281,6 +281,6 @@ def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise CannotListen(f"cannot listen on {host}:{port} for HTTP: {error.strerror}; is the port taken?") from error
+        raise BindError(f"cannot listen on {host}:{port} for HTTP: {error.strerror}; is the port taken?") from error
     listener.setblocking(False)
     return listener

@@ -89,7 +89,7 @@ class KeptAnswers:
         async def read(redis: Redis) -> list[Any]:
             return list(await redis.mget(key))
 
-        if (found := await self._valkey.ask(read)) is None:
+        if (found := await self._valkey.call(read)) is None:
             raise PeerLost("kept answers cannot be read now")
         record: bytes | None = found[0]
         return record
@@ -104,7 +104,7 @@ class KeptAnswers:
         async def write(redis: Redis) -> bool:
             return bool(await redis.set(key, record, px=milliseconds))
 
-        await self._valkey.ask(write)
+        await self._valkey.call(write)
 
     async def drop(self, owner: bytes, name: str) -> bool:
         """Was it there. Raises PeerLost."""
@@ -115,7 +115,7 @@ class KeptAnswers:
         async def delete(redis: Redis) -> int:
             return int(await redis.delete(key))
 
-        if (count := await self._valkey.ask(delete)) is None:
+        if (count := await self._valkey.call(delete)) is None:
             raise PeerLost("kept answers cannot be reached now")
         return count > 0
 

@@ -24,7 +24,7 @@ class Listeners:
     """HTTP ports are bound at once, so that clients wait instead of being refused; gRPC's by `start`."""
 
     def __init__(self, config: Config, pipeline: Pipeline, door: Door, kept: KeptAnswers | None) -> None:
-        """Raises ConfigError for a certificate that cannot be used, CannotListen when a port is taken."""
+        """Raises ConfigError for a certificate that cannot be used, BindError when a port is taken."""
         self._config = config
         self._certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         self._serving: list[asyncio.Task[None]] = []
@@ -52,7 +52,7 @@ class Listeners:
         return public, self._grpc_address, private
 
     async def start(self, group: asyncio.TaskGroup) -> None:
-        """Serve in the group's tasks. Raises CannotListen."""
+        """Serve in the group's tasks. Raises BindError."""
         self._grpc_address = await self.rpc.start(self._config.host, self._config.grpc_port, self._grpc_credentials)
         self._serving = [group.create_task(http.serve_until_stopped(), name="http") for http in self._servers()]
         if self._certificate is not None:

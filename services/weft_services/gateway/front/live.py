@@ -107,7 +107,7 @@ def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
         "computed_prompt_tokens": work.computed_prompt_tokens,
         "report_age_ms": work.report_age_ms,
         "prefix": work.tallies.prefix,
-        "hand_offs": work.tallies.hand_offs,
+        "hand_offs": work.tallies.transfers,
     }
 
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import InvalidRequest, NotFound
 from weft.request import WorkerRole
 from weft_services.gateway.access.visitor import visitor
-from weft_services.gateway.dialects.translation import read_object
+from weft_services.gateway.dialects.translation import read_json_object
 from weft_services.gateway.error_body import HttpError
 from weft_services.gateway.front.exchange import Reply, failures_told, header, read_json_body
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -65,7 +65,7 @@ class OperatorEndpoint(ABC):
         async with failures_told(reply):
             if not is_operator(scope):
                 raise HttpError(403, REFUSAL, "forbidden")
-            fields = read_object(await read_json_body(scope, receive))
+            fields = read_json_object(await read_json_body(scope, receive))
             worker_id = str(scope["path_params"]["worker_id"])
             try:
                 done = await self._act(worker_id, fields)

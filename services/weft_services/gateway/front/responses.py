@@ -16,7 +16,7 @@ from weft.errors import InvalidRequest
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import Earlier, parse_responses
-from weft_services.gateway.dialects.translation import read_object
+from weft_services.gateway.dialects.translation import read_json_object
 from weft_services.gateway.error_body import HttpError
 from weft_services.gateway.front.endpoints import Api, Frames, GenerationEndpoint
 from weft_services.gateway.front.exchange import Reply, failures_told
@@ -75,7 +75,7 @@ async def _parser(
     pipeline: Pipeline, kept: KeptAnswers, body: bytes, session: ClientHints
 ) -> tuple[Callable[[bytes], Generation], int]:
     """One that knows the answer which the body goes on from, and its bytes. Raises InvalidRequest, PeerLost."""
-    fields = await pipeline.compute_charged(lambda: read_object(body)) if PREVIOUS.encode() in body else {}
+    fields = await pipeline.compute_charged(lambda: read_json_object(body)) if PREVIOUS.encode() in body else {}
     if (name := fields.get(PREVIOUS)) is None:
         return partial(parse_responses, earlier=Earlier()), 0
     with charge_on_error():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import trace
 from weft.errors import Cancelled
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft.rpc import wire
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
@@ -160,18 +160,18 @@ def accounted(call: str, metadata: Metadata) -> Iterator[None]:
     _account.set(account)
     try:
         yield
-        account.close(Stage.FINISHED)
+        account.close(RequestStage.FINISHED)
     except Exception as error:
         raise _closed(account, error) from error
     finally:
-        account.close(Stage.CANCELLED)
+        account.close(RequestStage.CANCELLED)
 
 
 def _closed(account: Account, error: Exception) -> Exception:
     """What clients may see of it. Apart from where it passes by, as in `exchange`."""
     known = as_weft_error(error)
-    outcome = REJECTED if status_of(known) < 500 else Stage.FAILED
-    account.close(Stage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
+    outcome = REJECTED if status_of(known) < 500 else RequestStage.FAILED
+    account.close(RequestStage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
     return public_error(known)
 
 

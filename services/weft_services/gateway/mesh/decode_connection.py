@@ -31,7 +31,7 @@ from weft.errors import Cancelled, Incompatible, Overloaded, PeerLost, WeftError
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey, WorkerAddress
 from weft.rpc import wire
 from weft.rpc.client import open_channel
-from weft.rpc.stream_writer import Outgoing, speaking
+from weft.rpc.stream_writer import EagerStreamWriter, writing_to
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_services.gateway.mesh.scheduler_types import SequencePlacement, StartCommand
@@ -210,7 +210,7 @@ class DecodeConnection:
         self.is_closed = False
         self._delivery = delivery
         self._commands: deque[decode_pb.AttachRequest] = deque()  # starts are bounded, so cancels are
-        self._outgoing: Outgoing[decode_pb.AttachRequest] | None = None  # while the stream is open
+        self._outgoing: EagerStreamWriter[decode_pb.AttachRequest] | None = None  # while the stream is open
         self._inboxes: dict[str, tuple[RequestKey, DeltaQueue]] = {}  # of each request the latest attempt here
         self._channel = open_channel(worker.address)
 
@@ -238,7 +238,7 @@ class DecodeConnection:
         reason, at_fault = "closed its stream", self.worker.worker_id
         try:
             attach = DecodeServiceStub(self._channel).Attach()
-            async with speaking(attach, self._next_command) as (call, self._outgoing):
+            async with writing_to(attach, self._next_command) as (call, self._outgoing):
                 self._outgoing.push()
                 async for frame in call:
                     for delta in frame.deltas:

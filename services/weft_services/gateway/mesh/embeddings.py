@@ -16,7 +16,7 @@ from weft.errors import BadCheckpoint, Cancelled, EngineFailed, NoWorker, Overlo
 from weft.ids import new_id
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.rpc import wire
-from weft.rpc.client import ChannelPool, translated
+from weft.rpc.client import ChannelPool, rpc_errors_translated
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from weft_services.gateway.mesh.fleet import FleetWatcher
@@ -41,7 +41,7 @@ class EmbeddingClient:
         )
         try:
             async with self._channels.lend(worker.address) as channel:
-                with translated():
+                with rpc_errors_translated():
                     response = await PrefillServiceStub(channel).Embed(request, timeout=seconds)
         except (BadCheckpoint, Cancelled) as error:  # it is another boot, or going away
             raise PeerLost(str(error)) from error

@@ -12,7 +12,7 @@ from typing import Self
 from weft.errors import DeadlineExceeded, WeftError
 from weft.ids import new_id
 from weft.request import PromptUsage
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.mesh.decode_connection import DELTAS_PER_SEQUENCE, MAX_DELTAS, DeltaQueue, SequenceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
@@ -180,7 +180,7 @@ class GenerationRun:
         if runner.is_done:
             self._num_open -= 1
             engine_has_ended = deltas[-1].finish_reason is not None
-            runner.end(Stage.FINISHED, cancel=not engine_has_ended)
+            runner.end(RequestStage.FINISHED, cancel=not engine_has_ended)
         return piece
 
     def _cancel(self) -> None:

@@ -35,14 +35,14 @@ from weft.errors import (
     NoWorker,
     Overloaded,
     PeerLost,
-    RoomClosed,
+    QueueFull,
     WeftError,
     from_code,
 )
 from weft.request import WorkerRole
 from weft.rpc import wire
-from weft.rpc.client import MAX_MESSAGE_BYTES, open_channel, translated
-from weft.rpc.stream_writer import Outgoing, speaking
+from weft.rpc.client import MAX_MESSAGE_BYTES, open_channel, rpc_errors_translated
+from weft.rpc.stream_writer import EagerStreamWriter, writing_to
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
@@ -80,7 +80,7 @@ class RouteStream:
         self._withdrawn: deque[common_pb2.RequestKey] = deque()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
         self._has_sent_id = False
-        self._outgoing: Outgoing[pb.RouteManyRequest] | None = None  # while a stream is open
+        self._outgoing: EagerStreamWriter[pb.RouteManyRequest] | None = None  # while a stream is open
         self._has_request = asyncio.Event()
         self.num_answers = 0  # messages of them, over all streams
 
@@ -115,7 +115,7 @@ class RouteStream:
         while True:
             error = StreamLost("the scheduler is going away")
             try:
-                async with speaking(self._stub.RouteMany(), self._next_message) as (call, self._outgoing):
+                async with writing_to(self._stub.RouteMany(), self._next_message) as (call, self._outgoing):
                     self._has_sent_id = False
                     self._outgoing.push()
                     async for answer in call:
@@ -133,7 +133,7 @@ class RouteStream:
         """Somebody has waited for long, since there were so many: where none has come after that, the stream is opened
         anew. Its other end may be gone without a word, and the connection as good as ever."""
         if self._outgoing is not None and self.num_answers == num_answers:
-            self._outgoing.give_up(TimeoutError("the scheduler does not answer"))
+            self._outgoing.fail(TimeoutError("the scheduler does not answer"))
 
     def _push(self) -> None:
         self._has_request.set()
@@ -191,7 +191,7 @@ def _to_error(refused: pb.RouteRefusal) -> WeftError:
         return NoWorker(refused.message)
     error = from_code(refused.code, refused.message)
     if isinstance(error, Overloaded) and refused.hold_ms:
-        return RoomClosed(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
+        return QueueFull(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
     if isinstance(error, Overloaded) and refused.retry_after_seconds:
         error.retry_after_seconds = refused.retry_after_seconds
     if isinstance(error, InvalidRequest):
@@ -291,13 +291,13 @@ class SchedulerClient:
     async def settle(self, settlements: list[Settlement]) -> None:
         """Report stages; safe to repeat. Raises WeftError."""
         request = scheduler_pb.SettleRequest(settlements=[_settlement_to_wire(each) for each in settlements])
-        with translated():
+        with rpc_errors_translated():
             await self._scheduler.Settle(request, timeout=SETTLE_SECONDS)
 
     async def fleet(self, with_hand_offs: bool = False) -> FleetReport:
         """The fleet as the scheduler sees it. Raises WeftError."""
         request = scheduler_pb.ListWorkersRequest(without_hand_offs=not with_hand_offs)
-        with translated():
+        with rpc_errors_translated():
             response = await self._fleet.ListWorkers(request, timeout=POLL_SECONDS)
         return FleetReport(
             tuple(_worker_from_wire(status) for status in response.workers),
@@ -308,13 +308,13 @@ class SchedulerClient:
 
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Ask a worker to finish what it has and take nothing new, or the reverse. Raises NotFound, WeftError."""
-        with translated():
+        with rpc_errors_translated():
             await self._fleet.Drain(scheduler_pb.DrainRequest(worker_id=worker_id, undo=undo), timeout=POLL_SECONDS)
 
     async def set_role(self, worker_id: str, role: WorkerRole) -> None:
         """Ask a worker to take other new work. Raises NotFound, InvalidRequest where it cannot, WeftError."""
         request = scheduler_pb.SetRoleRequest(worker_id=worker_id, role=wire.role_to_wire(role))
-        with translated():
+        with rpc_errors_translated():
             await self._fleet.SetRole(request, timeout=POLL_SECONDS)
 
     async def close(self) -> None:
@@ -366,7 +366,7 @@ def _work_from_wire(status: scheduler_pb.WorkerStatus) -> WorkerLoad:
         computed_prompt_tokens=report.computed_prompt_tokens,
         booked_tokens=status.booked_prefill_tokens + status.booked_decode_tokens,
         report_age_ms=status.report_age_ms,
-        tallies=wire.tallies_from_wire(report),
+        tallies=wire.worker_stats_from_wire(report),
     )
 
 
@@ -388,7 +388,7 @@ def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUsage:
 
 # there may be as many tenants as clients make up
 MAX_REJECTIONS = 4096
-metrics.from_zero(metrics.PLACEMENTS, ("overloaded",))
+metrics.init_series(metrics.PLACEMENTS, ("overloaded",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +409,7 @@ class RejectionCache:
         self._clock = clock
         self._held: OrderedDict[tuple[str, bytes, int], _Rejection] = OrderedDict()
 
-    def add(self, query: PlacementQuery, refused: RoomClosed) -> None:
+    def add(self, query: PlacementQuery, refused: QueueFull) -> None:
         """The scheduler's newest word counts."""
         kind = _kind(query)
         until = self._clock() + refused.hold_seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.request import KEEP, RequestKey, Retention, SamplingParams, WorkerAddress, WorkerRole
-from weft.worker_stats import NO_TALLIES, Tallies
+from weft.worker_stats import NO_STATS, WorkerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class WorkerLoad:
     computed_prompt_tokens: int = 0
     booked_tokens: int = 0
     report_age_ms: int = 0
-    tallies: Tallies = NO_TALLIES
+    tallies: WorkerStats = NO_STATS
 
 
 NO_LOAD = WorkerLoad()

@@ -16,10 +16,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from weft import metrics
-from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, RoomClosed, WeftError
+from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, QueueFull, WeftError
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey, WorkerAddress
-from weft.request_stage import Stage
-from weft.stall_clock import AwakeClock
+from weft.request_stage import RequestStage
+from weft.stall_clock import StallAwareClock
 from weft_services.gateway.mesh.decode_connection import (
     DecodeConnection,
     DecodeConnectionPool,
@@ -160,7 +160,7 @@ MAX_EXCLUDED = 64
 MAX_BLOCK_KEYS = 65_536
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 0.5
 _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
-metrics.from_zero(metrics.SEQUENCE_MIGRATIONS, _CAUSES.values())
+metrics.init_series(metrics.SEQUENCE_MIGRATIONS, _CAUSES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class MeshContext:
     on_hand_off: Callable[[HandOff], None] = lambda hand_off: None
     rejections: RejectionCache = field(default_factory=RejectionCache)
     was_served_recently: Callable[[str], bool] = lambda model: False
-    clock: AwakeClock = field(default_factory=AwakeClock)
+    clock: StallAwareClock = field(default_factory=StallAwareClock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +255,12 @@ class SequenceRunner:
         """The attempt has failed: begin the next in the background. Raises the error when it must be the last."""
         logger.warning("attempt=%s failed worker=%s error=%s", self.key, worker_id or "unknown", error)
         assert self._decode is not None
-        if isinstance(error, PeerLost) and self._mesh.clock.is_shaken:
+        if isinstance(error, PeerLost) and self._mesh.clock.stalled_recently:
             # this process stood still: connections that broke over it say nothing of workers, nor of the request
-            self._try_again(Stage.FAILED)
+            self._try_again(RequestStage.FAILED)
         else:
             self._suspect(self._decode)
-            self._try_again(Stage.FAILED, _at_fault(error, worker_id))
+            self._try_again(RequestStage.FAILED, _at_fault(error, worker_id))
             self._num_empty_attempts = (
                 0 if len(self.choice.token_ids) > self._num_resumed else self._num_empty_attempts + 1
             )
@@ -272,7 +272,7 @@ class SequenceRunner:
         metrics.SEQUENCE_MIGRATIONS.labels(_CAUSES[type(error)]).inc()
         self._migration = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
 
-    def end(self, stage: Stage, failed_worker_id: str = "", cancel: bool = True) -> None:
+    def end(self, stage: RequestStage, failed_worker_id: str = "", cancel: bool = True) -> None:
         """Give back what the attempt holds. Idempotent."""
         if self._connection is not None:
             if cancel:
@@ -281,7 +281,7 @@ class SequenceRunner:
                 self._connection.forget(self.key)
             self._connection = None
         if self._reservation is not None:
-            num_tokens = len(self.choice.token_ids) - self._num_resumed if stage is Stage.FINISHED else None
+            num_tokens = len(self.choice.token_ids) - self._num_resumed if stage is RequestStage.FINISHED else None
             self._reservation.close(stage, failed_worker_id, num_tokens)
             self._reservation = None
 
@@ -289,7 +289,7 @@ class SequenceRunner:
         """Nobody waits for it any more."""
         if self._migration is not None:
             self._migration.cancel()
-        self.end(Stage.CANCELLED)
+        self.end(RequestStage.CANCELLED)
 
     async def _move_on(self, failed: WeftError) -> None:
         try:
@@ -321,7 +321,7 @@ class SequenceRunner:
                 if pause == FIRST_PAUSE_SECONDS:
                     logger.warning("sequence=%s waits for a worker: %s", self.key, refusal)
                 if self._reservation is not None or failed is not None:
-                    self._try_again(Stage.CANCELLED)
+                    self._try_again(RequestStage.CANCELLED)
                 await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), self._shared.remaining_seconds()))
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 continue
@@ -331,7 +331,7 @@ class SequenceRunner:
                 logger.warning("sequence=%s cannot start: %s", self.key, error)
                 failed = failed or error
                 self._suspect(placement.decode)
-                self._try_again(Stage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
+                self._try_again(RequestStage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
                 # there may always be another that cannot be reached; once this gateway is leaving nobody can
                 if self._mesh.connections.is_closed or clock() > give_up_at:
                     raise failed from None
@@ -380,7 +380,7 @@ class SequenceRunner:
             placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds(), self._compose)
         except (Overloaded, NoWorker) as error:
             self._reservation = None  # a refused request holds nothing: a fleet that is full need not be told
-            if isinstance(error, RoomClosed):
+            if isinstance(error, QueueFull):
                 self._mesh.rejections.add(query, error)
             raise
         self.forecast = self.forecast or placement.forecast
@@ -410,7 +410,7 @@ class SequenceRunner:
         if self.num_attempts > 1:
             logger.info("sequence=%s goes on at worker=%s tokens=%d", self.key, link.worker.worker_id, num_generated)
 
-    def _try_again(self, stage: Stage, failed_worker_id: str = "") -> None:
+    def _try_again(self, stage: RequestStage, failed_worker_id: str = "") -> None:
         """The placement has come to nothing; what is still said of it is late from here on."""
         self.end(stage, failed_worker_id, cancel=False)
         self.key = RequestKey(self.key.request_id, self.key.generation + 1)

@@ -8,7 +8,7 @@ from collections import deque
 
 from weft.errors import InvalidRequest, WeftError
 from weft.request import RequestKey
-from weft.request_stage import Stage
+from weft.request_stage import RequestStage
 from weft_services.gateway.mesh.scheduler_client import SchedulerClient
 from weft_services.gateway.mesh.scheduler_types import Settlement
 
@@ -83,7 +83,7 @@ class PlacementReservation:
             self._has_first_token = True
             self._settler.put(Settlement(self.key, FIRST_TOKEN, failed_worker_id))
 
-    def close(self, stage: Stage, failed_worker_id: str = "", generated_tokens: int | None = None) -> None:
+    def close(self, stage: RequestStage, failed_worker_id: str = "", generated_tokens: int | None = None) -> None:
         """Finished, with so many tokens, failed or cancelled; later calls change nothing."""
         assert stage.is_terminal
         if not self._is_closed:
