@@ -73,7 +73,7 @@ class Config:
         return bool(self.keys) and self.tls_cert is None and not is_loopback(self.publish_host or self.host)
 
     def _check_seconds(self) -> None:
-        for name in ("request_timeout_seconds", "move_seconds", "grace_seconds"):
+        for name in ("request_timeout_seconds", "migration_timeout_seconds", "grace_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
         if not 0 <= self.responses_seconds <= MAX_RESPONSES_SECONDS:
