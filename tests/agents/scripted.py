@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode, SequenceDelta, Start, deltas
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.process import running
 
 NANO = Path(__file__).parents[2] / "models/weft-nano"
@@ -70,7 +70,7 @@ async def scripted_gateway(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterat
     await decode.open()
     await scheduler.open()
     try:
-        config = Config(
+        config = GatewayConfig(
             scheduler_addr=scheduler.address, model=str(model_dir), http_port=0, grpc_port=0, grace_seconds=1
         )
         async with running(config) as gateway:

@@ -33,7 +33,7 @@ from tests.services.gateway.fakes import (
 )
 from tests.services.gateway.test_embeddings import with_prefill
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.process import running
 
 NANO = Path(__file__).parents[2] / "models" / "weft-nano"
@@ -143,7 +143,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         stack.push_async_callback(scheduler.kill)
         secret, keys = make_secret(), folder / "keys.json"
         keys.write_text(dump_keys([ApiKey("tester", digest_of(secret))]))
-        config = Config(
+        config = GatewayConfig(
             *(str(NANO), scheduler.address),
             http_port=0,
             grpc_port=0,

@@ -18,7 +18,7 @@ from weft.config import variable_name
 from weft.metrics import REGISTRY
 from weft.weights.bundle.__main__ import app as bundle_program
 from weft.worker.config import WorkerConfig
-from weft_services.gateway.config import Config as GatewayConfig
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.dialects.answer_format import GUIDED
 from weft_services.gateway.mesh.routing_hints import CLASSES
 from weft_services.kvstore.config import Config as KvStoreConfig

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.grammars.test_schema_forms import grammars
 from weft.grammar import Grammars, UnusableGrammar
-from weft_services.gateway.dialects.schema_limits import complaint
+from weft_services.gateway.dialects.answer_format import schema_problem
 from weft_services.gateway.grammar.answer_grammar import join_parts, schema_part
 from weft_services.gateway.grammar.schema_errors import locate_error
 from weft_services.gateway.grammar.schema_rewrite import BINDING, COUNTS, DRAFTS, NO_OPS
@@ -31,7 +31,7 @@ SCHEMAS = st.recursive(
 @given(schema=st.dictionaries(KEYWORDS, SCHEMAS, max_size=5))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 def test_any_shape_is_kept_or_refused(schema: dict[str, Any], grammars: Grammars) -> None:
-    if complaint(schema) is not None:
+    if schema_problem(schema) is not None:
         return
     parts = [schema_part(schema, "answer", "schema")]
     told = None

@@ -17,7 +17,7 @@ from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, TEMPLATE, tiny_
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode, SequenceDelta, Start, deltas
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.process import Gateway, running
 
 ANSWER = "the answer is here, hello world: a prompt was computed there, and written token by token here."
@@ -99,7 +99,7 @@ async def scene(folder: Path, port: int = 0, keys: str = "") -> AsyncIterator[Sc
         await scheduler.open()
         stack.push_async_callback(scheduler.kill)
         model = str(write_model(folder, TOKENIZER, TEMPLATE))
-        config = Config(model, scheduler.address, http_port=port, grpc_port=0, grace_seconds=1, keys=keys)
+        config = GatewayConfig(model, scheduler.address, http_port=port, grpc_port=0, grace_seconds=1, keys=keys)
         gateway = await stack.enter_async_context(running(config))
         await gateway.watch.poll()
         yield Scene(gateway, scheduler)

@@ -19,7 +19,7 @@ CLASSES = {
     "weft_services.kvstore": ("weft_services.kvstore.config", "Config"),
     "weft_services.weights": ("weft_services.weights.config", "Config"),
     "weft_services.worker": ("weft.worker.config", "WorkerConfig"),
-    "weft_services.gateway": ("weft_services.gateway.config", "Config"),
+    "weft_services.gateway": ("weft_services.gateway.config", "GatewayConfig"),
 }
 
 

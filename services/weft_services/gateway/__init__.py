@@ -1,1 +1,1 @@
-"""The edge of the mesh: OpenAI REST and public gRPC in, token ids out to the workers, text back to clients."""
+"""The gateway: accepts OpenAI, Anthropic and gRPC requests, sends token ids to the workers and returns text."""

@@ -1,4 +1,4 @@
-"""The gateway's settings; see docs/reference/settings.md for the table."""
+"""The gateway's settings; docs/reference/settings.md has the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GatewayConfig:
     """Each field is read from WEFT_<NAME>."""
 
     model: str
@@ -43,33 +43,34 @@ class Config:
     def __post_init__(self) -> None:
         self._check_models()
         if not all(":" in address for address in self.scheduler_addr.split(",")):
-            raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port, several by commas")
+            raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port, separated by commas")
         if not (self.keys or self.allow_unauthenticated or is_loopback(self.host)):
             raise ConfigError(
-                f"WEFT_HOST={self.host}: whoever reaches it could use the model. Name API keys with WEFT_KEYS "
-                "(`weft keys add NAME --keys FILE` makes one), or set WEFT_ALLOW_UNAUTHENTICATED=1"
+                f"WEFT_HOST={self.host}: every host that reaches it could use the model; name API keys with WEFT_KEYS "
+                "(`weft keys add NAME --keys FILE` creates them), or set WEFT_ALLOW_UNAUTHENTICATED=1"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other")
+            missing = "WEFT_TLS_CERT" if self.tls_cert is None else "WEFT_TLS_KEY"
+            raise ConfigError(f"WEFT_TLS_CERT and WEFT_TLS_KEY must be set together; {missing} is missing")
         if self.reuse_port and not (self.http_port and self.grpc_port):
             raise ConfigError("WEFT_REUSE_PORT=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
         if self.max_requests < 1:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):
-                expected = "expected * or origins by commas, such as https://app.example, without a path"
+                expected = "expected * or origins separated by commas, such as https://app.example, without a path"
                 raise ConfigError(f"WEFT_CORS_ORIGINS={origin!r}: {expected}")
         self._check_seconds()
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
-        """Origins whose pages may use the API from a browser, as browsers write them."""
+        """Origins of web pages that may use the API, in the form that browsers send."""
         given = (each.strip().lower().rstrip("/") for each in self.cors_origins.split(","))
         return tuple(each for each in given if each)
 
     @property
-    def shows_keys(self) -> bool:
-        """Do API keys cross a network in the clear, unless somebody else sees to it."""
+    def sends_keys_in_clear(self) -> bool:
+        """True if API keys may cross a network without TLS."""
         return bool(self.keys) and self.tls_cert is None and not is_loopback(self.publish_host or self.host)
 
     def _check_seconds(self) -> None:
@@ -83,18 +84,18 @@ class Config:
     def _check_models(self) -> None:
         for name, directory in self.models.items():
             if not directory.is_dir():
-                raise ConfigError(f"WEFT_MODEL={self.model}: {directory}, for {name!r}, is no directory")
+                raise ConfigError(f"WEFT_MODEL={self.model}: {directory}, for {name!r}, is not a directory")
         if unknown := self._tool_formats_by_model.keys() - self.models.keys():
             raise ConfigError(f"WEFT_TOOL_FORMAT={self.tool_format}: no model is called {min(unknown)!r}")
 
     @property
     def models(self) -> dict[str, Path]:
-        """Checkpoint directories, by what clients put into `model`."""
+        """Checkpoint directories by the name that clients put into `model`."""
         return read_models(self.model, self.model_name)
 
     @property
     def tool_formats(self) -> dict[str, str]:
-        """How each model writes tool calls."""
+        """The tool call format of each model."""
         usual = "auto" if self._tool_formats_by_model else self.tool_format
         return {name: self._tool_formats_by_model.get(name, usual) for name in self.models}
 

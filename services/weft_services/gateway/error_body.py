@@ -1,4 +1,4 @@
-"""WeftError -> what a client may see: OpenAI's error body, status and retry headers. Internals stay in the log."""
+"""Converts a WeftError to OpenAI's error body, HTTP status and retry headers. Internal details stay in the log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CODES: dict[type[WeftError], str] = {
 
 
 class HttpError(WeftError):
-    """A refusal that exists in HTTP only, such as 413 or 415."""
+    """An error that exists in HTTP only, such as 413 or 415."""
 
     error_type = "invalid_request_error"
 
@@ -47,13 +47,16 @@ class HttpError(WeftError):
 
 
 def public_message(error: WeftError) -> str:
-    """What peers said of one another may hold addresses, so it is not passed on; what is wrong with a request is."""
+    """Return the message that a client may see.
+
+    Errors of a request pass through; messages from other services may contain addresses and do not.
+    """
     if isinstance(error, ModelLoading):
-        return "the model is being loaded; please try again in a moment"
+        return "the model is being loaded; try again in a moment"
     if isinstance(error, PeerLost):
-        return "a service that this request needs is not available, or was lost on the way; please try again"
+        return "a service that this request needs is unavailable or was lost; try again"
     if error.is_remote and isinstance(error, Overloaded):
-        return "no worker has room for this request now; please try again later"
+        return "no worker has capacity for this request now; try again later"
     if error.is_remote and isinstance(error, DeadlineExceeded):
         return "the request took too long"
     if isinstance(error, HttpError | ModelFailed) or error.http_status < 500 or error.code == 4:
@@ -62,7 +65,7 @@ def public_message(error: WeftError) -> str:
 
 
 def public_error(error: WeftError) -> WeftError:
-    """The same leaf with its public message: what gRPC clients get."""
+    """Return the same error class with its public message, for gRPC clients."""
     public = from_code(error.code, public_message(error))
     if isinstance(public, Overloaded) and isinstance(error, Overloaded):
         public.retry_after_seconds = error.retry_after_seconds
@@ -72,17 +75,17 @@ def public_error(error: WeftError) -> WeftError:
 
 
 def status_of(error: WeftError) -> int:
-    """HTTP status."""
+    """Return the HTTP status of an error."""
     return error.status if isinstance(error, HttpError) else error.http_status
 
 
 def error_body(error: WeftError) -> bytes:
-    """All four keys, always."""
+    """Return OpenAI's error body. It always has all four keys."""
     return orjson.dumps({"error": error_fields(error)})
 
 
 def error_fields(error: WeftError) -> dict[str, Any]:
-    """The inner object of an error body."""
+    """Return the inner object of an error body."""
     param: str | None = None
     code: str | None = None
     kind = error.error_type
@@ -99,8 +102,8 @@ def error_fields(error: WeftError) -> dict[str, Any]:
     return {"message": public_message(error), "type": kind, "param": param, "code": code}
 
 
-def retry_headers(error: WeftError) -> list[tuple[bytes, bytes]]:
-    """What tells a client when, or how, to try again: never sooner than there is room."""
+def retry_after_headers(error: WeftError) -> list[tuple[bytes, bytes]]:
+    """Return the headers that tell a client when, or how, to retry. The time is never too early."""
     if isinstance(error, Unauthenticated):
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, Overloaded):

@@ -1,4 +1,4 @@
-"""What a client asked for, as one frozen value: REST and gRPC both end up here. Knows no wire format."""
+"""Checked requests as frozen values, independent of the API. REST and gRPC both produce them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from weft.request import KEEP, Retention
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools in OpenAI's form, checked, ready for the chat template; `kwargs` are variables of its own.
+    """Checked messages and tools in OpenAI's form, ready for the chat template.
 
-    `is_open`: the assistant is to speak next; `is_continued`: it has begun to, in the last message.
+    `kwargs` are the template's own variables. `is_open`: the assistant speaks next. `is_continued`: the last message is
+    the beginning of its answer.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -24,12 +25,12 @@ class Conversation:
 
     @property
     def begun(self) -> str:
-        """What has been said already of the answer."""
+        """The beginning of the answer that the last message contains, if the request continues it."""
         return str(self.messages[-1]["content"]) if self.is_continued else ""
 
 
 class FormatKind(Enum):
-    """By what an answer is judged."""
+    """Kinds of constraints on an answer."""
 
     SCHEMA = auto()  # a JSON schema
     REGEX = auto()
@@ -40,7 +41,7 @@ class FormatKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What the whole answer must match. `field` is the client's name for it, so that later errors can name it."""
+    """A constraint on the whole answer. `field` is the client's name for it, for error messages."""
 
     kind: FormatKind
     value: Any
@@ -49,12 +50,13 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools that may be called. `is_forced`: the answer is calls and nothing else; `only` names the one tool it may be.
+    """Tools that may be called.
 
-    `allowed`: the names that may be called, where the model is shown more. `is_bound`: what is called is the model's
-    choice, but every call must be one of these, or fit its tool's schema. `fields`: the client's names for the
-    parameters of each tool, so that later errors can name them. `custom`: the names of custom tools, whose calls come
-    back as free text.
+    - `is_forced`: the answer is only calls.
+    - `only`: the one tool that may be called.
+    - `allowed`: names that may be called, where the model sees more.
+    - `fields`: the client's names for each tool's parameters, for error messages.
+    - `custom`: names of custom tools; their calls return free text.
     """
 
     tools: tuple[dict[str, Any], ...]
@@ -67,12 +69,12 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Of the tools' arguments, by name."""
+        """JSON schemas of the tools' arguments, by name."""
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     @property
     def callable_functions(self) -> list[tuple[dict[str, Any], str]]:
-        """Those that may be called, with their fields."""
+        """The functions that may be called, each with its field."""
         return [
             (tool["function"], field)
             for tool, field in zip(self.tools, self.fields, strict=True)
@@ -81,8 +83,8 @@ class ToolUse:
         ]
 
     @property
-    def is_bound(self) -> bool:
-        """Not all may be called, or one is strict."""
+    def is_constrained(self) -> bool:
+        """True if calls are optional but must match: only some tools are allowed, or one is strict."""
         return self.allowed is not None or any(tool["function"].get("strict") is True for tool in self.tools)
 
 
@@ -91,18 +93,21 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A checked request. None in a sampling field means: as the model's own generation defaults say.
+    """A checked request. A sampling field that is None takes the model's generation default.
 
-    `model` is empty where none was named: then the only one that is served is meant.
-    Without `max_tokens` the answer may fill the context, or be as long as `default_max_tokens` if that is less.
-    `prompt_field` and `max_tokens_field` are the client's names for these, so that later errors can name them.
-    `priority` counts as vLLM's clients count, lower is sooner; with `reject_if_busy` nobody waits for room.
-    Of `best_of` candidates for each prompt the `n` best are answers, by the mean of their logprobs; less is as `n`.
-    `repeats_prompt`: answers begin with their prompt, and their logprobs with those of its tokens. With
-    `num_prompt_logprobs` these are told beside the answer. `max_tokens` may be 0 with either.
-    `echo` is what an API gives back with its answer of what was asked; `kept_items` are the items that led to an answer
-    which is to be kept, and `num_earlier_generated` the tokens that were generated for them.
-    `in_pieces`: the answer is told as it comes whatever `stream` says, as over gRPC.
+    - `model`: empty selects the only served model.
+    - `max_tokens`: without it the answer may fill the context, or `default_max_tokens` if that is less. It may be 0
+    with `repeats_prompt` or `num_prompt_logprobs`.
+    - `prompt_field`, `max_tokens_field`: the client's names for these fields, for error messages.
+    - `priority`: lower runs sooner, as in vLLM. With `reject_if_busy` the request never waits for capacity.
+    - `best_of`: candidates for each prompt. The `n` with the best mean logprob are answers; a value below `n` counts as
+    `n`.
+    - `repeats_prompt`: answers and their logprobs begin with the prompt's.
+    - `num_prompt_logprobs`: alternatives per prompt token, returned next to the answer.
+    - `in_pieces`: the answer is sent as it comes, regardless of `stream`, as over gRPC.
+    - `echo`: request fields that the API repeats in its answer.
+    - `kept_items`: items that led to an answer which will be stored; `num_earlier_generated` counts the tokens
+    generated for them.
     """
 
     model: str
@@ -147,20 +152,22 @@ class Generation:
 
     @property
     def num_candidates(self) -> int:
-        """Generated for each prompt."""
+        """Number of candidates generated for each prompt."""
         return max(self.n, self.best_of)
 
     @property
     def num_scored(self) -> int | None:
-        """How many alternatives the workers are to tell of each prompt token; None: nothing of it."""
+        """Alternatives that workers return for each prompt token; None if the request needs no prompt logprobs."""
         wanted = (self.num_prompt_logprobs, self.num_logprobs if self.repeats_prompt else None)
         return max((each for each in wanted if each is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizing:
-    """What is to be tokenized, and not run. `model` is empty where none was named; `field` is the client's name for the
-    prompt."""
+class TokenizeRequest:
+    """A prompt to tokenize without running it.
+
+    `model` is empty if the client named none; `field` is the client's name for the prompt.
+    """
 
     model: str
     prompt: Prompt
@@ -171,7 +178,7 @@ class Tokenizing:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Texts or token ids of which vectors are wanted. `model` as in `Generation`."""
+    """Texts or token ids to embed. `model` as in `Generation`."""
 
     model: str
     inputs: tuple[str | tuple[int, ...], ...]
@@ -182,7 +189,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The model's generation_config.json, or OpenAI's defaults where it is silent."""
+    """Defaults from the model's generation_config.json, else OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0

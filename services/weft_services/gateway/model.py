@@ -1,4 +1,4 @@
-"""The served model as the gateway knows it: tokenizer, chat template, generation defaults, limits. No weights."""
+"""Loads what the gateway needs of a checkpoint: tokenizer, chat template, defaults and limits. No weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft_services.gateway.text.special_tokens import GuardImpossible, SpecialTo
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)
-# as transformers saves them; the second renders conversations that have tools
+# The files that transformers writes; the second template renders conversations with tools.
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
@@ -54,10 +54,12 @@ PROBES = {
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model. `template` is None for a base model without a chat template.
+    """One served model. `template` is None for a base model without a chat template.
 
-    `written` tokenizes what the template has rendered, and so does `chats`, which looks up what it knows already;
-    `chat_codec` shows the special tokens that calls and thoughts are marked with; `marks` are their ids.
+    - `written`: tokenizes rendered templates.
+    - `chats`: the same, with a cache of known segments.
+    - `chat_codec`: its text includes the special tokens that mark calls and thoughts.
+    - `marks`: the ids of these tokens.
     """
 
     name: str
@@ -76,8 +78,10 @@ class ServedModel:
     marks: dict[str, int]
 
 
-def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed: bool = False) -> ServedModel:
-    """Read what the gateway needs of a checkpoint. `is_sealed`: special tokens in messages are text.
+def load_model(
+    directory: Path, name: str, tool_format: str = "auto", escapes_special_tokens: bool = False
+) -> ServedModel:
+    """Load a checkpoint for the gateway. `escapes_special_tokens`: special tokens in messages are plain text.
 
     Raises BadCheckpoint naming the file or setting at fault, StorageUnavailable.
     """
@@ -90,7 +94,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
     if (end := read_end_token(directory)) and not end.ids:
         logger.warning("end token ignored, not in the vocabulary model=%s eos_token=%r", name, end.text)
     template, written = _load_template(directory), codec
-    if is_sealed and template:
+    if escapes_special_tokens and template:
         template, written = _sealed(directory, partial(SpecialTokenGuard, content, tokenizer), template, codec)
     if template:
         _try_out(template, name, directory)
@@ -135,23 +139,23 @@ def _sealed(
     try:
         seal = make_seal()
         template, written = _load_template(directory, seal), Codec(seal.tokenizer)
-        assert template is not None  # there is a plain one
+        assert template is not None  # the plain template exists
         encode, encode_written = (partial(each.encode, add_special_tokens=False) for each in (codec, written))
         check_samples(lambda chat: encode(plain.render(chat)), lambda chat: encode_written(template.render(chat)))
     except GuardImpossible as error:
         raise BadCheckpoint(
-            f"{directory}: special tokens in messages cannot be kept apart from the template's: {error}. "
+            f"{directory}: special tokens in messages cannot be told from the template's: {error}. "
             "Set WEFT_ALLOW_USER_SPECIAL_TOKENS=1 to accept special tokens in messages"
         ) from error
     return template, written
 
 
 def _try_out(template: ChatTemplate, name: str, directory: Path) -> None:
-    """Warn of what the template cannot render. Raises BadCheckpoint where that is a plain question."""
+    """Warn of probes that the template cannot render. Raises BadCheckpoint if it cannot render a plain question."""
     for kind, conversation in PROBES.items():
         if trouble := template.try_out(conversation):
             if kind == "user":
-                raise BadCheckpoint(f"{directory}: the chat template cannot render a question: {trouble}")
+                raise BadCheckpoint(f"{directory}: the chat template cannot render a plain question: {trouble}")
             logger.warning("chat template fails model=%s conversation=%r error=%r", name, kind, trouble)
 
 
@@ -172,10 +176,10 @@ def _load_template(directory: Path, seal: SpecialTokenGuard | None = None) -> Ch
 
 
 def _load_defaults(directory: Path) -> SamplingDefaults:
-    """What generation_config.json says; a model that does not sample by default is greedy."""
+    """Return the defaults of generation_config.json. A model that does not sample by default is greedy."""
     path = directory / "generation_config.json"
     settings = _read_json(path)
-    if settings.get("do_sample") is False:  # this leaves no choice between tokens, but a penalty says which one it is
+    if settings.get("do_sample") is False:  # greedy, but the penalty still changes which token is the most likely
         settings = {"temperature": 0.0, "repetition_penalty": settings.get("repetition_penalty")}
     known: dict[str, Any] = {}
     for key, is_usable in _USABLE_DEFAULTS.items():
@@ -183,12 +187,12 @@ def _load_defaults(directory: Path) -> SamplingDefaults:
         if value is None:
             continue
         if not isinstance(value, int | float) or not is_usable(value):
-            raise BadCheckpoint(f"{path}: {key} is {value!r}, which no request could use")
+            raise BadCheckpoint(f"{path}: {key} is {value!r}, which is out of range")
         known[key] = max(value, 0)  # top_k -1 is another spelling of 0
     return SamplingDefaults(**known)
 
 
-# what requests may ask for; comparisons are false for NaN
+# The values that requests may use. Comparisons are false for NaN.
 _USABLE_DEFAULTS: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0 <= value < math.inf,
     "top_p": lambda value: 0 < value <= 1,

@@ -1,4 +1,4 @@
-"""Puts the gateway's parts together and takes them apart: start, serve, drain, stop."""
+"""Builds the gateway from its parts: start, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft import log, metrics
 from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, freeze_startup_objects, until_signal
 from weft.stall_clock import StallAwareClock
-from weft_services.gateway.access.door import Door
+from weft_services.gateway.access.authentication import Authenticator
 from weft_services.gateway.catalog import load_catalog
-from weft_services.gateway.config import Config
-from weft_services.gateway.front.accounting import expect
-from weft_services.gateway.front.kept import KeptAnswers
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.front.listeners import Listeners
+from weft_services.gateway.front.request_record import init_series
+from weft_services.gateway.front.response_store import ResponseStore
 from weft_services.gateway.mesh.decode_connection import DecodeConnectionPool
 from weft_services.gateway.mesh.embeddings import EmbeddingClient, EmbeddingRunner
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatcher
@@ -30,17 +30,18 @@ from weft_services.gateway.mesh.settlement_queue import SettlementQueue
 
 logger = logging.getLogger(__name__)
 
-# how long a thread at work on a long prompt may keep the event loop from going on; Python's own 5 ms add up
+# Switch interval: bounds how long a thread with a long prompt keeps the event loop waiting. Python's default of 5 ms
+# adds up over threads.
 SWITCH_SECONDS = 0.0005
-# how long requests take to notice that their streams have ended
+# Time for requests to notice that their streams have ended.
 LAST_TURNS_SECONDS = 0.1
-# of malloc.h
+# M_MMAP_THRESHOLD of malloc.h.
 M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """A gateway that listens."""
+    """A running gateway with its addresses."""
 
     http_address: str
     grpc_address: str
@@ -49,8 +50,8 @@ class Gateway:
     watch: FleetWatcher
 
 
-async def serve(config: Config) -> None:
-    """The whole life of the process: until SIGTERM or SIGINT, then drained."""
+async def serve(config: GatewayConfig) -> None:
+    """Run the process: serve until SIGTERM or SIGINT, then drain."""
     sys.setswitchinterval(SWITCH_SECONDS)
     raise_fd_limit()
     _return_memory()
@@ -63,27 +64,29 @@ async def serve(config: Config) -> None:
 
 
 def _return_memory() -> None:
-    """Blocks of a megabyte and more go back to the system when they are freed; glibc would keep those of large bodies,
-    for more of the same."""
+    """Make malloc return freed blocks of 1 MiB and more to the system.
+
+    By default glibc keeps the memory of large bodies for later ones.
+    """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Gateway]:
-    """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, BindError."""
+async def running(config: GatewayConfig) -> AsyncIterator[Gateway]:
+    """Yield a gateway that listens; drain it on exit. Raises BadCheckpoint, BindError."""
     models = await asyncio.to_thread(
         load_catalog, config.models, config.tool_formats, not config.allow_user_special_tokens
     )
-    expect(models.names)
+    init_series(models.names)
     for model in models:
         logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
         tools = model.tool_format.name if model.tool_format else "none"
         logger.info("model=%s tools=%s thoughts=%s", model.name, tools, model.thinks)
     log.startup_phase("models")
-    door = Door(config.keys, config.redis_url, config.allow_unauthenticated)
-    await door.open()
-    kept = _kept_answers(config)
+    authenticator = Authenticator(config.keys, config.redis_url, config.allow_unauthenticated)
+    await authenticator.open()
+    store = _open_response_store(config)
     scheduler = SchedulerClient(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeConnectionPool(group), SettlementQueue(scheduler)
@@ -98,9 +101,9 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         embeddings = EmbeddingRunner(watch, prefill, config.migration_timeout_seconds, clock)
         pipeline = Pipeline(models, mesh, embeddings, watch, config.max_requests)
         ticking = group.create_task(clock.tick(), name="clock")
-        listeners = Listeners(config, pipeline, door, kept)
+        listeners = Listeners(config, pipeline, authenticator, store)
         await listeners.start(group)
-        guarding = group.create_task(door.run(pipeline.abort_revoked), name="door")
+        authenticating = group.create_task(authenticator.run(pipeline.abort_revoked), name="authentication")
         routing = group.create_task(scheduler.run(), name="routes")
         settling = group.create_task(settler.run(), name="settler")
         watching = group.create_task(_watch_fleet(watch, links, listeners.rpc), name="fleet")
@@ -111,34 +114,34 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             pipeline.is_draining = True
             watch.events.close()
             await _drain(listeners, pipeline, links, config.grace_seconds)
-            for each in (guarding, settling, routing, ticking):
+            for each in (authenticating, settling, routing, ticking):
                 each.cancel()
             pipeline.close()
             await prefill.close()
-            if kept is not None:
-                await kept.close()
+            if store is not None:
+                await store.close()
     await settler.flush()
     await scheduler.close()
 
 
-def _kept_answers(config: Config) -> KeptAnswers | None:
+def _open_response_store(config: GatewayConfig) -> ResponseStore | None:
     keeps = bool(config.redis_url and config.responses_seconds)
-    return KeptAnswers(config.redis_url, config.responses_seconds) if keeps else None
+    return ResponseStore(config.redis_url, config.responses_seconds) if keeps else None
 
 
 async def _drain(listeners: Listeners, pipeline: Pipeline, links: DecodeConnectionPool, grace_seconds: float) -> None:
-    """Nothing new is let in, what runs has so long to end, and then nobody listens."""
+    """Reject new requests, give running ones `grace_seconds` to finish, then close the listeners."""
     listeners.refuse()
     await listeners.rpc.set_ready(False)
     await pipeline.wait_idle(grace_seconds)
-    links.close()  # what still runs ends now, with an error that its client can read
+    links.close()  # running requests end now, with an error that their clients receive
     await pipeline.wait_idle(LAST_TURNS_SECONDS)
-    pipeline.abort_all()  # and so does what has no worker yet, or needs none
+    pipeline.abort_all()  # end requests without a worker too
     await listeners.stop()
 
 
 async def _watch_fleet(watch: FleetWatcher, links: DecodeConnectionPool, rpc: RpcServer) -> None:
-    """Every second, and whenever a stream is lost: who is there, is that enough, which streams are of no more use."""
+    """Poll the fleet every second and whenever a stream is lost. Update readiness and drop unused streams."""
     while True:
         await watch.poll()
         await rpc.set_ready(watch.is_ready)

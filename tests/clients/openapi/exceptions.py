@@ -109,24 +109,26 @@ IGNORED = {
 REFUSED = [
     Allowed("the served model has so many tokens", message="maximum context length|token ids are from"),
     Allowed("said in words: token ids are its names", "logit_bias", "is not a token id|bias must be a number"),
-    Allowed("said in words: it is required", "messages.*", "only an assistant's messages and empty results"),
+    Allowed("said in words: it is required", "messages.*", "except in assistant messages and empty tool results"),
     Allowed("said in words: names have letters", ".*", "name must be a string of 1 to 128 characters"),
     Allowed(
         "there is nothing to answer",
         "input|prompt",
         "is empty|at least (one|1) item|expected a string|none of the items",
     ),
-    Allowed("they are there to be chosen from", "tool_choice", "no tools to choose from|there is no tool"),
+    Allowed("they are there to be chosen from", "tool_choice", "the request has no tools|no tool is named"),
     Allowed("said in words: it needs the other", "top_logprobs", "needs logprobs to be true"),
-    Allowed("said in words: more than n, and no stream", "best_of", "fewer than n|not in a stream|at most 128"),
+    Allowed(
+        "said in words: more than n, and no stream", "best_of", "must be at least n|cannot be streamed|at most 128"
+    ),
     Allowed("an empty one would end every answer at once", r"stop\.\d+", "at least 1 character"),
     Allowed("the document rounds the bounds of 64 bits", "seed", "greater than or equal|less than"),
-    Allowed("a format by schema has a schema", r"response_format\.json_schema", "a schema is needed"),
+    Allowed("a format by schema has a schema", r"response_format\.json_schema", "expected an object with a schema"),
     Allowed("prompts are not cut", "truncation"),
-    Allowed("an answer is found by its id", "previous_response_id", "is kept"),
-    Allowed("an answer that is complete has nothing to wait for", "stream", "is not streamed again"),
+    Allowed("an answer is found by its id", "previous_response_id", "is stored"),
+    Allowed("an answer that is complete has nothing to wait for", "stream", "cannot be streamed"),
     Allowed("events are counted from 0", "starting_after", "expected a number"),
     Allowed("said in words: 1 to 100", "limit", "expected 1 to 100"),
-    Allowed("items are found by their ids", "after", "no such item"),
+    Allowed("items are found by their ids", "after", "no item of that id"),
     *(Allowed(reason, name, "not supported") for each in UNSERVED_PROPERTIES.values() for name, reason in each.items()),
 ]

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.mesh.decode_connection import SequenceUpdate
 from weft_services.gateway.mesh.sequence_runner import ChoiceText, ChoiceUpdate
 from weft_services.gateway.process import Gateway, running
@@ -170,7 +170,7 @@ def bench(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> MakeBench:
             await scheduler.open()
             stack.push_async_callback(scheduler.kill)
             defaults = {"model": str(directory), "http_port": 0, "grpc_port": 0, "grace_seconds": 1}
-            config = Config(scheduler_addr=scheduler.address, **{**defaults, **settings})
+            config = GatewayConfig(scheduler_addr=scheduler.address, **{**defaults, **settings})
             gateway = await stack.enter_async_context(running(config))
             await gateway.watch.poll()
             url = f"http://{gateway.http_address}"

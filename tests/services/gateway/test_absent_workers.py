@@ -66,7 +66,7 @@ async def test_request_waits_for_the_scheduler(bench: MakeBench) -> None:
 
 
 async def test_request_is_refused_when_its_wait_is_over(bench: MakeBench) -> None:
-    async with bench(move_seconds=0.2) as b:
+    async with bench(migration_timeout_seconds=0.2) as b:
         b.scheduler.refusal = NOBODY
         response = await ask(b)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")

@@ -98,7 +98,7 @@ async def test_a_request_has_one_line_with_its_end_its_workers_and_its_stages(be
         ("POST", "/detokenize", {"tokens": []}, 200, {"model": MODEL_NAME}),
         ("POST", "/v1/messages/count_tokens", CHAT, 200, {"model": MODEL_NAME}),
         ("POST", "/v1/responses/input_tokens", {"model": MODEL_NAME, "input": "x"}, 200, {"model": MODEL_NAME}),
-        ("POST", "/tokenize", {}, 400, {"error": "InvalidRequest: prompt: either it or messages are needed"}),
+        ("POST", "/tokenize", {}, 400, {"error": "InvalidRequest: prompt: expected either prompt or messages"}),
         ("POST", "/v1/chat/completions", {}, 400, {"outcome": "rejected"}),
         ("POST", "/v1/chat/completions", {**CHAT, "model": "other"}, 404, {"outcome": "rejected"}),
     ],
@@ -137,7 +137,7 @@ async def test_who_is_not_let_in_is_named_by_nothing_but_the_error(bench: MakeBe
 
 async def test_calls_over_grpc_have_lines_like_requests(bench: MakeBench, log: Log) -> None:
     service = "/weft_mesh.v1.InferenceService"
-    async with bench(move_seconds=0.2) as b, stub_of(b) as stub:
+    async with bench(migration_timeout_seconds=0.2) as b, stub_of(b) as stub:
         b.decode.script = speaking([*b.ids("hello"), END])
         assert [r async for r in stub.Generate(pb.GenerateRequest(text="x"), timeout=10)]
         _, told = await log.next()
@@ -162,7 +162,7 @@ async def test_calls_over_grpc_have_lines_like_requests(bench: MakeBench, log: L
 
 
 async def test_failures_and_clients_that_leave_are_told_from_the_rest(bench: MakeBench, log: Log) -> None:
-    async with bench(move_seconds=0.1) as b:
+    async with bench(migration_timeout_seconds=0.1) as b:
 
         async def breaking(start: Start) -> AsyncIterator[SequenceDelta]:
             for delta in deltas(start, b.ids("hello"), None):

@@ -11,7 +11,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, Mak
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_keys import SECRETS, bearer, entry, keys
 from tests.services.gateway.test_models import OTHER, both
-from weft_services.gateway.front.paths import meant_path, plain_path
+from weft_services.gateway.front.paths import normalized_path, suggested_path
 
 __all__ = ["both", "keys"]
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -40,7 +40,7 @@ BODIES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_plain_path_drops_empty_segments(path: str, plain: str) -> None:
-    assert plain_path(path) == plain
+    assert normalized_path(path) == plain
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_plain_path_drops_empty_segments(path: str, plain: str) -> None:
     ],
 )
 def test_meant_path_finds_the_endpoint(path: str, meant: str | None) -> None:
-    assert meant_path(path) == meant
+    assert suggested_path(path) == meant
 
 
 @pytest.mark.parametrize("shape", ["/{}", "{}/", "{}//"])

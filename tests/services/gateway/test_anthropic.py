@@ -200,7 +200,7 @@ async def test_the_sdk_finds_the_requests_id(bench: MakeBench) -> None:
 
 
 async def test_errors_are_what_the_sdk_raises(bench: MakeBench) -> None:
-    async with bench(move_seconds=0.2) as b, client(b) as sdk:
+    async with bench(migration_timeout_seconds=0.2) as b, client(b) as sdk:
         asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
             await sdk.messages.create(**asked, extra_body={"temperature": 7.0})
@@ -221,7 +221,7 @@ async def test_errors_are_what_the_sdk_raises(bench: MakeBench) -> None:
 async def test_errors_have_anthropics_names_whole_and_in_a_stream(
     bench: MakeBench, code: int, status: int, kind: str
 ) -> None:
-    async with bench(move_seconds=0.2) as b, client(b) as sdk:
+    async with bench(migration_timeout_seconds=0.2) as b, client(b) as sdk:
         asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
         b.decode.script = failing(code)
         with pytest.raises(anthropic.APIStatusError) as refusal:

@@ -10,10 +10,10 @@ import pytest
 
 from weft.api_keys import ApiKey
 from weft.request import FinishReason
-from weft_services.gateway.access import visitor as access
-from weft_services.gateway.access.limiter import Limiter
-from weft_services.gateway.access.visitor import Visitor
-from weft_services.gateway.dialects.answers import Answer
+from weft_services.gateway.access import authentication
+from weft_services.gateway.access.authentication import Principal
+from weft_services.gateway.access.limiter import RateLimiter
+from weft_services.gateway.dialects.choices import ChatChoice
 from weft_services.gateway.mesh.pipeline import charge_on_error
 from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.assistant import AnswerReader
@@ -94,17 +94,17 @@ def test_a_stop_string_within_arguments_is_no_finished_call() -> None:
         (call + '"}}</tool_call>', None, FinishReason.TOOL_CALLS),
         (call + '"}}</tool_call>\n', "###", FinishReason.TOOL_CALLS),
     ):
-        answer = Answer(reader_of(HERMES), None)
+        answer = ChatChoice(reader_of(HERMES), None)
         answer.take(ChoiceUpdate(0, text, (), (), FinishReason.STOP, stop))
         assert answer.finish_reason is reason
 
 
 async def test_a_request_that_nobody_waits_for_any_more_is_counted() -> None:
-    limiter, key = Limiter(), ApiKey("alice", "0" * 64, requests_per_minute=10)
-    token = access.visitor.set(Visitor(key, limiter))
+    limiter, key = RateLimiter(), ApiKey("alice", "0" * 64, requests_per_minute=10)
+    token = authentication.current_principal.set(Principal(key, limiter))
     try:
         with pytest.raises(asyncio.CancelledError), charge_on_error():
             raise asyncio.CancelledError
         assert [level.remaining for level in limiter.levels(key)] == [9]
     finally:
-        access.visitor.reset(token)
+        authentication.current_principal.reset(token)

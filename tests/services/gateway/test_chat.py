@@ -15,9 +15,9 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, speaking
 from weft.kv.block_keys import block_keys
 from weft.metrics import REGISTRY
-from weft_services.gateway.dialects import chat_frames
+from weft_services.gateway.dialects import openai_encoders
 from weft_services.gateway.dialects.logprobs import chat_logprobs
-from weft_services.gateway.dialects.padding import GRAIN_BYTES
+from weft_services.gateway.dialects.sse import GRAIN_BYTES
 
 USER: ChatCompletionMessageParam = {"role": "user", "content": "tell me the answer"}
 PROMPT = "<|im_start|>user\ntell me the answer<|im_end|>\n<|im_start|>assistant\n"
@@ -167,7 +167,7 @@ async def test_many_logprobs_are_not_written_on_the_loop(
         writers.append(threading.current_thread())
         return chat_logprobs(*told)
 
-    monkeypatch.setattr(chat_frames, "chat_logprobs", watched)
+    monkeypatch.setattr(openai_encoders, "chat_logprobs", watched)
     async with bench() as b:
         b.decode.script = speaking([*b.ids("a") * num_tokens, END])
         answer = await b.client.chat.completions.create(

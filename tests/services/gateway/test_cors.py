@@ -12,8 +12,8 @@ from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_keys import bearer, entry, keys
 from weft.config import ConfigError
-from weft_services.gateway.config import Config
-from weft_services.gateway.front.exchange import MAX_BODY_BYTES
+from weft_services.gateway.config import GatewayConfig
+from weft_services.gateway.front.asgi_io import MAX_BODY_BYTES
 from weft_services.gateway.front.model_cards import ModelCards
 
 __all__ = ["keys"]
@@ -149,11 +149,11 @@ async def test_unforeseen_error_carries_the_origin(bench: MakeBench, monkeypatch
     ],
 )
 def test_cors_origins_are_a_list_by_commas(model_dir: Path, origins: str, expected: tuple[str, ...]) -> None:
-    config = Config(model=str(model_dir), scheduler_addr="x:1", cors_origins=origins)
+    config = GatewayConfig(model=str(model_dir), scheduler_addr="x:1", cors_origins=origins)
     assert config.allowed_origins == expected
 
 
 @pytest.mark.parametrize("wrong", ["app.example", "https://a.example/path", "https://*.example", "http://", "yes"])
 def test_wrong_cors_origin_is_refused_at_start(model_dir: Path, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"WEFT_CORS_ORIGINS='{re.escape(wrong.rstrip('/'))}': expected"):
-        Config(model=str(model_dir), scheduler_addr="x:1", cors_origins=f"https://fine.example,{wrong}")
+        GatewayConfig(model=str(model_dir), scheduler_addr="x:1", cors_origins=f"https://fine.example,{wrong}")

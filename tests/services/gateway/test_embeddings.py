@@ -27,7 +27,7 @@ from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from weft_services.gateway.dialects.embeddings import embedding_body
-from weft_services.gateway.front import embeddings, service
+from weft_services.gateway.front import endpoints, grpc_service
 
 
 class FakePrefill(PrefillServiceServicer):
@@ -135,7 +135,7 @@ async def test_many_numbers_are_not_written_on_the_loop(
         writers.append(threading.current_thread())
         return embedding_body(*found)
 
-    monkeypatch.setattr(embeddings, "embedding_body", watched)
+    monkeypatch.setattr(endpoints, "embedding_body", watched)
     async with bench() as b, with_prefill(b) as (worker,):
         worker.size = size
         asked = {"model": MODEL_NAME, "input": ["a", "b"], "encoding_format": encoding}
@@ -153,7 +153,7 @@ async def test_nor_are_they_over_grpc(bench: MakeBench, monkeypatch: pytest.Monk
         writers.append(threading.current_thread())
         return pb.Embedding(**fields)
 
-    monkeypatch.setattr(service, "pb", SimpleNamespace(**{**vars(pb), "Embedding": watched}))
+    monkeypatch.setattr(grpc_service, "pb", SimpleNamespace(**{**vars(pb), "Embedding": watched}))
     async with bench() as b, with_prefill(b) as (worker,), stub_of(b) as stub:
         worker.size = size
         inputs = [pb.EmbedInput(text=each) for each in ("a", "b")]
@@ -186,7 +186,7 @@ async def test_grpc_gives_the_same_vectors(bench: MakeBench) -> None:
 async def test_another_worker_does_what_one_cannot(
     bench: MakeBench, refusal: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with bench(move_seconds=0.1) as b, with_prefill(b, 2) as workers:
+    async with bench(migration_timeout_seconds=0.1) as b, with_prefill(b, 2) as workers:
         workers[0].refusal = refusal
         answer = await b.lenient.embeddings.create(model=MODEL_NAME, input=["hello", "x"])
         assert len(answer.data) == 2
@@ -213,7 +213,7 @@ async def test_nobody_is_sooner_than_their_key_allows(bench: MakeBench, tmp_path
 
 
 async def test_without_a_prefill_worker_it_is_a_503(bench: MakeBench) -> None:
-    async with bench(move_seconds=0.1) as b:
+    async with bench(migration_timeout_seconds=0.1) as b:
         b.scheduler.is_prefill_ready = False
         await b.gateway.watch.poll()
         status, _ = await b.refused("/v1/embeddings", input="hello")

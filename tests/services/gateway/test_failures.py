@@ -37,7 +37,7 @@ def events(text: str) -> list[Any]:
 
 
 async def test_without_another_worker_a_stream_ends_with_an_error_frame_and_done(bench: MakeBench) -> None:
-    async with bench(move_seconds=0.3) as b:
+    async with bench(migration_timeout_seconds=0.3) as b:
         b.decode.script = speaking(b.ids("hello"), finish=None)
         received = ""
         async with b.http.stream("POST", "/v1/completions", json=STREAM) as response:
@@ -90,7 +90,7 @@ async def test_workers_that_cannot_be_reached_are_tried_for_as_long_as_a_move_ma
 ) -> None:
     """There are more of them than are passed over, so that the scheduler always has another to name."""
     monkeypatch.setattr(sequence_runner, "MAX_EXCLUDED", 2)
-    async with bench(num_decoders=3, move_seconds=3.0) as b:
+    async with bench(num_decoders=3, migration_timeout_seconds=3.0) as b:
         for decoder in b.decoders:
             await decoder.kill()
         async with asyncio.timeout(15):
@@ -152,7 +152,7 @@ async def test_late_words_of_an_older_attempt_change_nothing(bench: MakeBench) -
 async def test_the_schedulers_refusals_keep_their_meaning(
     bench: MakeBench, refusal: Any, status: int, kind: str
 ) -> None:
-    async with bench(move_seconds=0.1) as b:
+    async with bench(migration_timeout_seconds=0.1) as b:
         b.scheduler.refusal = refusal
         response = await b.http.post("/v1/completions", json=STREAM)
         assert response.status_code == status
@@ -185,7 +185,7 @@ async def test_with_every_decode_worker_full_a_stream_is_a_429(bench: MakeBench)
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "words"), [(8, 429, "no worker has room"), (4, 504, "too long")], ids=["full", "late"]
+    ("code", "status", "words"), [(8, 429, "no worker has capacity"), (4, 504, "too long")], ids=["full", "late"]
 )
 async def test_clients_are_not_told_what_workers_say_of_themselves(
     bench: MakeBench, code: int, status: int, words: str
@@ -281,7 +281,7 @@ async def test_a_frozen_worker_is_noticed_long_before_the_requests_deadline(benc
     frozen = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     assert frozen.stdout is not None
     try:
-        async with bench(move_seconds=0.1) as b, asyncio.timeout(20):
+        async with bench(migration_timeout_seconds=0.1) as b, asyncio.timeout(20):
             b.decode.address = (await frozen.stdout.readline()).decode().strip()
             received = ""
             async with b.http.stream("POST", "/v1/completions", json=STREAM) as response:

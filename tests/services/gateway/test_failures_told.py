@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from weft.errors import ModelLoading, NotFound
-from weft_services.gateway.error_body import error_fields, retry_headers, status_of
-from weft_services.gateway.front.exchange import Reply, failures_told
-from weft_services.gateway.front.service import accounted
+from weft_services.gateway.error_body import error_fields, retry_after_headers, status_of
+from weft_services.gateway.front.asgi_io import ResponseWriter, errors_reported
+from weft_services.gateway.front.grpc_service import recorded
 
 
 class Body:
@@ -25,7 +25,7 @@ def test_that_a_model_is_being_loaded_is_told_and_not_by_whom() -> None:
     assert "being loaded" in told["message"]
     assert "decode-7" not in told["message"]
     assert status_of(error) == 503
-    assert dict(retry_headers(error))[b"retry-after"] == b"1"
+    assert dict(retry_after_headers(error))[b"retry-after"] == b"1"
 
 
 async def over_http(held: list[weakref.ref[Body]]) -> None:
@@ -34,13 +34,13 @@ async def over_http(held: list[weakref.ref[Body]]) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async with failures_told(Reply(send)):
+    async with errors_reported(ResponseWriter({"path": "/v1/chat/completions", "headers": []}, send)):
         fail(held)
     assert [message.get("status") for message in sent] == [404, None]
 
 
 async def over_grpc(held: list[weakref.ref[Body]]) -> None:
-    with pytest.raises(NotFound), accounted("Chat", ()):
+    with pytest.raises(NotFound), recorded("Chat", ()):
         fail(held)
 
 

@@ -13,9 +13,9 @@ from openai.types.responses.tool_param import ToolParam
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 from tests.services.gateway.test_responses import ASKED, TOOL, client, prompt_of
-from weft_services.gateway.dialects.foreign_items import UNREADABLE
+from weft_services.gateway.dialects.chat_translation import UNREADABLE
 from weft_services.gateway.dialects.responses_items import kept_items
-from weft_services.gateway.dialects.responses_requests import Earlier, parse_responses
+from weft_services.gateway.dialects.responses_requests import PreviousResponse, parse_responses
 
 Item = dict[str, Any]
 USER: Item = {"type": "message", "role": "user", "content": "hi"}
@@ -180,7 +180,7 @@ def _literals(hint: Any) -> Iterator[str]:
 
 def messages_of(items: list[Item], **fields: Any) -> list[Item]:
     body = json.dumps({"model": "m", "input": [USER, *items, USER], **fields}).encode()
-    return list(parse_responses(body, Earlier()).prompts[0].messages)  # type: ignore[union-attr]
+    return list(parse_responses(body, PreviousResponse()).prompts[0].messages)  # type: ignore[union-attr]
 
 
 def test_every_kind_of_item_of_the_sdk_is_tried() -> None:
@@ -257,7 +257,7 @@ def test_reference_to_an_earlier_item_is_that_item() -> None:
     fields = {"model": "m", "previous_response_id": "resp_1"}
     for reference in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
         body = json.dumps({**fields, "input": [reference, USER]}).encode()
-        asked = parse_responses(body, Earlier("resp_1", (said,)))
+        asked = parse_responses(body, PreviousResponse("resp_1", (said,)))
         assert [each["content"] for each in asked.prompts[0].messages] == ["one", "hi"]  # type: ignore[union-attr]
         assert [item["id"] for item in asked.kept_items or ()][:1] == ["msg_1"]
         assert len(asked.kept_items or ()) == 2

@@ -143,7 +143,7 @@ async def test_bad_requests_name_the_field(bench: MakeBench, request_: Any, code
 
 
 async def test_a_lost_worker_is_unavailable_without_addresses(bench: MakeBench) -> None:
-    async with bench(move_seconds=0.1) as b, stub_of(b) as stub:
+    async with bench(migration_timeout_seconds=0.1) as b, stub_of(b) as stub:
         b.decode.script = failing(14)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             async for _ in stub.Generate(pb.GenerateRequest(text="x"), timeout=10):
@@ -187,7 +187,7 @@ async def test_a_full_fleet_says_when_to_come_back(bench: MakeBench) -> None:
 async def test_a_client_that_does_not_read_holds_neither_a_place_nor_the_engine(
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft_services.gateway.front.service.SLOW_READER_SECONDS", 0.2)
+    monkeypatch.setattr("weft_services.gateway.front.grpc_service.SLOW_READER_SECONDS", 0.2)
 
     async def talkative(start: Start) -> AsyncIterator[SequenceDelta]:
         while True:

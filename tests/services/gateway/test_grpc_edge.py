@@ -18,10 +18,10 @@ from weft.errors import DeadlineExceeded
 from weft.metrics import REGISTRY
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.front import grpc_edge
-from weft_services.gateway.front.accounting import ENDPOINTS
-from weft_services.gateway.front.exchange import MAX_BODY_BYTES
-from weft_services.gateway.front.service import InferenceService, accounted
+from weft_services.gateway.front import grpc_service
+from weft_services.gateway.front.asgi_io import MAX_BODY_BYTES
+from weft_services.gateway.front.grpc_service import InferenceService, recorded
+from weft_services.gateway.front.request_record import ApiEndpoint
 
 GENERATE = "/weft_mesh.v1.InferenceService/Generate"
 
@@ -81,13 +81,13 @@ async def test_calls_that_are_refused_at_the_door_are_counted_as_requests_are(be
 
     async with bench() as b, channel_to(b) as channel:
         b.gateway.pipeline.is_draining = True
-        stub, before = InferenceServiceStub(channel), {name: count(name) for name in ENDPOINTS}
+        stub, before = InferenceServiceStub(channel), {name: count(name) for name in ApiEndpoint}
         for call in (stub.Generate(pb.GenerateRequest(text="x")), stub.Chat(pb.ChatRequest())):
             assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Embed(pb.EmbedRequest())
         await b.http.post("/v1/completions", json={})
-        counted = {name for name in ENDPOINTS if count(name) == before[name] + 1}
+        counted = {name for name in ApiEndpoint if count(name) == before[name] + 1}
         assert counted == {"grpc.generate", "grpc.chat", "grpc.embed", "completions"}
 
 
@@ -96,7 +96,7 @@ async def test_a_message_that_does_not_come_gives_its_place_back(
 ) -> None:
     async with bench() as b, channel_to(b) as channel:
         with monkeypatch.context() as brief:
-            brief.setattr(grpc_edge, "BODY_SECONDS", 0.05)
+            brief.setattr(grpc_service, "BODY_SECONDS", 0.05)
             assert await code_of(channel.stream_stream(GENERATE)(unsaid())) is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await code_of(channel.stream_stream(GENERATE)(iter(()))) is grpc.StatusCode.INVALID_ARGUMENT
         b.decode.script = speaking([*b.ids("hello"), END])
@@ -115,7 +115,7 @@ async def test_a_message_that_was_taken_is_not_kept_by_the_stream_that_it_came_f
         finally:
             closed.append(True)
 
-    assert await grpc_edge._only(messages()) == b"the one"
+    assert await grpc_service._read_request(messages()) == b"the one"
     assert closed == [True]
 
 
@@ -133,6 +133,6 @@ async def test_a_deadline_that_has_just_passed_is_not_none(bench: MakeBench) -> 
     async with bench() as b:
         b.decode.script = speaking([END])
         service = InferenceService(b.gateway.pipeline, timeout_seconds=20)
-        with accounted("Generate", ()), pytest.raises(DeadlineExceeded):
+        with recorded("Generate", ()), pytest.raises(DeadlineExceeded):
             await service.Generate(pb.GenerateRequest(text="x").SerializeToString(), Expired())
         assert not b.scheduler.routed

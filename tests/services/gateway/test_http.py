@@ -22,11 +22,11 @@ from tests.services.gateway.fakes import LENGTH, SequenceDelta, failing, speakin
 from tests.services.gateway.test_disconnect import connect
 from weft.metrics import REGISTRY
 from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
-from weft_services.gateway.front import accounting, http_server, service
-from weft_services.gateway.front.accounting import ENDPOINTS, expect
+from weft_services.gateway.front import grpc_service, http_server, request_record
 from weft_services.gateway.front.app import APIS
-from weft_services.gateway.front.exchange import MAX_BODY_BYTES
+from weft_services.gateway.front.asgi_io import MAX_BODY_BYTES
 from weft_services.gateway.front.http_server import MAX_HEAD_BYTES, MAX_HEADERS
+from weft_services.gateway.front.request_record import ApiEndpoint, init_series
 
 JSON = {"content-type": "application/json"}
 
@@ -174,12 +174,12 @@ async def test_metrics_count_what_was_served(bench: MakeBench) -> None:
 
 def test_failures_are_counted_from_the_start_so_that_the_first_shows_in_a_rate() -> None:
     """Of every endpoint that opens accounts, and where the model is not clear."""
-    expect(["just-served"])
-    told = set(ENDPOINTS)
-    assert {api.name for api in APIS.values()} | set(service.ENDPOINTS.values()) <= told
-    sources = (path.read_text() for path in Path(accounting.__file__).parent.glob("*.py"))
-    assert {name for text in sources for name in re.findall(r'Account\("([^"]+)"', text)} <= told
-    for endpoint in ENDPOINTS:
+    init_series(["just-served"])
+    told = set(ApiEndpoint)
+    assert {api.name for api in APIS.values()} | set(grpc_service.ENDPOINTS.values()) <= told
+    sources = (path.read_text() for path in Path(request_record.__file__).parent.glob("*.py"))
+    assert not [name for text in sources for name in re.findall(r'RequestRecord\("([^"]+)"', text)]
+    for endpoint in ApiEndpoint:
         for model in ("", "just-served"):
             labels = {"endpoint": endpoint, "outcome": "failed", "model": model}
             assert REGISTRY.get_sample_value("weft_requests_total", labels) is not None
@@ -287,7 +287,7 @@ async def test_head_is_read_when_gateway_stood_still(bench: MakeBench, monkeypat
 
 
 async def test_a_body_that_stops_half_way_is_a_408(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft_services.gateway.front.exchange.BODY_SECONDS", 0.05)
+    monkeypatch.setattr("weft_services.gateway.front.asgi_io.BODY_SECONDS", 0.05)
     async with bench() as b:
         reader, writer = await connect(b)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")

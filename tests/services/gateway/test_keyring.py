@@ -16,7 +16,7 @@ from weft.api_keys import by_digest
 from weft.cli.key_store import change_keys
 from weft.config import ConfigError
 from weft_services.gateway.access.keyring import Keyring, ValkeySource
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 
 
 async def test_keys_made_after_valkey_lost_all_of_them_are_read() -> None:
@@ -34,14 +34,14 @@ async def test_keys_made_after_valkey_lost_all_of_them_are_read() -> None:
 
 def test_keys_that_cross_a_network_in_the_clear_are_known(model_dir: Path, tmp_path: Path) -> None:
     def shows(**settings: Any) -> bool:
-        return Config(str(model_dir), "127.0.0.1:1", **settings).shows_keys
+        return GatewayConfig(str(model_dir), "127.0.0.1:1", **settings).sends_keys_in_clear
 
     assert shows(keys="k", host="10.0.0.5")
     assert shows(keys="k", host="0.0.0.0", publish_host="10.0.0.5")
     assert not shows(keys="k", host="0.0.0.0", publish_host="127.0.0.1"), "a container's ports"
     assert not shows(keys="k", host="0.0.0.0", publish_host="[::1]"), "as compose wants it"
     assert not shows(keys="k")
-    assert not shows(host="10.0.0.5", open=True), "no keys"
+    assert not shows(host="10.0.0.5", allow_unauthenticated=True), "no keys"
     assert not shows(keys="k", host="10.0.0.5", tls_cert=tmp_path, tls_key=tmp_path)
 
 
@@ -50,9 +50,9 @@ async def test_a_file_that_holds_no_keys_is_named_with_what_makes_one(
 ) -> None:
     file = tmp_path / "keys.json"
     file.write_text("{")
-    with pytest.raises(ConfigError, match=rf"{file}: not JSON.*; `weft keys add NAME --keys FILE` makes"):
+    with pytest.raises(ConfigError, match=rf"{file}: not JSON.*; `weft keys add NAME --keys FILE` creates"):
         await Keyring(str(file)).open()
-    assert "there are none yet" in caplog.text
+    assert "api keys not read, none yet" in caplog.text
 
 
 async def test_reading_the_keys_can_be_cancelled_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,5 +72,5 @@ async def test_reading_the_keys_can_be_cancelled_at_any_moment(tmp_path: Path, m
 
 
 def test_an_address_that_is_none_is_refused_by_the_variable_that_has_it() -> None:
-    with pytest.raises(ConfigError, match="WEFT_KEYS: valkey:port is no address of a Valkey"):
+    with pytest.raises(ConfigError, match="WEFT_KEYS: valkey:port is not a Valkey URL"):
         Keyring("redis://me:secret@valkey:port")

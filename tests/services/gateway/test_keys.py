@@ -23,8 +23,8 @@ from weft.cli.key_store import change_keys
 from weft.config import ConfigError
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.access.keyring import FileSource
-from weft_services.gateway.config import Config
+from weft_services.gateway.access.keyring import FileKeySource
+from weft_services.gateway.config import GatewayConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 SECRETS = {name: make_secret() for name in ("alice", "bob", "carol", "ops")}
@@ -198,7 +198,7 @@ async def test_a_changed_file_is_read_again_and_a_damaged_one_is_not_believed(
 
 async def test_a_file_that_may_be_read_now_is_read(keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(keys(entry("alice")))
-    source = FileSource(path)
+    source = FileKeySource(path)
     with monkeypatch.context() as patch:  # whoever runs tests may be allowed to read everything
         patch.setattr(Path, "read_bytes", forbidden)
         with pytest.raises(PermissionError):
@@ -262,11 +262,11 @@ async def test_no_key_and_no_part_of_one_is_logged(
 def test_a_listener_that_others_can_reach_wants_keys(model_dir: Path) -> None:
     for host in ("0.0.0.0", "::", "", "10.0.0.7", "localhost.example"):
         with pytest.raises(ConfigError, match="WEFT_KEYS"):
-            Config(str(model_dir), "127.0.0.1:1", host=host)
-        Config(str(model_dir), "127.0.0.1:1", host=host, allow_unauthenticated=True)
-        Config(str(model_dir), "127.0.0.1:1", host=host, keys="keys.json")
+            GatewayConfig(str(model_dir), "127.0.0.1:1", host=host)
+        GatewayConfig(str(model_dir), "127.0.0.1:1", host=host, allow_unauthenticated=True)
+        GatewayConfig(str(model_dir), "127.0.0.1:1", host=host, keys="keys.json")
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        Config(str(model_dir), "127.0.0.1:1", host=host)
+        GatewayConfig(str(model_dir), "127.0.0.1:1", host=host)
 
 
 async def test_a_keys_file_that_cannot_be_read_ends_the_process_by_name(bench: MakeBench, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from weft.config import ConfigError
 from weft.rpc import tls
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.front.certificate import Certificate
 from weft_services.gateway.front.http_server import listen
 
@@ -72,7 +72,7 @@ async def test_a_certificate_whose_key_is_not_there_yet_changes_nothing(
         old = await shown(b.gateway.http_address)
         cert.write_bytes((tmp_path / "new" / "cert.pem").read_bytes())
         async with asyncio.timeout(15):
-            while "the last one stays" not in caplog.text:  # noqa: ASYNC110 (files are read)
+            while "keeping the last one" not in caplog.text:  # noqa: ASYNC110 (files are read)
                 await asyncio.sleep(0.1)
         assert await shown(b.gateway.http_address) == old
         assert await shown(b.gateway.grpc_address) == old
@@ -102,11 +102,11 @@ async def test_a_certificate_that_could_not_be_read_for_a_moment_is_read_a_secon
     noticing = asyncio.create_task(certificate.run())
     try:
         async with asyncio.timeout(15):
-            while "is read anew" not in caplog.text:  # noqa: ASYNC110 (files are read)
+            while "certificate reloaded" not in caplog.text:  # noqa: ASYNC110 (files are read)
                 await asyncio.sleep(0.01)
     finally:
         noticing.cancel()
-    assert caplog.text.count("the last one stays") == 1, "told once"
+    assert caplog.text.count("keeping the last one") == 1, "told once"
 
 
 def test_who_may_read_a_file_is_a_change_of_it(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def shown(address: str) -> bytes:
 def test_a_certificate_that_cannot_be_used_is_told_by_its_variable(model_dir: Path, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     with pytest.raises(ConfigError, match="WEFT_TLS_KEY"):
-        Config(str(model_dir), "127.0.0.1:1", tls_cert=cert)
+        GatewayConfig(str(model_dir), "127.0.0.1:1", tls_cert=cert)
     with pytest.raises(ConfigError, match="WEFT_TLS_CERT"):
         Certificate(cert, key)
     cert.write_text("no certificate")
@@ -158,7 +158,7 @@ def test_a_certificate_that_cannot_be_used_is_told_by_its_variable(model_dir: Pa
 
 def test_ports_that_are_shared_have_to_be_named(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="WEFT_REUSE_PORT"):
-        Config(str(model_dir), "127.0.0.1:1", http_port=0, reuse_port=True)
+        GatewayConfig(str(model_dir), "127.0.0.1:1", http_port=0, reuse_port=True)
 
 
 def test_a_port_is_shared_by_those_who_both_say_so_and_by_nobody_else() -> None:
@@ -176,7 +176,7 @@ def test_a_port_is_shared_by_those_who_both_say_so_and_by_nobody_else() -> None:
 
 async def test_gateways_that_share_ports_answer_there_together_and_one_after_the_other(bench: MakeBench) -> None:
     http_port, grpc_port = free_ports(2)
-    ports: dict[str, Any] = {"http_port": http_port, "grpc_port": grpc_port, "share_ports": True}
+    ports: dict[str, Any] = {"http_port": http_port, "grpc_port": grpc_port, "reuse_port": True}
     async with bench(**ports) as first:
         async with bench(**ports) as second:
             with pytest.raises(OSError, match="is the port taken"):

@@ -13,9 +13,9 @@ from tests.services.gateway.conftest import MODEL_NAME
 from tests.services.gateway.test_tool_parsers import calls, read, said
 from weft.request import FinishReason, PositionLogprobs, TokenLogprob
 from weft_services.gateway.dialects.anthropic_requests import parse_count
-from weft_services.gateway.dialects.frames import Choice, Usage
+from weft_services.gateway.dialects.choices import CollectedChoice, Usage
 from weft_services.gateway.dialects.openai_requests import ChatBody
-from weft_services.gateway.dialects.responses_frames import ResponseFrames
+from weft_services.gateway.dialects.responses_encoder import ResponsesEncoder
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody, TokenizeBody
 from weft_services.gateway.generation import Conversation
@@ -79,9 +79,9 @@ def test_a_whole_answer_with_logprobs_may_have_any_number_of_tokens(model_dir: P
     prepared = prepare(parse_responses(json.dumps(body).encode()), model, None, model.max_context_tokens)
     token_ids = model.chat_codec.encode("hello", add_special_tokens=False) * 60_000
     positions = tuple(PositionLogprobs(TokenLogprob(token, -1.0), ()) for token in token_ids)
-    choice = Choice(0)
+    choice = CollectedChoice(0)
     choice.add(ChoiceUpdate(0, "hello" * 60_000, token_ids, positions, FinishReason.STOP))
-    answer = json.loads(ResponseFrames(prepared, None).body([choice], Usage(1, len(token_ids), 0)))
+    answer = json.loads(ResponsesEncoder(prepared, None).encode_body([choice], Usage(1, len(token_ids), 0)))
     assert len(answer["output"][0]["content"][0]["logprobs"]) == len(token_ids)
 
 

@@ -18,7 +18,7 @@ from weft.config import ConfigError
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 
 OTHER = "other"
 
@@ -95,7 +95,7 @@ async def test_a_key_for_one_model_is_told_of_that_one_alone(bench: MakeBench, b
     async with bench(model=both, keys=str(tmp_path / "keys.json")) as b:
         theirs = b.client.with_options(api_key=secret)
         assert [model.id for model in (await theirs.models.list()).data] == [OTHER]
-        with pytest.raises(openai.NotFoundError, match=f"there is '{OTHER}'$"):
+        with pytest.raises(openai.NotFoundError, match=f"use '{OTHER}'$"):
             await theirs.completions.create(model=MODEL_NAME, prompt="x")
         tokens = await b.http.post("/tokenize", json={"prompt": "x"}, headers={"authorization": f"Bearer {secret}"})
         assert tokens.json()["max_model_len"] == CONTEXT // 2
@@ -114,7 +114,7 @@ async def test_a_grpc_request_must_name_its_model_where_there_is_a_choice(bench:
 
 def test_tool_formats_are_set_for_all_models_or_by_name(both: str) -> None:
     def formats(setting: str) -> dict[str, str]:
-        return Config(both, "127.0.0.1:1", tool_format=setting).tool_formats
+        return GatewayConfig(both, "127.0.0.1:1", tool_format=setting).tool_formats
 
     assert formats("hermes") == {MODEL_NAME: "hermes", OTHER: "hermes"}
     assert formats(f"{OTHER}=none") == {MODEL_NAME: "auto", OTHER: "none"}

@@ -18,7 +18,7 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import deltas, speaking
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.front import page
-from weft_services.gateway.front.operator import is_operator
+from weft_services.gateway.front.fleet_endpoints import may_operate
 from weft_services.gateway.mesh import fleet
 
 MESSAGES = [{"role": "user", "content": "hello world, hello world, hello world"}]
@@ -212,7 +212,7 @@ async def test_whoever_is_not_at_the_machine_is_no_operator(bench: MakeBench, he
 
 
 async def test_behind_a_proxy_that_says_nothing_nobody_is_an_operator(bench: MakeBench) -> None:
-    async with bench(open=True) as b:
+    async with bench(allow_unauthenticated=True) as b:
         for verb in ("drain", "role"):
             refused = await b.http.post(f"/weft/workers/decode-0/{verb}", json={"role": "decode"})
             assert (refused.status_code, b.scheduler.draining, b.scheduler.roles) == (403, set(), {})
@@ -230,7 +230,7 @@ async def test_a_foreign_pages_form_cannot_drain(bench: MakeBench) -> None:
 @pytest.mark.parametrize(("client", "expected"), [("127.0.0.1", True), ("::1", True), ("10.0.0.7", False), ("", False)])
 def test_an_operator_calls_from_loopback(client: str, expected: bool) -> None:
     scope = {"client": (client, 5), "headers": [(b"host", b"[::1]:8000")]}
-    assert is_operator(scope) is expected
+    assert may_operate(scope) is expected
 
 
 def script_with_times(b: Bench) -> None:

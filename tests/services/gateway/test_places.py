@@ -16,8 +16,8 @@ from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_disconnect import connect
 from tests.services.gateway.test_grpc_edge import GENERATE, channel_to, code_of, unsaid
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
-from weft_services.gateway.front import exchange, grpc_edge
-from weft_services.gateway.front.exchange import MAX_BODY_BYTES
+from weft_services.gateway.front import asgi_io, grpc_service
+from weft_services.gateway.front.asgi_io import MAX_BODY_BYTES
 
 SECRETS = {name: make_secret() for name in ("alice", "alan", "bob", "ops")}
 PATHS = ["/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/messages/count_tokens"]
@@ -51,7 +51,7 @@ async def stalled(b: Bench, path: str) -> int:
 async def test_bodies_that_do_not_come_count_as_requests(
     bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.02)
+    monkeypatch.setattr(asgi_io, "BODY_SECONDS", 0.02)
     async with bench(keys=keys_file(tmp_path, entry("alice", requests_per_minute=1))) as b:
         assert [await stalled(b, path) for _ in range(2)] == [408, 429]
 
@@ -73,7 +73,7 @@ async def test_bodies_that_are_not_read_count_as_requests(
 async def test_messages_that_do_not_come_count_as_requests(
     bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_edge, "BODY_SECONDS", 0.02)
+    monkeypatch.setattr(grpc_service, "BODY_SECONDS", 0.02)
     async with bench(keys=keys_file(tmp_path, entry("alice", requests_per_minute=1))) as b, channel_to(b) as channel:
         call = channel.stream_stream(GENERATE)(unsaid(), metadata=list(shown("alice").items()))
         assert await code_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED

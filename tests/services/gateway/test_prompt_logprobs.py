@@ -17,7 +17,7 @@ from weft.request import PositionLogprobs
 from weft_mesh.v1 import common_pb2, decode_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_services.gateway.dialects.logprobs import positions_of
-from weft_services.gateway.front import service
+from weft_services.gateway.front import grpc_service
 
 pytestmark = pytest.mark.usefixtures("heard")
 
@@ -151,7 +151,7 @@ async def test_over_grpc_they_come_with_the_first_piece(bench: MakeBench, monkey
         writers.append(threading.current_thread())
         return positions_of(*asked)
 
-    monkeypatch.setattr(service, "positions_of", watched)
+    monkeypatch.setattr(grpc_service, "positions_of", watched)
     async with bench() as b, stub_of(b) as stub:
         b.decode.script = scoring(b.ids(" world"))
         options = pb.GenerationOptions(num_prompt_logprobs=1)

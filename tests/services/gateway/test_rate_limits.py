@@ -27,8 +27,8 @@ from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.errors import RateLimited
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.access.limiter import WINDOW_SECONDS, Limiter
-from weft_services.gateway.dialects.rate_headers import duration
+from weft_services.gateway.access.limiter import WINDOW_SECONDS, RateLimiter
+from weft_services.gateway.front.middleware import duration
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 SECRET = make_secret()
@@ -60,8 +60,8 @@ def valkey() -> Iterator[ValkeyServer]:
 
 
 @asynccontextmanager
-async def sharing(valkey: ValkeyServer) -> AsyncIterator[Limiter]:
-    limiter = Limiter(valkey.connection_url, deadline_seconds=PATIENT_SECONDS)
+async def sharing(valkey: ValkeyServer) -> AsyncIterator[RateLimiter]:
+    limiter = RateLimiter(valkey.connection_url, deadline_seconds=PATIENT_SECONDS)
     task = asyncio.create_task(limiter.run())
     # its first wait has to begin before it can be cancelled out of it
     await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def sharing(valkey: ValkeyServer) -> AsyncIterator[Limiter]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def fits(limiter: Limiter, whose: ApiKey, tokens: int = 0) -> bool:
+async def fits(limiter: RateLimiter, whose: ApiKey, tokens: int = 0) -> bool:
     try:
         limiter.check(whose)
         await limiter.take(whose, tokens)
@@ -82,7 +82,7 @@ async def fits(limiter: Limiter, whose: ApiKey, tokens: int = 0) -> bool:
 
 
 async def test_a_burst_of_the_limit_then_one_at_a_time(clock: Clock) -> None:
-    limiter, whose = Limiter(clock=clock), key(requests=30)
+    limiter, whose = RateLimiter(clock=clock), key(requests=30)
     assert [await fits(limiter, whose) for _ in range(32)] == [True] * 30 + [False] * 2
     with pytest.raises(RateLimited, match="30 requests a minute") as refused:
         await limiter.take(whose, 0)
@@ -96,7 +96,7 @@ async def test_a_burst_of_the_limit_then_one_at_a_time(clock: Clock) -> None:
 
 
 async def test_generated_tokens_are_paid_afterwards(clock: Clock) -> None:
-    limiter, whose = Limiter(clock=clock), key(tokens=600)
+    limiter, whose = RateLimiter(clock=clock), key(tokens=600)
     await limiter.take(whose, 100)
     limiter.charge(whose, 0, 800)
     assert limiter.levels(whose)[0].remaining == 0
@@ -111,7 +111,7 @@ async def test_generated_tokens_are_paid_afterwards(clock: Clock) -> None:
 
 
 async def test_a_prompt_over_the_whole_limit_runs_once_the_bucket_is_empty(clock: Clock) -> None:
-    limiter, whose = Limiter(clock=clock), key(tokens=600)
+    limiter, whose = RateLimiter(clock=clock), key(tokens=600)
     assert await fits(limiter, whose, 6000)
     clock.now += 599
     assert not await fits(limiter, whose, 6000)
@@ -120,7 +120,7 @@ async def test_a_prompt_over_the_whole_limit_runs_once_the_bucket_is_empty(clock
 
 
 async def test_a_request_that_tokens_refuse_counts_as_a_request(clock: Clock) -> None:
-    limiter, whose = Limiter(clock=clock), key(requests=10, tokens=600)
+    limiter, whose = RateLimiter(clock=clock), key(requests=10, tokens=600)
     await limiter.take(whose, 600)
     for _ in range(3):
         with pytest.raises(RateLimited):
@@ -132,7 +132,7 @@ async def test_a_request_that_tokens_refuse_counts_as_a_request(clock: Clock) ->
 def test_no_more_than_the_rate_and_one_burst_ever_passes(steps: list[tuple[float, int, int]]) -> None:
     """And no refusal is longer than it says: after the wait the same request passes."""
     clock = Clock()
-    limiter, whose, begin, used = Limiter(clock=clock), key(tokens=600), clock.now, 0
+    limiter, whose, begin, used = RateLimiter(clock=clock), key(tokens=600), clock.now, 0
 
     async def walk() -> None:
         nonlocal used
@@ -166,7 +166,7 @@ async def test_gateways_share_one_bucket(valkey: ValkeyServer) -> None:
 
 async def test_valkey_and_the_local_buckets_count_alike(valkey: ValkeyServer) -> None:
     whose = ApiKey("bob", digest_of("bob"), requests_per_minute=50, tokens_per_minute=5000)
-    alone = Limiter()
+    alone = RateLimiter()
     async with sharing(valkey) as shared:
         for tokens in (700, 0, 4000, 20):
             await shared.take(whose, tokens)
@@ -197,7 +197,7 @@ async def test_what_valkey_did_not_hear_of_stays_counted_here(valkey: ValkeyServ
 
 
 async def test_a_dead_valkey_leaves_local_limits(clock: Clock) -> None:
-    limiter, whose = Limiter("redis://127.0.0.1:1/0", clock, PATIENT_SECONDS), key(requests=3)
+    limiter, whose = RateLimiter("redis://127.0.0.1:1/0", clock, PATIENT_SECONDS), key(requests=3)
     assert [await fits(limiter, whose) for _ in range(5)] == [True] * 3 + [False] * 2
 
 

@@ -269,7 +269,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete(bench: MakeBench) -> None
 
 
 async def test_a_stream_that_fails_ends_with_response_failed(bench: MakeBench) -> None:
-    async with bench(move_seconds=0.2) as b, client(b) as sdk:
+    async with bench(migration_timeout_seconds=0.2) as b, client(b) as sdk:
 
         async def script(start: Any) -> AsyncIterator[Any]:
             for delta in deltas(start, b.ids("hello"), None):

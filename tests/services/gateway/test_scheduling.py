@@ -23,7 +23,7 @@ from weft.request import RequestKey
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.mesh import sequence_runner
 from weft_services.gateway.process import running
 from weft_services.scheduler import service
@@ -81,7 +81,7 @@ async def meshed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     async with serving(AffinityStore("", 60), queue=room) as scheduler:
         address.address = decode.address
         said = hello("both-0", "both", worker=address, model=MODEL_NAME, max_context_tokens=CONTEXT)
-        config = Config(str(model_dir), scheduler.address, http_port=0, grpc_port=0, grace_seconds=1)
+        config = GatewayConfig(str(model_dir), scheduler.address, http_port=0, grpc_port=0, grace_seconds=1)
         async with FakeWorker(scheduler, said) as worker, running(config) as gateway:
             await gateway.watch.poll()
             async with httpx.AsyncClient(base_url=f"http://{gateway.http_address}", timeout=20) as http:

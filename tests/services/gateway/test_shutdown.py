@@ -89,7 +89,7 @@ async def test_who_waits_for_a_place_beyond_the_grace_is_told_so(bench: MakeBenc
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert answer.headers["retry-after"] == "1"
     assert called.result() is grpc.StatusCode.UNAVAILABLE
-    assert "please try again" in (await call.details())
+    assert "was lost; try again" in (await call.details())
     assert told(b.scheduler) == ["cancelled"]
     assert b.gateway.pipeline.num_in_flight == 0
 

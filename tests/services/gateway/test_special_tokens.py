@@ -17,7 +17,7 @@ from tests.services.gateway.test_templates import SPECIAL, TEMPLATES, USER, call
 from weft.config import read_config
 from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft_services.gateway import model as served
-from weft_services.gateway.config import Config
+from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.dialects.tokenize_requests import parse_tokenize
 from weft_services.gateway.mesh.prepare import prepare, tokenize
@@ -94,7 +94,7 @@ def _with_tools(text: str) -> Body:
     ],
 )
 def test_no_place_in_a_request_makes_a_special_token(body: Callable[[str], Body]) -> None:
-    model = load_model(NANO, "nano", is_sealed=True)
+    model = load_model(NANO, "nano", escapes_special_tokens=True)
     prompts = []
     for text in ("x", ATTACK):
         asked = parse_chat(json.dumps({"model": "nano", **body(text)}).encode())
@@ -113,7 +113,7 @@ def test_without_a_seal_they_are_tokens_as_in_transformers() -> None:
 
 
 def test_tokenize_says_what_a_request_has_and_prompts_are_as_they_were() -> None:
-    model = load_model(NANO, "nano", is_sealed=True)
+    model = load_model(NANO, "nano", escapes_special_tokens=True)
     body = {"messages": [{**USER, "content": ATTACK}]}
     (prompt,) = prepare(parse_chat(json.dumps({"model": "nano", **body}).encode()), model, None, 10_000).prompts
     assert tokenize(parse_tokenize(json.dumps(body).encode()), model, 10_000) == prompt.token_ids
@@ -123,7 +123,7 @@ def test_tokenize_says_what_a_request_has_and_prompts_are_as_they_were() -> None
 
 
 def test_a_long_chat_is_cut_and_kept_under_a_seal_too() -> None:
-    plain, sealed = load_model(NANO, "nano"), load_model(NANO, "nano", is_sealed=True)
+    plain, sealed = load_model(NANO, "nano"), load_model(NANO, "nano", escapes_special_tokens=True)
     turns = [{"role": ("user", "assistant")[place % 2], "content": f"{place}: " + "words " * 9} for place in range(101)]
     asked = parse_chat(json.dumps({"model": "nano", "messages": turns, "max_tokens": 1}).encode())
     expected = prepare(asked, plain, 16, 10_000).prompts[0].token_ids
@@ -167,7 +167,7 @@ def test_a_tokenizer_is_read_once_with_a_seal_as_without(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(served, "Tokenizer", Counted)
     monkeypatch.setattr(special_tokens, "Tokenizer", Counted)
-    load_model(NANO, "nano", is_sealed=True)
+    load_model(NANO, "nano", escapes_special_tokens=True)
     plain, closed = read
     assert plain == (NANO / "tokenizer.json").read_bytes() != closed
 
@@ -178,13 +178,13 @@ def test_a_template_that_makes_tokens_of_parts_is_refused_at_the_start(tmp_path:
     directory = write_model(tmp_path, tiny_tokenizer(), made)
     assert load_model(directory, MODEL_NAME).template is not None
     with pytest.raises(BadCheckpoint, match=r"of parts.*WEFT_ALLOW_USER_SPECIAL_TOKENS=1"):
-        load_model(directory, MODEL_NAME, is_sealed=True)
+        load_model(directory, MODEL_NAME, escapes_special_tokens=True)
 
 
 def test_a_template_that_refuses_a_seal_is_told_at_the_start(tmp_path: Path) -> None:
     picky = "{% if '<|im_start|>' | length > 12 %}{{ raise_exception('too long') }}{% endif %}" + TEMPLATE
     with pytest.raises(BadCheckpoint, match=r"refuses.*too long.*WEFT_ALLOW_USER_SPECIAL_TOKENS=1"):
-        load_model(write_model(tmp_path, tiny_tokenizer(), picky), MODEL_NAME, is_sealed=True)
+        load_model(write_model(tmp_path, tiny_tokenizer(), picky), MODEL_NAME, escapes_special_tokens=True)
 
 
 def unigram() -> Tokenizer:
@@ -234,5 +234,5 @@ def test_a_tokenizer_that_cannot_be_closed_says_so() -> None:
 
 def test_user_special_tokens_are_allowed_unless_switched_off() -> None:
     environ = {"WEFT_MODEL": str(NANO), "WEFT_SCHEDULER_ADDR": "localhost:1"}
-    assert read_config(Config, environ).allow_user_special_tokens
-    assert not read_config(Config, environ | {"WEFT_ALLOW_USER_SPECIAL_TOKENS": "0"}).allow_user_special_tokens
+    assert read_config(GatewayConfig, environ).allow_user_special_tokens
+    assert not read_config(GatewayConfig, environ | {"WEFT_ALLOW_USER_SPECIAL_TOKENS": "0"}).allow_user_special_tokens

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from weft.api_keys import ApiKey
-from weft_services.gateway.access.visitor import Visitor, visitor
+from weft_services.gateway.access.authentication import Principal, current_principal
 from weft_services.gateway.mesh.text_pool import NUM_HANDED_OUT, NUM_THREADS, FairThreadPool
 
 
@@ -25,7 +25,7 @@ class Shop:
 
     def ask(self, tenant: str, name: str = "") -> asyncio.Task[None]:
         async def asks() -> None:
-            visitor.set(Visitor(ApiKey(tenant, tenant * 64)))
+            current_principal.set(Principal(ApiKey(tenant, tenant * 64)))
             await self.workshop.run(lambda: self.done.append(name or tenant))
 
         return asyncio.create_task(asks())

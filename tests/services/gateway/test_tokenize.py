@@ -16,7 +16,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, TEMPLATE, 
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_grpc import stub_of
 from weft_mesh.v1 import inference_service_pb2 as pb
-from weft_services.gateway.front import service, text_endpoints
+from weft_services.gateway.front import grpc_service, text_endpoints
 from weft_services.gateway.mesh.prepare import MAX_COUNTED_CHARS
 
 USER: Any = {"role": "user", "content": "hello ü"}
@@ -165,7 +165,7 @@ async def test_what_may_be_long_is_not_written_on_the_loop(bench: MakeBench, mon
         return writing
 
     monkeypatch.setattr(text_endpoints, "orjson", SimpleNamespace(dumps=watched(orjson.dumps)))
-    monkeypatch.setattr(service, "_tokenized", watched(service._tokenized))
+    monkeypatch.setattr(grpc_service, "_tokenized", watched(grpc_service._tokenized))
     async with bench() as b, stub_of(b) as stub:
         for path, fields in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [1]})):
             assert (await b.http.post(path, json=fields)).status_code == 200

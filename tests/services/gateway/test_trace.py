@@ -71,7 +71,7 @@ async def test_the_span_follows_the_conventions_and_the_clients_trace(bench: Mak
 async def test_a_failure_is_one_in_its_span_and_a_strange_context_begins_anew(
     bench: MakeBench, collector: Collector
 ) -> None:
-    async with bench(move_seconds=0.2) as b:
+    async with bench(migration_timeout_seconds=0.2) as b:
         b.decode.script = failing(grpc.StatusCode.INVALID_ARGUMENT.value[0])
         body = {"model": MODEL_NAME, "prompt": "hello"}
         for parent in ("nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):

@@ -37,7 +37,7 @@ def check(options: MeshOptions = OPTIONS) -> None:
             "WEFT_ALLOW_USER_SPECIAL_TOKENS='some': expected 0, 1, true or false",
         ),
         ({"WEFT_TOOL_FORMAT": "other=hermes"}, "no model is called 'other'"),
-        ({"WEFT_TLS_CERT": "cert.pem"}, "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other"),
+        ({"WEFT_TLS_CERT": "cert.pem"}, "WEFT_TLS_CERT and WEFT_TLS_KEY must be set together; WEFT_TLS_KEY is missing"),
         (FALSE_FILES, "/nowhere/cert.pem: No such file"),
         ({"WEFT_LEASE_SECONDS": "0"}, "WEFT_LEASE_SECONDS=0: expected 1 to 3600"),
         ({"WEFT_DISK_BYTES": "1"}, "WEFT_DISK_BYTES=1: expected at least"),

@@ -1,1 +1,1 @@
-"""Who asks and what they may: API keys, their limits, and the visitor that the rest of the gateway sees."""
+"""Authentication and limits: API keys, rate limits and the principal of the current request."""

@@ -1,4 +1,4 @@
-"""The keys that are accepted, from a file or Valkey, read again whenever they change; and the key that is shown."""
+"""The accepted API keys, read from a file or Valkey and again whenever they change."""
 
 from __future__ import annotations
 
@@ -34,32 +34,35 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 READ_SECONDS = 5.0
 MISSING = "no API key: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
-# in OpenAI's words: LiteLLM tells by them that it is the key
+# OpenAI's words; LiteLLM recognizes a bad key by them.
 UNKNOWN = "Incorrect API key provided"
 AMBIGUOUS = "more than one API key was sent, and they differ"
 UNREADABLE = "API keys cannot be checked at the moment"
 
 
-class Source(Protocol):
-    """Where keys are kept."""
+class KeySource(Protocol):
+    """A storage backend for API keys."""
 
     async def changed(self) -> dict[str, ApiKey] | None:
-        """All of them by digest, or None when nothing has changed. Raises BadKeys, OSError, RedisError."""
+        """Return all keys by digest, or None if nothing has changed. Raises BadKeys, OSError, RedisError."""
 
     async def close(self) -> None:
-        """Give back what it holds."""
+        """Release connections to the key storage."""
 
 
-class FileSource:
-    """A keys file."""
+class FileKeySource:
+    """Reads keys from a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, ...] = ()
 
     async def changed(self) -> dict[str, ApiKey] | None:
-        """A file that is replaced is another inode; one that is written in place, or may be read now, has another time.
-        What could not be read is tried again."""
+        """Compare inode, change time and size.
+
+        A replaced file has another inode. A file that was rewritten, or has become readable, has another change time. A
+        failed read is tried again.
+        """
         stat = self._path.stat()
         signature = (stat.st_ino, stat.st_ctime_ns, stat.st_size)
         if signature == self._seen:
@@ -73,22 +76,25 @@ class FileSource:
         return found
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; the file is not held open."""
 
 
 class ValkeySource:
-    """A hash of entries by name, and a number that grows with every change."""
+    """Reads keys from Valkey: a hash of entries by name, and a version number that grows with every change."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError."""
-        once = Retry(NoBackoff(), 0)  # it is asked again soon anyway
+        """Raises ConfigError for a wrong URL."""
+        once = Retry(NoBackoff(), 0)  # the poll loop retries soon
         url = checked_url(url, "WEFT_KEYS")
         self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS, retry=once)
         self._seen: bytes | str | None = None
 
     async def changed(self) -> dict[str, ApiKey] | None:
-        """An absent number means that nobody has added a key yet, or that the server has lost them: we keep ours, and
-        any number that comes after it is news."""
+        """Compare the version number.
+
+        No number means that no key was added yet, or that the server lost them. We keep our keys, and any later number
+        is a change.
+        """
         version = await self._redis.get(VALKEY_VERSION)
         if version is None:
             self._seen = None
@@ -99,46 +105,45 @@ class ValkeySource:
         return found
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to Valkey."""
         await self._redis.aclose()
 
 
 class Keyring:
-    """Keys by digest. What cannot be read changes nothing: those that were read last go on counting."""
+    """Keys by digest. If a read fails, the last keys remain valid."""
 
     def __init__(self, where: str) -> None:
         is_valkey = where.startswith(VALKEY_SCHEMES)
-        self._source: Source = ValkeySource(where) if is_valkey else FileSource(Path(where))
+        self._source: KeySource = ValkeySource(where) if is_valkey else FileKeySource(Path(where))
         self._is_required = not is_valkey
         self._keys: Mapping[str, ApiKey] | None = None
-        # have they more than one owner, operators aside, who are there for the others' sake
+        # True if the keys have more than one owner. Operators do not count: they work for the others.
         self.has_tenants = False
         self._trouble = ""
 
     async def open(self) -> None:
-        """Read them for the first time. Raises ConfigError for a file that cannot be read."""
+        """Read the keys for the first time. Raises ConfigError for a file that cannot be read."""
         await self._read()
         if self._is_required and self._keys is None:
-            raise ConfigError(f"WEFT_KEYS: {self._trouble}; `weft keys add NAME --keys FILE` makes such a file")
+            raise ConfigError(f"WEFT_KEYS: {self._trouble}; `weft keys add NAME --keys FILE` creates the file")
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """Read them whenever they change, until cancelled; `changed` is told so."""
+        """Poll for changes until cancelled; call `changed` after each one."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if await self._read():
                 changed()
 
     async def close(self) -> None:
-        """Nothing is read any more."""
         await self._source.close()
 
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey:
-        """The key that was shown, in HTTP headers or gRPC metadata. Raises Unauthenticated, or PeerLost where no keys
-        could be read yet.
+        """Return the key in HTTP headers or gRPC metadata.
 
-        Looked up by its digest: how long that takes says nothing about the keys that there are.
+        Raises Unauthenticated, or PeerLost if no keys could be read yet. The lookup is by digest, so its duration does
+        not reveal the stored keys.
         """
-        secret = shown_secret(headers)
+        secret = presented_secret(headers)
         if self._keys is None:
             raise PeerLost(UNREADABLE)
         found = self._keys.get(digest_of(secret))
@@ -147,11 +152,11 @@ class Keyring:
         return found
 
     def current(self, key: ApiKey) -> ApiKey | None:
-        """The same key as it is now, None where it was revoked."""
+        """Return the present state of a key, None if it was revoked."""
         return self._keys.get(key.digest) if self._keys is not None else None
 
     async def _read(self) -> bool:
-        """Whether there was news."""
+        """Read the keys; return True if they changed."""
         try:
             with reraise_lost_cancellation():
                 changed = await self._source.changed()
@@ -167,13 +172,13 @@ class Keyring:
 
     def _note(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
-            what = "there are none yet" if self._keys is None else "the last ones stay"
-            logger.error("API keys cannot be read, %s: %s", what, trouble)
+            what = "none yet" if self._keys is None else "keeping the last ones"
+            logger.error("api keys not read, %s error=%s", what, trouble)
         self._trouble = trouble
 
 
-def shown_secret(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str:
-    """The one key in the headers. Raises Unauthenticated when there is none, or two that differ."""
+def presented_secret(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str:
+    """Return the one key in the headers. Raises Unauthenticated if there is none, or if two differ."""
     shown: set[str] = set()
     for name, value in headers:
         match _text(name).lower():

@@ -1,8 +1,8 @@
-"""Requests and tokens a minute, by key: buckets that run empty at the limit's own rate (GCRA), shared through Valkey.
+"""Request and token limits per minute and key: leaky buckets (GCRA), shared through Valkey.
 
-A bucket is one moment: when it will be empty. Prompts need room before they run; what is generated is added when it
-is done, also over the brim, and keeps the next request waiting for as long. So nothing is cut off, no request is too
-large for ever, and no key gets more than its rate for long. Without Valkey each gateway counts for itself.
+A bucket is one moment: the time at which it is empty. A prompt must fit before it runs. Generated tokens are charged
+afterwards, even above the limit, and delay the next request accordingly. So the limiter never cuts an answer off,
+accepts a request of any size eventually, and holds the average rate. Without Valkey each gateway counts alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WINDOW_SECONDS = 60.0
 MIN_WAIT_SECONDS = 0.05
 KINDS = ("requests", "tokens")
 FOUND = "rate limits are shared again"
-LOST = "rate limits are counted by this gateway alone"
+LOST = "rate limits count in this gateway alone"
 MICROSECONDS = 1_000_000
-# KEYS: the two buckets; ARGV: cost and limit of each (limit 0: none), 1 where it is charged without asking.
-# Returns whether there was room, and how many microseconds each bucket has until it is empty.
+# KEYS: the two buckets. ARGV: cost and limit of each (limit 0: none), then 1 to charge without a check. Returns whether
+# both costs fit, and the microseconds until each bucket is empty.
 SCRIPT = """
 local window = 60000000
 local time = redis.call('TIME')
@@ -54,8 +54,8 @@ return {fits, math.floor(empty[1] - now), math.floor(empty[2] - now)}
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """One bucket now: of how many a minute, and when it will be empty."""
+class RateLimitState:
+    """State of one bucket: `limit` per minute, and seconds until it is empty."""
 
     kind: str
     limit: int
@@ -63,19 +63,19 @@ class Level:
 
     @property
     def remaining(self) -> int:
-        """What fits into it."""
+        """The amount that fits now."""
         return max(0, math.floor(self.limit * (1 - self.seconds / WINDOW_SECONDS) + 1e-6))
 
     def wait(self, cost: int) -> float:
-        """Seconds until that fits; what is more than the whole bucket has to find it empty."""
+        """Return the seconds until `cost` fits. A cost above the whole bucket needs an empty bucket."""
         needed = min(cost * WINDOW_SECONDS / self.limit, WINDOW_SECONDS)
         return max(0.0, needed - (WINDOW_SECONDS - self.seconds))
 
 
-class Limiter:
-    """The buckets of all keys, as this gateway knows them, and behind them those that all gateways share.
+class RateLimiter:
+    """The buckets of all keys: a local copy, and the shared ones in Valkey.
 
-    What is known here is never more than what was used: a refusal that it gives is right without asking.
+    The local copy never exceeds the real use, so a local rejection is always right.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class Limiter:
         self._has_debts = asyncio.Event()
         self._script = self._valkey.redis.register_script(SCRIPT) if self._valkey else None
 
-    def levels(self, key: ApiKey) -> list[Level]:
-        """Its limits, requests first; those that it has."""
+    def levels(self, key: ApiKey) -> list[RateLimitState]:
+        """Return the state of each limit that the key has, requests first."""
         limits = zip(KINDS, _limits(key), strict=True)
-        return [Level(kind, limit, self._seconds(key, kind)) for kind, limit in limits if limit]
+        return [RateLimitState(kind, limit, self._seconds(key, kind)) for kind, limit in limits if limit]
 
     def check(self, key: ApiKey) -> None:
-        """Raises RateLimited where one more request is surely too many, or tokens are still owed."""
+        """Raise RateLimited if one more request exceeds the local count, or tokens are still owed."""
         self._refuse(key, {"requests": 1, "tokens": 0})
 
     async def take(self, key: ApiKey, tokens: int) -> None:
-        """One request with so many tokens. Raises RateLimited; it counts as a request all the same."""
+        """Charge one request with `tokens`. Raises RateLimited; the request counts even then."""
         if not any(_limits(key)):
             return
         fits = await self._ask(key, 1, tokens, is_charge=False)
@@ -118,7 +118,7 @@ class Limiter:
             raise
 
     def charge(self, key: ApiKey, requests: int, tokens: int) -> None:
-        """Add without asking; the other gateways hear of it soon."""
+        """Charge without a check. Other gateways see the charge after the next `flush`."""
         if not any(_limits(key)):
             return
         self._add(key, requests, tokens)
@@ -128,7 +128,7 @@ class Limiter:
             self._has_debts.set()
 
     async def run(self) -> None:
-        """Tell Valkey what was charged, one key after another, until cancelled; then close the connections."""
+        """Report charges to Valkey, one key at a time, until cancelled; then close the connections."""
         if self._valkey is None:
             return
         try:
@@ -140,13 +140,13 @@ class Limiter:
             await self._valkey.close()
 
     async def flush(self) -> None:
-        """What is owed so far; what Valkey does not hear now stays counted here."""
+        """Report all outstanding charges. A charge that Valkey does not receive stays in the local count."""
         while self._owed:
             key, (requests, tokens) = self._owed.popitem()
             await self._ask(key, requests, tokens, is_charge=True)
 
     async def _ask(self, key: ApiKey, requests: int, tokens: int, is_charge: bool) -> bool | None:
-        """Did it fit; None where Valkey does not answer."""
+        """Return whether the cost fits, None if Valkey does not answer."""
         if self._valkey is None or self._script is None:
             return None
         script = self._script
@@ -163,19 +163,19 @@ class Limiter:
             return None
         fits, *microseconds = answer
         for kind, each in zip(KINDS, microseconds, strict=True):
-            # Valkey has not heard of what was charged while it was away
+            # Valkey lacks charges from the time when it was unreachable.
             told, known = self._clock() + each / MICROSECONDS, self._empty.get((key.digest, kind), 0.0)
             self._empty[key.digest, kind] = max(told, known)
         return bool(fits)
 
     def _refuse(self, key: ApiKey, costs: dict[str, int], always: bool = False) -> None:
-        """`always`: Valkey has said that it does not fit, a moment ago."""
+        """Raise RateLimited if a cost does not fit. `always`: Valkey has just rejected it."""
         levels = self.levels(key)
         waits = [(level.wait(costs[level.kind]), level) for level in levels]
         seconds, level = max(waits, key=lambda each: each[0], default=(0.0, None))
         if level is not None and (seconds > 0 or always):
             raise RateLimited(
-                f"this key's limit of {level.limit} {level.kind} a minute is reached; there is room in {seconds:.1f} s",
+                f"this key's limit of {level.limit} {level.kind} a minute is reached; try again in {seconds:.1f} s",
                 max(seconds, MIN_WAIT_SECONDS),
                 level.kind,
             )

@@ -1,1 +1,1 @@
-"""The APIs clients speak: each one's bodies into the one validated request, and answers into its own frames."""
+"""The HTTP APIs: each translates its bodies to the one validated request, and encodes answers in its own format."""

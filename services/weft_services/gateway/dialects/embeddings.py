@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings: what is asked, and the answer as numbers or as base64 of little-endian floats."""
+"""OpenAI's /v1/embeddings: the request, and the answer as numbers or as base64 of little-endian floats."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import orjson
 from pydantic import BeforeValidator, Field
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint
-from weft_services.gateway.dialects.openai_messages import Lenient
-from weft_services.gateway.dialects.openai_requests import ModelName, parse_body
+from weft_services.gateway.dialects.openai_messages import LenientModel
+from weft_services.gateway.dialects.openai_requests import ModelName, check_prompt, parse_body, session_hint
 from weft_services.gateway.dialects.unsupported_fields import check_supported
 from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.routing_hints import MAX_PRIORITY
 
 MAX_INPUTS = 2048
-# vLLM's, by which vectors would be others, or written in another way: any value but these is refused
+# vLLM's fields that would change the vectors or their encoding; other values than these are rejected.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "cache_salt": (),
@@ -32,8 +31,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class EmbeddingBody(Lenient):
-    """POST /v1/embeddings."""
+class EmbeddingBody(LenientModel):
+    """Fields of the body of POST /v1/embeddings."""
 
     model: ModelName = None
     input: Annotated[list[Any], BeforeValidator(lambda value: check_prompt(value, MAX_INPUTS))]
@@ -42,7 +41,7 @@ class EmbeddingBody(Lenient):
     priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
 
     def embedding(self) -> Embedding:
-        """Raises InvalidRequest for what the types alone cannot tell."""
+        """Convert to the internal request. Raises InvalidRequest for errors that types cannot express."""
         if self.dimensions is not None:
             message = "dimensions: a mean of hidden states cannot be shortened"
             raise InvalidRequest(message, "dimensions", "unsupported_parameter")
@@ -54,12 +53,11 @@ class EmbeddingBody(Lenient):
 
 
 def parse_embedding(body: bytes) -> Embedding:
-    """Raises InvalidRequest naming the field."""
+    """Parse a body. Raises InvalidRequest naming the field."""
     return parse_body(EmbeddingBody, body).embedding()
 
 
 def embedding_body(asked: Embedding, vectors: Sequence[tuple[float, ...]], num_tokens: int) -> bytes:
-    """The whole answer."""
     written = as_base64 if asked.as_base64 else _as_json
     data = [
         {"object": "embedding", "index": index, "embedding": written(vector)} for index, vector in enumerate(vectors)
@@ -69,12 +67,12 @@ def embedding_body(asked: Embedding, vectors: Sequence[tuple[float, ...]], num_t
 
 
 def _as_json(vector: tuple[float, ...]) -> orjson.Fragment:
-    """One by one: the interpreter is held for a vector at a time, and not for all."""
+    """Encode one vector at a time, so that the GIL is released between vectors."""
     return orjson.Fragment(orjson.dumps(vector))
 
 
 def as_base64(vector: tuple[float, ...]) -> str:
-    """Four bytes a number, the lowest first."""
+    """Encode as base64 of little-endian float32."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -1,4 +1,4 @@
-"""Token logprobs as clients want them: chat's list of entries, completions' four parallel lists, vLLM's of a prompt."""
+"""Token logprobs in API formats: chat's list of entries, completions' four parallel lists, vLLM's prompt logprobs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Alternatives = Iterable[tuple[int, float]]
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], codec: Codec) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
+    """Return the `logprobs` object of a chat choice."""
     return {"content": [_told(position, codec) for position in positions], "refusal": None}
 
 
 def _told(position: PositionLogprobs, codec: Codec) -> orjson.Fragment:
-    """As JSON at once: with its alternatives it is a hundred objects, which take longer to keep than to write."""
+    """Serialize a position at once: with alternatives it is a hundred objects, costlier to keep than to write."""
     top = [_entry(entry, codec) for entry in position.top]
     return orjson.Fragment(orjson.dumps({**_entry(position.chosen, codec), "top_logprobs": top}))
 
 
 class TextLogprobs:
-    """The logprobs of an answer's text alone, where other tokens of it are thoughts and calls."""
+    """Selects the logprobs of an answer's text from those of thoughts and calls."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._detokenizer = codec.detokenizer()
-        self._num_ahead = 0  # letters of tokens that have come, and whose text has not
-        self._waiting: list[tuple[PositionLogprobs, str]] = []  # each with what it spells
+        self._num_ahead = 0  # characters of received tokens without their text
+        self._waiting: list[tuple[PositionLogprobs, str]] = []  # each with the text it spells
 
     def one_by_one(self, piece: ChoiceUpdate) -> Iterator[ChoiceUpdate]:
-        """The same in pieces of a token each, so that what is found in one is of that token and those before it."""
+        """Split a piece into pieces of one token, so that text is attributed to the right token."""
         if len(piece.logprobs) != len(piece.token_ids):
-            yield piece  # nobody asked for them
+            yield piece  # the client did not ask for logprobs
             return
         rest = piece.text
         for token_id, position in zip(piece.token_ids, piece.logprobs, strict=True):
@@ -53,15 +53,18 @@ class TextLogprobs:
             yield ChoiceUpdate(piece.index, rest, (), (), piece.finish_reason, piece.stop)
 
     def take(self, text: str, num_held: int) -> list[PositionLogprobs]:
-        """Of the tokens that this text is of, behind which `num_held` more letters have come that nobody has been told
-        of. What was before them was no text."""
+        """Return the logprobs of the tokens that spell `text`.
+
+        `num_held` further characters have arrived after it and are not delivered yet. Tokens before the text belong to
+        no text and are dropped.
+        """
         before, num_shared = self._before(num_held)
         taken: list[PositionLogprobs] = []
         for position, spelled in reversed(before):
             if spelled and not text:
                 break
             if self._codec.is_special(position.chosen.token_id) and not text.endswith(spelled):
-                # a mark, of what is no text after all or might still be some
+                # A marker that turned out to be no text, or that may still become text.
                 self._waiting[:0] = [] if taken else [(position, spelled)]
                 continue
             taken.append(position)
@@ -70,14 +73,20 @@ class TextLogprobs:
         return taken[::-1]
 
     def skip(self, num_held: int) -> None:
-        """What has come is no text, but for `num_held` letters that might be: a token with some of both waits on."""
+        """Drop tokens that are no text, except those of the last `num_held` characters.
+
+        A token that spans both stays.
+        """
         before, num_shared = self._before(num_held)
         if num_shared and before:
             position, spelled = before[-1]
             self._waiting.insert(0, (position, spelled[-num_shared:]))
 
     def _before(self, num_held: int) -> tuple[list[tuple[PositionLogprobs, str]], int]:
-        """What waits before the tokens of these letters, which wait on; and how many of them its last token has."""
+        """Split the waiting tokens before the last `num_held` characters.
+
+        Returns the tokens before, and how many of these characters the last of them spells.
+        """
         num_held += self._num_ahead
         place = len(self._waiting)
         while place and len(self._waiting[place - 1][1]) <= num_held:
@@ -88,7 +97,7 @@ class TextLogprobs:
 
 
 class CompletionLogprobs:
-    """The `logprobs` objects of one completion choice, piece by piece; offsets are places in all of its text."""
+    """Builds the `logprobs` objects of one completion choice piece by piece. Offsets refer to its whole text."""
 
     def __init__(self, codec: Codec, context: Sequence[int] = ()) -> None:
         self._codec = codec
@@ -97,7 +106,7 @@ class CompletionLogprobs:
         self._begin()
 
     def repeat(self, text: str, token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num_top: int) -> None:
-        """The choice begins with its prompt, of whose first token nothing is known. Told with the next `take`."""
+        """Begin with the prompt; its first token has no logprob. The next `take` returns it."""
         codec = self._codec
         offsets = _offsets(text, token_ids, codec)
         self._add(token_ids[0], next(offsets), None, None)
@@ -106,7 +115,7 @@ class CompletionLogprobs:
         self._offset = len(text)
 
     def take(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
-        """What is new, with these generated tokens behind it."""
+        """Return the logprobs since the last call, including these generated tokens."""
         for position in positions:
             token_id = position.chosen.token_id
             top = [(entry.token_id, entry.logprob) for entry in position.top]
@@ -135,14 +144,14 @@ class CompletionLogprobs:
         best: dict[str, float] = {}
         for each, value in ((token_id, chance), *top):
             text = codec.token_text(each)
-            best[text] = max(value, best.get(text, LOWEST))  # parts of characters look alike
+            best[text] = max(value, best.get(text, LOWEST))  # different partial characters have the same text
         told["top_logprobs"].append(best)
 
 
 def prompt_logprobs(
     token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num_top: int, codec: Codec
 ) -> list[dict[str, Any] | None]:
-    """vLLM's list: by token id, each token of the prompt and the best ones in its place; nothing for the first."""
+    """Return vLLM's list: per prompt token, that token and the best alternatives by id; None for the first."""
     found: list[dict[str, Any] | None] = [None]
     for token_id, (rank, chance, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True):
         ranked = {each: (place, value) for place, (each, value) in enumerate(top, 1)}
@@ -157,7 +166,7 @@ def prompt_logprobs(
 
 
 def positions_of(token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num_top: int) -> list[PositionLogprobs]:
-    """The same in the form that generated tokens have, from the prompt's second token on."""
+    """Return prompt logprobs in the form of generated tokens, from the second prompt token on."""
     return [
         PositionLogprobs(TokenLogprob(token_id, chance), tuple(TokenLogprob(*pair) for pair in top))
         for token_id, (_, chance, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True)
@@ -165,7 +174,7 @@ def positions_of(token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num
 
 
 def _walk(scores: Iterable[PromptLogprobs], num_top: int) -> Iterator[tuple[int, float, Alternatives]]:
-    """Of each prompt token from the second on: rank, ln p, and so many of the alternatives that were told."""
+    """Yield rank, logprob and the first `num_top` alternatives of each prompt token from the second on."""
     for piece in scores:
         for at, (rank, chance) in enumerate(zip(piece.ranks, piece.chosen, strict=True)):
             first = at * piece.num_top
@@ -174,8 +183,10 @@ def _walk(scores: Iterable[PromptLogprobs], num_top: int) -> Iterator[tuple[int,
 
 
 def _offsets(text: str, token_ids: Iterable[int], codec: Codec) -> Iterator[int]:
-    """Where in the text each token begins. What it does not have, as a tokenizer puts special tokens around it, or a
-    space before it, takes no room."""
+    """Yield where each token begins in the text.
+
+    Special tokens and an added leading space are not in the text and have length 0.
+    """
     detokenizer, offset = codec.whole_detokenizer(), 0
     for token_id in token_ids:
         yield offset

@@ -1,4 +1,4 @@
-"""The one validator: request bytes -> Generation. REST hands over bodies as they came, gRPC the same fields as JSON."""
+"""The one validator: request bytes -> Generation. REST passes bodies as received, gRPC the same fields as JSON."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, Validatio
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
-from weft_services.gateway.dialects.answer_format import read_format
+from weft_services.gateway.dialects.answer_format import GUIDED, read_format
 from weft_services.gateway.dialects.body_limits import check_body
-from weft_services.gateway.dialects.openai_fields import (
-    MAX_TOOLS,
-    as_stop_list,
-    as_whole,
-    check_logit_bias,
-    check_prompt,
-    check_tool,
-    session_hint,
+from weft_services.gateway.dialects.openai_messages import (
+    CHECKED,
+    LenientModel,
+    Message,
+    for_template,
 )
-from weft_services.gateway.dialects.openai_messages import CHECKED, Lenient, Message, for_template
-from weft_services.gateway.dialects.template_variables import TemplateVariables
-from weft_services.gateway.dialects.tool_choice import read_tool_use
+from weft_services.gateway.dialects.openai_tools import (
+    MAX_TOOLS,
+    check_tool,
+    read_tool_use,
+)
+from weft_services.gateway.dialects.template_variables import (
+    TemplateVariables,
+)
 from weft_services.gateway.dialects.unsupported_fields import (
     COMPLETION_INSTEAD,
     OPENAI_CHAT,
@@ -31,74 +33,159 @@ from weft_services.gateway.dialects.unsupported_fields import (
 from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.mesh.routing_hints import MAX_PRIORITY
 
+MAX_PROMPTS = 64
+MAX_SESSION_CHARS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
 MAX_SEQUENCES = 128
-MAX_STOPS = 16  # OpenAI takes 4, Anthropic and vLLM name no number
-# OpenAI allows 0; no set of tokens has that little, the likeliest alone is the smallest
+MAX_STOPS = 16  # OpenAI allows 4; Anthropic and vLLM state no limit
+# OpenAI allows 0, which no token set reaches; this value selects the most likely token alone.
 SMALLEST_TOP_P = 1e-6
-# as OpenAI has it
+# OpenAI's default.
 DEFAULT_COMPLETION_TOKENS = 16
-# in OpenAI's words: an hour at most, on no disk; the hyphen is an older spelling
+# OpenAI: at most an hour, never on disk. The hyphen is an older spelling.
 IN_MEMORY = Retention(3600, memory_only=True)
 RETENTIONS = {None: KEEP, "in_memory": IN_MEMORY, "in-memory": IN_MEMORY, "24h": Retention(24 * 3600)}
-
-# 1.0 is an integer to JSON Schema, and to clients whose language has one kind of number
-Whole = Annotated[int, BeforeValidator(as_whole)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS), FailFast()]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
-# the only model that is served need not be named, as with vLLM
+# Optional if only one model is served, as with vLLM.
 ModelName = Annotated[str | None, Field(min_length=1, max_length=256)]
-Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
+BodyT = TypeVar("BodyT", bound="LenientModel")
 
 
-BodyT = TypeVar("BodyT", bound="Lenient")
+def as_stop_list(value: Any) -> Any:
+    """`stop` may be one string or a list of strings."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
 
 
-class StreamOptions(Lenient):
-    """How a stream reports."""
+def as_whole(value: Any) -> Any:
+    """Convert a float without a fraction to an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def check_prompt(value: Any, max_prompts: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:
+    """Return a completion's prompt, text or token ids or a list of either, as a list."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a string, a list of strings, a list of token ids or a list of such lists")
+    if all(type(item) is int for item in value):
+        return [_check_ids(value)]
+    if len(value) > max_prompts:
+        raise ValueError(f"{len(value)} prompts, at most {max_prompts} in one request")
+    return [_check_one_prompt(item) for item in value]
+
+
+def _check_one_prompt(item: Any) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list) and all(type(token) is int for token in item):
+        return _check_ids(item)
+    raise ValueError("expected each prompt to be a string or a list of token ids")
+
+
+def _check_ids(ids: list[int]) -> tuple[int, ...]:
+    if not ids:
+        raise ValueError("a prompt needs at least one token")
+    return tuple(ids)
+
+
+def check_logit_bias(value: Any) -> Any:
+    """Return pairs of token id and bias. JSON has the ids as strings."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise ValueError("expected an object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} entries, at most {MAX_BIASES}")
+    biases = tuple(_check_bias(token, bias) for token, bias in value.items())
+    if len(dict(biases)) < len(biases):
+        raise ValueError("a token is named twice")
+    return biases
+
+
+def _check_bias(token: Any, bias: Any) -> tuple[int, float]:
+    if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 10):
+        raise ValueError(f"{str(token)[:32]!r} is not a token id")
+    if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+        raise ValueError(f"token {token}: the bias must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return int(token), float(bias)
+
+
+def session_hint(*candidates: Any) -> str:
+    """Return the first usable session id. It is only a hint, so unusable values are ignored."""
+    for candidate in candidates:
+        if isinstance(candidate, str) and 1 <= len(candidate) <= MAX_SESSION_CHARS:
+            return candidate
+    return ""
+
+
+# 1.0 is an integer in JSON Schema, and in languages with one number type.
+WholeNumber = Annotated[int, BeforeValidator(as_whole)]
+
+LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
+
+
+class StreamOptions(LenientModel):
+    """The stream_options object: extra fields in a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's
-    include_obfuscation: bool | None = None  # off where nothing is said
+    include_obfuscation: bool | None = None  # off by default
 
 
-class _Body(Lenient):
-    """What chat and completions share."""
+class SamplingExtensions(LenientModel):
+    """Sampling fields beyond the common ones. All generating APIs accept them; gRPC has options of the same names."""
 
-    model: ModelName = None
-    max_tokens: Annotated[Whole | None, Field(ge=1)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    top_k: Annotated[Whole | None, Field(ge=-1, le=2**31 - 1)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    seed: Annotated[Whole | None, Field(ge=-(2**63), lt=2**64)] = None
+    seed: Annotated[WholeNumber | None, Field(ge=-(2**63), lt=2**64)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
-    logit_bias: Bias = ()
-    min_tokens: Annotated[Whole | None, Field(ge=0)] = None
-    response_format: Any = None
-    n: Annotated[Whole | None, Field(ge=1, le=16)] = None
-    stop: Annotated[Stops, BeforeValidator(as_stop_list), Field(default_factory=list)]
+    logit_bias: LogitBias = ()
+    min_tokens: Annotated[WholeNumber | None, Field(ge=0)] = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
     ignore_eos: bool | None = None
+    priority: Annotated[WholeNumber | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    reject_if_busy: bool | None = None
+
+
+# Fields that /v1/messages and /v1/responses accept under the names of a chat completion.
+EXTENSION_FIELDS = (
+    *SamplingExtensions.model_fields,
+    *("chat_template_kwargs", "enable_thinking", "think", "session_id", "structured_outputs", *GUIDED),
+)
+
+
+class _Body(SamplingExtensions):
+    """Fields that chat and completions share."""
+
+    model: ModelName = None
+    max_tokens: Annotated[WholeNumber | None, Field(ge=1)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[WholeNumber | None, Field(ge=-1, le=2**31 - 1)] = None
+    response_format: Any = None
+    n: Annotated[WholeNumber | None, Field(ge=1, le=16)] = None
+    stop: Annotated[Stops, BeforeValidator(as_stop_list), Field(default_factory=list)]
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[Whole | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
-    reject_if_busy: bool | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    prompt_logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None  # vLLM's
+    prompt_logprobs: Annotated[WholeNumber | None, Field(ge=0, le=20)] = None  # vLLM's
 
     def common(self) -> dict[str, Any]:
-        """The fields of a Generation that both bodies fill alike."""
+        """Return the fields of a Generation that both bodies fill in the same way."""
         extra, options = self.model_extra or {}, self.stream_options
         answer_format = read_format(self.response_format, extra)
         for name in ("ignore_eos", "min_tokens"):
             if answer_format is not None and getattr(self, name):
-                raise InvalidRequest(f"{name}: {answer_format.field} says where the answer ends", name)
+                raise InvalidRequest(f"{name}: cannot be combined with {answer_format.field}", name)
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs: a stream has no place for them", "prompt_logprobs")
+            raise InvalidRequest("prompt_logprobs: not available in a stream", "prompt_logprobs")
         return {
             "model": self.model or "",
             "max_tokens": self.max_tokens,
@@ -107,7 +194,7 @@ class _Body(Lenient):
             "top_p": None if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "min_p": self.min_p,
-            "seed": None if self.seed in (None, -1) else self.seed % 2**64,  # -1: any, as vLLM has it
+            "seed": None if self.seed in (None, -1) else self.seed % 2**64,  # vLLM: -1 is a random seed
             "frequency_penalty": self.frequency_penalty or 0.0,
             "presence_penalty": self.presence_penalty or 0.0,
             "repetition_penalty": self.repetition_penalty,
@@ -131,24 +218,24 @@ class _Body(Lenient):
 
 
 class ChatBody(_Body, TemplateVariables):
-    """POST /v1/chat/completions."""
+    """Fields of the body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], *CHECKED]
-    max_completion_tokens: Annotated[Whole | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[WholeNumber | None, Field(ge=1)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    continue_final_message: bool | None = None  # vLLM's, as the next
+    continue_final_message: bool | None = None  # vLLM's, like the next
     add_generation_prompt: bool | None = None
-    add_special_tokens: Literal[False] | None = None  # of the template's own there are some, and no others
+    add_special_tokens: Literal[False] | None = None  # the template writes its own special tokens
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
+    top_logprobs: Annotated[WholeNumber | None, Field(ge=0, le=20)] = None
 
     def generation(self) -> Generation:
-        """Raises InvalidRequest for what the types alone cannot tell."""
+        """Convert to the internal request. Raises InvalidRequest for errors that types cannot express."""
         check_supported(self.model_extra or {}, OPENAI_CHAT)
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+            raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
         fields, is_parallel = self.common(), self.parallel_tool_calls is not False
         tool_use = read_tool_use(self.tools or [], self.tool_choice, is_parallel, fields["answer_format"] is not None)
         messages = for_template(self.messages)
@@ -156,7 +243,7 @@ class ChatBody(_Body, TemplateVariables):
         conversation = Conversation(messages, tools, variables, is_continued=self._is_continued())
         fields |= {"tool_use": tool_use}
         if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
-            raise InvalidRequest("tool_choice: an answer that calls tools has no other format", "tool_choice")
+            raise InvalidRequest("tool_choice: a forced call cannot be combined with a format", "tool_choice")
         if self.max_completion_tokens is not None:
             fields |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}
         return Generation(
@@ -167,41 +254,41 @@ class ChatBody(_Body, TemplateVariables):
         )
 
     def _is_continued(self) -> bool:
-        """Does the answer go on with the last message. vLLM's clients say that it does not begin anew, too."""
+        """True if the answer continues the last message. vLLM's clients also send add_generation_prompt=false then."""
         last, is_continued = self.messages[-1], bool(self.continue_final_message)
         if is_continued and (last.role != "assistant" or not last.content or last.tool_calls):
-            message = "continue_final_message: the last message is no text of an assistant's"
+            message = "continue_final_message: the last message must be an assistant's text"
             raise InvalidRequest(message, "continue_final_message", "invalid_value")
         if self.add_generation_prompt is not None and self.add_generation_prompt is is_continued:
-            message = "add_generation_prompt: false where the last message is continued, and true elsewhere"
+            message = "add_generation_prompt: must be false with continue_final_message and true without"
             raise InvalidRequest(message, "add_generation_prompt", "invalid_value")
         return is_continued
 
 
 class CompletionBody(_Body):
-    """POST /v1/completions."""
+    """Fields of the body of POST /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(check_prompt)]
-    max_tokens: Annotated[Whole | None, Field(ge=0)] = None
-    logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
+    max_tokens: Annotated[WholeNumber | None, Field(ge=0)] = None
+    logprobs: Annotated[WholeNumber | None, Field(ge=0, le=20)] = None
     echo: bool | None = None
-    add_special_tokens: Literal[True] | None = None  # vLLM's; a prompt without them has to be sent as token ids
-    best_of: Annotated[Whole | None, Field(ge=1, le=20)] = None
+    add_special_tokens: Literal[True] | None = None  # vLLM's; to omit special tokens, send token ids
+    best_of: Annotated[WholeNumber | None, Field(ge=1, le=20)] = None
 
     def generation(self) -> Generation:
-        """Raises InvalidRequest for what the types alone cannot tell."""
+        """Convert to the internal request. Raises InvalidRequest for errors that types cannot express."""
         check_supported(self.model_extra or {}, OPENAI_COMPLETION, COMPLETION_INSTEAD)
         prompts: tuple[Prompt, ...] = tuple(self.prompt)
         fields, best_of = self.common(), self.best_of or 1
         if self.best_of is not None and best_of < fields["n"]:
-            raise InvalidRequest("best_of: the best n of fewer than n are asked for", "best_of")
+            raise InvalidRequest(f"best_of ({best_of}) must be at least n ({fields['n']})", "best_of")
         if self.stream and best_of > fields["n"]:
-            raise InvalidRequest("best_of: which answers are best is known at their end, not in a stream", "best_of")
+            raise InvalidRequest("best_of: cannot be streamed if it is above n", "best_of")
         if len(prompts) * max(fields["n"], best_of) > MAX_SEQUENCES:
             name = "best_of" if best_of > fields["n"] else "n"
-            raise InvalidRequest(f"prompts times {name} is at most {MAX_SEQUENCES}", name)
+            raise InvalidRequest(f"{name}: prompts times {name} must be at most {MAX_SEQUENCES}", name)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise InvalidRequest("max_tokens: 0 is for echo and prompt_logprobs", "max_tokens")
+            raise InvalidRequest("max_tokens: 0 needs echo or prompt_logprobs", "max_tokens")
         return Generation(
             prompts=prompts,
             best_of=best_of,
@@ -214,17 +301,17 @@ class CompletionBody(_Body):
 
 
 def parse_chat(body: bytes) -> Generation:
-    """Raises InvalidRequest naming the field."""
+    """Parse a chat body. Raises InvalidRequest naming the field."""
     return parse_body(ChatBody, body).generation()
 
 
 def parse_completion(body: bytes) -> Generation:
-    """Raises InvalidRequest naming the field."""
+    """Parse a completion body. Raises InvalidRequest naming the field."""
     return parse_body(CompletionBody, body).generation()
 
 
 def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
-    """A JSON object of that kind. Raises InvalidRequest naming the field."""
+    """Parse a JSON object as `kind`. Raises InvalidRequest naming the field."""
     check_body(body)
     try:
         return kind.model_validate_json(body)
@@ -233,12 +320,12 @@ def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _as_invalid_request(error: ValidationError) -> InvalidRequest:
-    """The first complaint, with the path of its field."""
+    """Convert the first error, with the path of its field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ".".join(str(step) for step in first["loc"]) or None
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not JSON that can be read: {message}", None, "invalid_json")
+        return InvalidRequest(f"the body is not valid JSON: {message}", None, "invalid_json")
     if path is None:
         return InvalidRequest("the body must be a JSON object", None)
     reason = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"

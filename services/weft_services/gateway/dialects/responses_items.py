@@ -1,15 +1,19 @@
-"""Input items of the Responses API -> chat messages, each with the path of what it came from."""
+"""Translates input items of the Responses API to chat messages, each with the path of its source.
+
+Clients that change servers also send items of other servers' built-in tools. These become calls and results; items
+without text for a model are ignored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.ids import new_id
-from weft_services.gateway.dialects.foreign_items import KINDS, call_of, id_of, result_of
+from weft_services.gateway.dialects.chat_translation import Fields, text_of_result
 from weft_services.gateway.dialects.responses_tools import qualified
-from weft_services.gateway.dialects.translation import Fields
 
 SYSTEMS = ("system", "developer")
 ROLES = ("user", "assistant", *SYSTEMS)
@@ -22,7 +26,7 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-# what is known of them, beside type, id and status; nothing reads the rest
+# Fields that are read, in addition to type, id and status.
 KNOWN = {
     "message": ("role", "content"),
     "reasoning": ("summary", "content"),
@@ -31,8 +35,8 @@ KNOWN = {
     "custom_tool_call": ("call_id", "namespace", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
 }
-# nothing of these is shown, so that nothing is kept: calls whose results no item has, states of other servers
-PASSED_OVER = (
+# Items that the model does not see, so they are not stored: calls without a result item, states of other servers.
+IGNORED_ITEMS = (
     "compaction",
     "configuration_update",
     "image_generation_call",
@@ -43,20 +47,20 @@ PASSED_OVER = (
 )
 KNOWN_OF_PARTS = ("type", "text", "refusal")
 MAX_ID_CHARS = 256
-# the order in which an assistant's turn is written; what would go back in it begins another message
+# The order of fields in an assistant turn. A field that would go backwards begins another message.
 TURN = ("reasoning_content", "content", "tool_calls")
 
 
-class Conversation:
-    """Messages as they are put together. Thoughts, text and calls of one turn are items there and one message here."""
+class ConversationBuilder:
+    """Builds chat messages. Thoughts, text and calls of a turn are separate items and become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Fields] = []
         self.sources: list[str] = []
-        self._opening: list[str] = []  # what systems and developers say before anybody else
+        self._opening: list[str] = []  # leading system and developer messages
 
     def say(self, role: str, content: str, path: str) -> None:
-        """A message. What systems and developers say at the beginning is one: many templates take no second."""
+        """Add a message. Leading system and developer messages are joined: many templates accept only one."""
         if role == "assistant":
             self.turn("content", content, path)
             return
@@ -67,11 +71,10 @@ class Conversation:
             self._add({"role": role, "content": content}, path)
 
     def answer_call(self, call_id: Any, content: str, path: str) -> None:
-        """What a tool gave back."""
         self._add({"role": "tool", "tool_call_id": call_id, "content": content}, path)
 
     def turn(self, part: str, value: Any, path: str) -> None:
-        """More of an assistant's turn."""
+        """Add to the assistant's turn."""
         last = self.messages[-1] if self.messages else {}
         is_call = part == "tool_calls"
         later = TURN[TURN.index(part) + is_call :]
@@ -84,7 +87,7 @@ class Conversation:
             last[part] = value
 
     def end(self) -> None:
-        """Nothing more is said. Every message has its content."""
+        """Finish: every message gets its content."""
         if self._opening:
             self.messages[0]["content"] = "\n\n".join(self._opening)
         for message in self.messages:
@@ -95,10 +98,12 @@ class Conversation:
         self.sources.append(path)
 
 
-def read_input(value: Any, instructions: Any, earlier: Sequence[Fields] = ()) -> Conversation:
-    """The whole conversation; `earlier` items, of a kept answer, go before the request's own, and the instructions
-    before all. Raises InvalidRequest naming the item."""
-    conversation = Conversation()
+def read_input(value: Any, instructions: Any, earlier: Sequence[Fields] = ()) -> ConversationBuilder:
+    """Read the whole conversation: instructions, then the `earlier` items of a stored answer, then the request's own.
+
+    Raises InvalidRequest naming the item.
+    """
+    conversation = ConversationBuilder()
     if not isinstance(instructions, str | None):
         raise InvalidRequest("instructions: expected a string", "instructions")
     if instructions:
@@ -117,26 +122,28 @@ def read_input(value: Any, instructions: Any, earlier: Sequence[Fields] = ()) ->
     else:
         raise InvalidRequest("input: expected a string or a list of at least one item", "input")
     if not conversation.messages:
-        raise InvalidRequest("input: none of the items has anything for the model; add a message", "input")
+        raise InvalidRequest("input: no item contains anything for the model; add a message", "input")
     conversation.end()
     return conversation
 
 
 def kept_items(value: str | list[Fields], before: Iterable[Fields] = ()) -> list[Fields]:
-    """The input, found right, as it is listed later behind those before it: items with an id each, texts in parts, and
-    nothing that was not read."""
+    """Return the checked input in the form that is stored and listed later.
+
+    Every item gets an id that is unique among `before`, text becomes parts, and fields that were not read are dropped.
+    """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     taken = {str(item["id"]) for item in before}
-    return [_kept(item, taken) for item in items if _kind(item) in KNOWN or _kind(item) in KINDS]
+    return [_kept(item, taken) for item in items if _kind(item) in KNOWN or _kind(item) in FOREIGN_KINDS]
 
 
 def _kept(item: Fields, taken: set[str]) -> Fields:
     kind, own = _kind(item), item.get("id")
-    if not own or own in taken or len(own) > MAX_ID_CHARS:  # a page of the list begins behind an id
+    if not own or own in taken or len(own) > MAX_ID_CHARS:  # pagination needs unique ids
         own = f"{ID_PREFIXES.get(kind, 'item')}_{new_id()}"
     taken.add(own)
-    if kind in KINDS:
-        given = {name: item[name] for name in KINDS[kind].fields if name in item}
+    if kind in FOREIGN_KINDS:
+        given = {name: item[name] for name in FOREIGN_KINDS[kind].fields if name in item}
         return {"call_id": id_of(item), "status": "completed", **given, "type": kind, "id": own}
     kept = {name: _known(item[name]) for name in KNOWN[kind] if name in item}
     kept |= {"type": kind, "id": own, "status": "completed"}
@@ -147,7 +154,7 @@ def _kept(item: Fields, taken: set[str]) -> Fields:
 
 
 def _known(value: Any) -> Any:
-    """Of parts what was read of them."""
+    """Keep only the known fields of parts."""
     return [_known_part(part) for part in value if isinstance(part, dict)] if isinstance(value, list) else value
 
 
@@ -156,7 +163,7 @@ def _known_part(part: Fields) -> Fields:
     return {**known, "annotations": []} if part.get("type") == "output_text" else known
 
 
-def _read_item(conversation: Conversation, item: Any, path: str) -> None:
+def _read_item(conversation: ConversationBuilder, item: Any, path: str) -> None:
     if not isinstance(item, dict):
         raise InvalidRequest(f"{path}: expected an object", path)
     match _kind(item):
@@ -175,16 +182,16 @@ def _read_item(conversation: Conversation, item: Any, path: str) -> None:
             _read_foreign(conversation, item, kind, path)
 
 
-def _read_foreign(conversation: Conversation, item: Fields, kind: Any, path: str) -> None:
-    """An item that another server made. What the model cannot do without is refused, the rest passed over."""
+def _read_foreign(conversation: ConversationBuilder, item: Fields, kind: Any, path: str) -> None:
+    """Read an item of another server. Raises InvalidRequest if the model needs it; ignores the rest."""
     if kind == "item_reference":
-        raise InvalidRequest(f"{path}: no item of that id is kept; send the item itself", path)
+        raise InvalidRequest(f"{path}: no item of that id is stored; send the item itself", path)
     if kind == "compaction_trigger":
-        raise InvalidRequest(f"{path}.type: conversations are not compacted here", f"{path}.type")
-    if not isinstance(kind, str) or (kind not in KINDS and kind not in PASSED_OVER and "role" in item):
-        message = f"{path}.type: expected the kind of an item; one with a role is a message"
+        raise InvalidRequest(f"{path}.type: compaction is not supported", f"{path}.type")
+    if not isinstance(kind, str) or (kind not in FOREIGN_KINDS and kind not in IGNORED_ITEMS and "role" in item):
+        message = f"{path}.type: expected an item type; an item with a role is a message"
         raise InvalidRequest(message, f"{path}.type")
-    if kind in KINDS:
+    if kind in FOREIGN_KINDS:
         if (call := call_of(item)) is not None:
             conversation.turn("tool_calls", call, path)
         if (result := result_of(item)) is not None:
@@ -192,13 +199,13 @@ def _read_foreign(conversation: Conversation, item: Fields, kind: Any, path: str
 
 
 def _kind(item: Fields) -> Any:
-    """References need not say what they are."""
+    """Return the item's type. Messages and references may omit it."""
     kind = item.get("type")
     return ("item_reference" if "id" in item and item.keys() <= {"type", "id"} else "message") if kind is None else kind
 
 
 def _is_reference(item: Any, known: Collection[Any]) -> bool:
-    """To an item of the answer that the request goes on from: it is in the conversation already."""
+    """True for a reference to an item of the stored answer, which is in the conversation already."""
     return isinstance(item, dict) and _kind(item) == "item_reference" and item.get("id") in known
 
 
@@ -216,7 +223,7 @@ def _call(item: Fields, kind: str, path: str) -> Fields:
 
 
 def _thoughts(item: Fields, path: str) -> str:
-    """As they were written, else their summary; what is encrypted cannot be read here."""
+    """Return the thoughts, or their summary. Encrypted thoughts cannot be read."""
     for name in ("content", "summary"):
         parts = item.get(name)
         if isinstance(parts, list) and parts:
@@ -225,7 +232,7 @@ def _thoughts(item: Fields, path: str) -> str:
 
 
 def text_of(value: Any, path: str) -> str:
-    """A string, or a list of text parts, which are joined as they are."""
+    """Return a string, or the joined text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -240,3 +247,79 @@ def _texts(parts: Sequence[Any], known: Fields, path: str) -> Iterable[str]:
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.{place}: this model reads text parts only", f"{path}.{place}")
         yield text
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignItemKind:
+    """How to present one kind of foreign item: as a call of `tool`, as a result, or as both.
+
+    The first of the `arguments` fields that is set holds the arguments, and the first of `results` the result. An item
+    that holds both is ignored until its result is there. `others`: further fields that are read.
+    """
+
+    tool: str = ""
+    arguments: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that are read, in addition to type and id."""
+        return ("call_id", *self.arguments, *self.results, *self.others)
+
+
+FOREIGN_KINDS = {
+    "additional_tools": ForeignItemKind(others=("role", "tools")),
+    "apply_patch_call": ForeignItemKind("apply_patch", ("operation",)),
+    "apply_patch_call_output": ForeignItemKind(results=("output", "status")),
+    "code_interpreter_call": ForeignItemKind("code_interpreter", ("code",), ("outputs",)),
+    "computer_call": ForeignItemKind("computer", ("action", "actions")),
+    "computer_call_output": ForeignItemKind(results=("output",)),
+    "file_search_call": ForeignItemKind("file_search", ("queries",), ("results",)),
+    "local_shell_call": ForeignItemKind("local_shell", ("action",)),
+    "local_shell_call_output": ForeignItemKind(results=("output",)),
+    "mcp_call": ForeignItemKind("mcp", ("arguments",), ("output", "error"), ("server_label", "name")),
+    "program": ForeignItemKind("program", ("code",)),
+    "program_output": ForeignItemKind(results=("result",)),
+    "shell_call": ForeignItemKind("shell", ("action",)),
+    "shell_call_output": ForeignItemKind(results=("output",)),
+    "tool_search_call": ForeignItemKind("tool_search", ("arguments",)),
+    "tool_search_output": ForeignItemKind(results=("tools",)),
+}
+
+
+def call_of(item: Fields) -> Fields | None:
+    """Return the item's call in chat form, or None."""
+    kind = FOREIGN_KINDS[item["type"]]
+    if not kind.tool or (kind.results and result_of(item) is None):
+        return None
+    field = next((name for name in kind.arguments if item.get(name) is not None), None)
+    value = {} if field is None else item[field]
+    # Text in `arguments` is JSON already; text in other fields is one argument.
+    given = value if isinstance(value, dict) or field == "arguments" else {field: value}
+    name = item.get("name") if kind.tool == "mcp" and isinstance(item.get("name"), str) else kind.tool
+    arguments = given if isinstance(given, str | dict) else {"arguments": given}
+    return {"id": id_of(item), "type": "function", "function": {"name": name or kind.tool, "arguments": arguments}}
+
+
+def result_of(item: Fields) -> str | None:
+    """Return the text of the item's result, or None."""
+    for name in FOREIGN_KINDS[item["type"]].results:
+        if (value := item.get(name)) is not None:
+            return text_of_result(value)
+    return None
+
+
+def id_of(item: Fields) -> str | None:
+    """Return the id that links call and result. A server's own calls have only the item's id."""
+    return next((item[name] for name in ("call_id", "id") if isinstance(item.get(name), str)), None)
+
+
+def later_tools(items: Any, path: str) -> list[tuple[list[Any], str]]:
+    """Return lists of tools that items add to the request's own, each with its path."""
+    kinds = ("tool_search_output", "additional_tools")
+    return [
+        (item["tools"], f"{path}.{place}.tools")
+        for place, item in enumerate(items if isinstance(items, Sequence) and not isinstance(items, str) else ())
+        if isinstance(item, dict) and item.get("type") in kinds and isinstance(item.get("tools"), list)
+    ]

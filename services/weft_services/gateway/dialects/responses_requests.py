@@ -1,6 +1,6 @@
-"""OpenAI's /v1/responses bodies -> the fields of a chat completion, which the one validator checks.
+"""Translates OpenAI's /v1/responses bodies to chat completions, which the one validator checks.
 
-Who calls knows whether answers are kept, and brings the one that a body goes on from.
+The caller knows whether answers are stored, and passes the one that a body continues.
 """
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.foreign_items import later_tools
-from weft_services.gateway.dialects.openai_fields import ADDED
-from weft_services.gateway.dialects.responses_items import Conversation, kept_items, read_input
-from weft_services.gateway.dialects.responses_tools import SHOWN_FIELDS, Tools, read_tools
-from weft_services.gateway.dialects.translation import (
+from weft_services.gateway.dialects.chat_translation import (
     Fields,
     check_chat,
     object_of,
@@ -21,15 +17,18 @@ from weft_services.gateway.dialects.translation import (
     read_json_object,
     renamed,
 )
+from weft_services.gateway.dialects.openai_requests import EXTENSION_FIELDS
+from weft_services.gateway.dialects.responses_items import ConversationBuilder, kept_items, later_tools, read_input
+from weft_services.gateway.dialects.responses_tools import SHOWN_FIELDS, ResponsesTools, read_tools
 from weft_services.gateway.dialects.unsupported_fields import CHAT_ALONE, Neutral, check_supported
 from weft_services.gateway.generation import Generation
 
-# the same under both names, those of other servers' clients included
+# Fields with the same name in both APIs, including extensions of other servers.
 SAME = (
-    "model temperature top_p top_k stop stream parallel_tool_calls prompt_cache_key prompt_cache_retention "
-    "stream_options user"
-).split() + ADDED
-# what would change the answer, or is asked for to be kept: any value but these is refused
+    *("model", "temperature", "top_p", "top_k", "stop", "stream", "parallel_tool_calls", "stream_options", "user"),
+    *("prompt_cache_key", "prompt_cache_retention", *EXTENSION_FIELDS),
+)
+# Fields that would change the answer or store it; other values than these are rejected.
 NEUTRAL_VALUES: Neutral = {
     **CHAT_ALONE,
     "background": (False,),
@@ -43,7 +42,7 @@ NEUTRAL_VALUES: Neutral = {
     "thinking": (),
     "truncation": ("disabled",),
 }
-# the same where no answer is kept
+# The same for a gateway that stores no answers.
 WITHOUT_STORE: Neutral = {**NEUTRAL_VALUES, "previous_response_id": (), "store": (False,)}
 RENAMED_PATHS = (
     ("messages", "input"),
@@ -52,37 +51,42 @@ RENAMED_PATHS = (
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
 )
-# of fields that other APIs have
+# What to use in place of other APIs' fields.
 INSTEAD = {**dict(RENAMED_PATHS), "system": "instructions", "thinking": "reasoning.effort"}
-# one of them asks for no answer, the others change none
+# Only its `prewarm` matters: it asks for no answer.
 CACHE_OPTIONS = "prompt_cache_options"
 LOGPROBS = "message.output_text.logprobs"
-# of whom and of what, as the client has it; the answer repeats them
+# The client's labels, which the answer repeats.
 NAMES = ("prompt_cache_key", "safety_identifier", "user")
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """What a body goes on from: the kept answer of that id, with all items before it and its own. Without an id there
-    is none, but this one can be kept. `num_generated`: tokens of it and of all before it, thoughts included."""
+class PreviousResponse:
+    """The stored answer that a body continues, with all items before it and its own.
+
+    An empty one means that the request may be stored but continues nothing. `num_generated`: tokens of it and all
+    before it, thoughts included.
+    """
 
     id: str | None = None
     items: tuple[Fields, ...] = ()
     num_generated: int = 0
 
 
-def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
-    """POST /v1/responses and /v1/responses/input_tokens; without `earlier` nothing is kept, and what refers to earlier
-    answers is refused. Raises InvalidRequest naming the field."""
+def parse_responses(body: bytes, earlier: PreviousResponse | None = None) -> Generation:
+    """Parse POST /v1/responses and /v1/responses/input_tokens. Raises InvalidRequest naming the field.
+
+    Without `earlier` nothing is stored, and references to earlier answers are rejected.
+    """
     fields = read_json_object(body)
     check_supported(fields, WITHOUT_STORE if earlier is None else NEUTRAL_VALUES, INSTEAD)
     if object_of(fields, CACHE_OPTIONS).get("prewarm"):
         field = f"{CACHE_OPTIONS}.prewarm"
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
-    before = earlier or Earlier()
+    before = earlier or PreviousResponse()
     if fields.get("previous_response_id") != before.id:
-        raise InvalidRequest("previous_response_id: that answer was not looked for", "previous_response_id")
+        raise InvalidRequest("internal: previous_response_id was not loaded before parsing", "previous_response_id")
     conversation = read_input(fields.get("input"), fields.get("instructions"), before.items)
     value = fields["input"]
     later = [*later_tools(before.items, "previous_response_id"), *later_tools(value, "input")]
@@ -96,7 +100,7 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
         chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
     own = _OwnPaths(conversation, tools)
     generation = check_chat(chat, own.path)
-    is_kept = earlier is not None and _wants_to_be_kept(fields.get("store"))
+    is_kept = earlier is not None and _is_stored(fields.get("store"))
     return replace(
         generation,
         prompt_field="input",
@@ -107,21 +111,21 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
     )
 
 
-def _wants_to_be_kept(value: Any) -> bool:
+def _is_stored(value: Any) -> bool:
     if not isinstance(value, bool | None):
         raise InvalidRequest("store: expected true or false", "store")
     return value is not False
 
 
 class _OwnPaths:
-    """Where in this body a field of the chat completion came from."""
+    """Maps paths of the chat completion to paths of this body."""
 
-    def __init__(self, conversation: Conversation, tools: Tools) -> None:
+    def __init__(self, conversation: ConversationBuilder, tools: ResponsesTools) -> None:
         self._sources = conversation.sources
         self._tools = tools.paths
 
     def path(self, path: str) -> str:
-        """The client's own."""
+        """Return the client's own path."""
         if (place := place_of(path, "messages")) is not None:
             return self._sources[place]
         if (place := place_of(path, "tools")) is not None:
@@ -131,14 +135,14 @@ class _OwnPaths:
 
 
 def _include(value: Any) -> list[str]:
-    """Return what an answer should include. Only logprobs count: all else belongs to tools that Weft lacks."""
+    """Return the extras to include in an answer. Only logprobs count: all else belongs to tools that Weft lacks."""
     if not isinstance(value, list | None) or not all(isinstance(each, str) for each in value or ()):
         raise InvalidRequest("include: expected a list of strings", "include")
     return value or []
 
 
 def _format(value: Any) -> Any:
-    """Theirs is flat where that of chat completions has an object within."""
+    """Convert the flat format to chat's nested one."""
     if isinstance(value, dict) and value.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": value}
     if value is not None and not isinstance(value, dict):
@@ -146,8 +150,8 @@ def _format(value: Any) -> Any:
     return value
 
 
-def _echo(fields: Fields, tools: Tools) -> Fields:
-    """What the answer repeats. The tools are those that the model was shown."""
+def _echo(fields: Fields, tools: ResponsesTools) -> Fields:
+    """Return the request fields that the answer repeats. The tools are those that the model saw."""
     reasoning, text = object_of(fields, "reasoning"), object_of(fields, "text")
     same = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_retention")
     return {
@@ -166,7 +170,7 @@ def _echo(fields: Fields, tools: Tools) -> Fields:
 
 
 def _names(fields: Fields) -> Fields:
-    """Strings in OpenAI's document, and never null: what is not given is not repeated."""
+    """Return the labels that are set. OpenAI's schema does not allow null."""
     given = {name: fields[name] for name in NAMES if fields.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, str):

@@ -1,51 +1,80 @@
-"""What a request gives to the chat template besides messages and tools, and the switches of thinking among it.
+"""Variables that a request passes to the chat template, among them the switches for thinking.
 
-Clients of other servers write these switches in places of their own. All of them end up as the variables that templates
-read; a template without that switch decides by itself.
+Clients of other servers write these switches in different fields. All become the variables that templates read; a
+template without the switch decides by itself.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.openai_fields import check_template_kwargs
-from weft_services.gateway.dialects.openai_messages import Lenient
+from weft.tokenizer import SPECIAL_TOKENS
+from weft_services.gateway.dialects.openai_messages import LenientModel
 
-# as templates call the switch: Qwen's, GLM's and SmolLM's; DeepSeek's and Granite's
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEMPLATE_TEXT = 4096
+TEMPLATE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
+# Names that the gateway itself passes to templates.
+RESERVED_KWARGS = frozenset(SPECIAL_TOKENS).union(
+    "messages tools documents add_generation_prompt raise_exception strftime_now chat_template tokenize "
+    "continue_final_message".split()
+)
+# Names of the switch in templates: of Qwen, GLM and SmolLM; of DeepSeek and Granite.
 SWITCHES = ("enable_thinking", "thinking")
 NO_THOUGHTS = "none"
 Effort = Annotated[str | None, Field(max_length=32)]
 
 
-class Thinking(Lenient):
-    """Anthropic's, which DeepSeek's and GLM's servers take in chats, too."""
+def check_template_kwargs(value: Any) -> dict[str, Any]:
+    """Return plain values under allowed names. A request cannot replace the gateway's own variables."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("expected an object")
+    if len(value) > MAX_TEMPLATE_KWARGS:
+        raise ValueError(f"{len(value)} entries, at most {MAX_TEMPLATE_KWARGS}")
+    for name, entry in value.items():
+        if not TEMPLATE_NAME.fullmatch(name) or name in RESERVED_KWARGS:
+            raise ValueError(f"{name[:64]!r} is not allowed as a template variable")
+        if not (entry is None or isinstance(entry, bool | int | float | str)):
+            raise ValueError(f"{name} must be a string, a number, a boolean or null")
+        if isinstance(entry, str) and len(entry) > MAX_TEMPLATE_TEXT:
+            raise ValueError(f"{name} is longer than {MAX_TEMPLATE_TEXT} characters")
+    return value
+
+
+class Thinking(LenientModel):
+    """Anthropic's switch. DeepSeek's and GLM's servers accept it in chats too."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class Reasoning(Lenient):
-    """OpenRouter's in chats, OpenAI's in responses."""
+class Reasoning(LenientModel):
+    """OpenRouter's switch in chats, OpenAI's in responses."""
 
     enabled: bool | None = None
     effort: Effort = None
 
 
-class TemplateVariables(Lenient):
-    """The fields of a body that reach its chat template."""
+class TemplateVariables(LenientModel):
+    """Body fields that reach the chat template."""
 
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(check_template_kwargs), Field(default_factory=dict)]
-    enable_thinking: bool | None = None  # Qwen's, at the top
+    enable_thinking: bool | None = None  # Qwen's
     think: bool | None = None  # Ollama's
     thinking: Thinking | None = None
     reasoning: Reasoning | None = None
     reasoning_effort: Effort = None
 
     def variables(self) -> dict[str, Any]:
-        """For the template: what `chat_template_kwargs` says counts first. Raises InvalidRequest for what no template
-        can be told, such as a budget of thoughts."""
+        """Return the template's variables; `chat_template_kwargs` takes precedence.
+
+        Raises InvalidRequest for fields that no template can express, such as a thinking budget.
+        """
         self._check_budgets()
         reasoning = self.reasoning or Reasoning()
         effort = self.reasoning_effort or reasoning.effort
@@ -56,7 +85,7 @@ class TemplateVariables(Lenient):
         return found | self.chat_template_kwargs
 
     def _thinks(self, effort: str | None) -> bool | None:
-        """What the plainest field says; None where the template is to decide."""
+        """Return the first switch that is set, None if the template decides."""
         wanted = (
             self.enable_thinking,
             self.think,

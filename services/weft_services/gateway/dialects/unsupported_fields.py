@@ -1,7 +1,7 @@
-"""Fields that would change the answer and that Weft does not implement: they are refused, not ignored.
+"""Fields that would change the answer and that Weft does not implement: they are rejected, not ignored.
 
-Each has the values that change nothing, which clients send habitually, and many have the field to use instead. What
-changes no answer (billing, choice of a provider, caching) and what no server knows is let through.
+Each lists its neutral values, which clients send habitually, and many name the field to use instead. Fields that change
+no answer (billing, provider choice, caching) and unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.errors import InvalidRequest
 
 Neutral = Mapping[str, tuple[Any, ...]]
 
-# in any API: OpenAI's, vLLM's and SGLang's
+# For all APIs: fields of OpenAI, vLLM and SGLang.
 _OPENAI: Neutral = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
@@ -51,7 +51,7 @@ _OPENAI: Neutral = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
-# Ollama's, llama.cpp's, TGI's, and those of front ends for them
+# Fields of Ollama, llama.cpp, TGI and their front ends.
 _LOCAL: Neutral = {
     "adapter_id": (),
     "decoder_input_details": (False,),
@@ -90,7 +90,7 @@ _LOCAL: Neutral = {
     "watermark": (False,),
     "xtc_probability": (0,),
 }
-# those of hosted servers: OpenRouter, Groq, Mistral, DashScope, xAI
+# Fields of hosted servers: OpenRouter, Groq, Mistral, DashScope, xAI.
 _HOSTED: Neutral = {
     "enable_search": (False,),
     "plugins": ([],),
@@ -105,7 +105,7 @@ _HOSTED: Neutral = {
     "thinking_config": (),
     "transforms": ([],),
 }
-# their fields belong to the top of the body, as SDKs put them there
+# SDKs put the fields of these objects at the top level.
 WRAPPERS = ("extra_body", "options", "parameters", "sampling_params")
 EVERYWHERE: Neutral = {
     **_OPENAI,
@@ -114,7 +114,7 @@ EVERYWHERE: Neutral = {
     "chat_template_args": ({},),
     **dict.fromkeys(WRAPPERS, ({},)),
 }
-# the other two APIs' own fields
+# Fields of the other two APIs.
 OPENAI_CHAT: Neutral = {
     **EVERYWHERE,
     "instructions": ("",),
@@ -124,7 +124,7 @@ OPENAI_CHAT: Neutral = {
     "system": ("", []),
     "text": ({"format": {"type": "text"}},),
 }
-# a prompt of completions is rendered by no template
+# No template renders a completion's prompt.
 OPENAI_COMPLETION: Neutral = {
     **OPENAI_CHAT,
     "chat_template_kwargs": ({},),
@@ -139,7 +139,7 @@ OPENAI_COMPLETION: Neutral = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-# for the other two APIs, where these of chat completions would be lost
+# Fields of chat completions that the other two APIs would lose.
 CHAT_ALONE: Neutral = {
     **EVERYWHERE,
     "add_special_tokens": (False,),
@@ -155,7 +155,7 @@ _CHATS = "/v1/chat/completions"
 COMPLETION_INSTEAD = dict.fromkeys(
     ("chat_template_kwargs", "enable_thinking", "reasoning", "reasoning_effort", "think", "thinking"), _CHATS
 )
-# by the names of a chat completion's fields
+# Chat completion fields to use instead.
 INSTEAD = {
     "adapter_id": "model",
     "chat_template_args": "chat_template_kwargs",
@@ -196,8 +196,10 @@ INSTEAD = {
 
 
 def check_supported(fields: Mapping[str, Any], neutral_values: Neutral, own: Mapping[str, str] | None = None) -> None:
-    """Raises InvalidRequest for the first field that asks for something Weft does not do. `own`: what this API has in
-    place of a field, and its names for a chat completion's fields."""
+    """Raise InvalidRequest for the first field that asks for an unsupported feature.
+
+    `own`: this API's replacements for fields, and its names for chat completion fields.
+    """
     for name, value in fields.items():
         neutral = neutral_values.get(name)
         if neutral is None or value is None or any(value == accepted for accepted in neutral):

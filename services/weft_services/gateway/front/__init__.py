@@ -1,1 +1,1 @@
-"""The listeners, HTTP and gRPC: bounds, routes, one exchange each, its times and its access-log line."""
+"""The HTTP and gRPC listeners: bounds, routes, access log, timings and the handling of each request."""

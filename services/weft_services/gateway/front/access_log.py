@@ -1,5 +1,7 @@
-"""The access log: one line for every exchange of the public listeners, over HTTP and gRPC, however it ended. The edges
-open an entry and write it; whoever learns something about the request in between notes it here."""
+"""The access log: one line for every request of the public listeners, over HTTP and gRPC, however it ended.
+
+A listener opens an entry and writes it. Modules in between add what they learn about the request with `note`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ MAX_CHARS = 200
 PLAIN = re.compile(rf'[^\s"=\\]{{1,{MAX_CHARS}}}', re.ASCII)
 
 
-class Entry:
-    """A line as it comes about."""
+class AccessLogEntry:
+    """A log line under construction."""
 
     def __init__(self, method: str, path: str) -> None:
         self._began = time.monotonic()
@@ -25,16 +27,15 @@ class Entry:
         self._level = logging.INFO
 
     def note(self, pairs: dict[str, Any], level: int = logging.INFO) -> None:
-        """More of it, or something better known; what is empty says nothing."""
+        """Add or replace fields; empty values are left out."""
         self._pairs |= {name: value for name, value in pairs.items() if value not in (None, "")}
         self._level = max(self._level, level)
 
     def fail(self, error: Exception) -> None:
-        """What went wrong, unless that is known already."""
+        """Record the error unless an earlier one is recorded."""
         self._pairs.setdefault("error", f"{type(error).__name__}: {error}")
 
     def write(self, status: int | str) -> None:
-        """It is over."""
         if not logger.isEnabledFor(self._level):
             return
         ends = {"total_ms": round((time.monotonic() - self._began) * 1000)}
@@ -42,34 +43,34 @@ class Entry:
         logger.log(self._level, "%s", " ".join(f"{name}={_shown(value)}" for name, value in pairs.items()))
 
 
-_current: ContextVar[Entry | None] = ContextVar("entry", default=None)
+_current: ContextVar[AccessLogEntry | None] = ContextVar("entry", default=None)
 
 
-def opened(method: str, path: str) -> Entry:
-    """The entry of what this task answers."""
-    entry = Entry(method, path)
+def open_entry(method: str, path: str) -> AccessLogEntry:
+    """Open the entry of the current task's request."""
+    entry = AccessLogEntry(method, path)
     _current.set(entry)
     return entry
 
 
 def is_logged(level: int) -> bool:
-    """Would a line of that level be written: what nobody reads need not be put together."""
+    """Return whether a line of that level is written, so that callers can skip building it."""
     return logger.isEnabledFor(level)
 
 
 def note(pairs: dict[str, Any], level: int = logging.INFO) -> None:
-    """About what is being answered here; nothing happens where that is not logged."""
+    """Add fields to the current request's line, if it has one."""
     if (entry := _current.get()) is not None:
         entry.note(pairs, level)
 
 
 def note_error(error: Exception) -> None:
-    """What went wrong; the first to say so knows best."""
+    """Record an error of the current request. The first one wins because it is closest to the cause."""
     if (entry := _current.get()) is not None:
         entry.fail(error)
 
 
 def _shown(value: Any) -> str:
-    """In quotes where it would not be read back as one word: paths and errors have clients' words in them."""
+    """Quote the value unless it reads back as one word. Paths and errors contain client input."""
     text = str(value)
     return text if PLAIN.fullmatch(text) else json.dumps(text[:MAX_CHARS])

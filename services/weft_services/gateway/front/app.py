@@ -1,4 +1,4 @@
-"""The routes of the HTTP listener, and error bodies for everything that goes wrong around them."""
+"""The routes of the HTTP listeners, and the error bodies of routing errors and unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -21,61 +21,64 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import EngineFailed, WeftError
 from weft.metrics import REGISTRY
-from weft_services.gateway.access.door import Door
-from weft_services.gateway.dialects.anthropic_frames import MessageFrames, message_error
+from weft_services.gateway.access.authentication import Authenticator
+from weft_services.gateway.dialects.anthropic_encoder import MessagesEncoder
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
-from weft_services.gateway.dialects.chat_frames import ChatFrames
-from weft_services.gateway.dialects.frames import CompletionFrames
+from weft_services.gateway.dialects.openai_encoders import ChatEncoder, CompletionEncoder
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
-from weft_services.gateway.dialects.responses_frames import ResponseFrames
+from weft_services.gateway.dialects.responses_encoder import ResponsesEncoder
 from weft_services.gateway.dialects.responses_requests import parse_responses
-from weft_services.gateway.error_body import HttpError, error_body, status_of
+from weft_services.gateway.error_body import HttpError, status_of
 from weft_services.gateway.front import responses
-from weft_services.gateway.front.cors import Cors
-from weft_services.gateway.front.edge import Doorkeeper, Exchanges, is_anthropic
-from weft_services.gateway.front.embeddings import EmbeddingEndpoint
-from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
-from weft_services.gateway.front.kept import KeptAnswers
-from weft_services.gateway.front.live import FleetEvents
+from weft_services.gateway.front.asgi_io import error_encoder
+from weft_services.gateway.front.endpoints import ApiSpec, EmbeddingEndpoint, GenerationEndpoint
+from weft_services.gateway.front.fleet_endpoints import DrainEndpoint, FleetEvents, RoleEndpoint
+from weft_services.gateway.front.middleware import AuthMiddleware, CorsMiddleware, RequestIdMiddleware
 from weft_services.gateway.front.model_cards import ModelCards
-from weft_services.gateway.front.operator import DrainEndpoint, RoleEndpoint
 from weft_services.gateway.front.page import PageFiles
-from weft_services.gateway.front.paths import meant_path
+from weft_services.gateway.front.paths import suggested_path
+from weft_services.gateway.front.request_record import ApiEndpoint
+from weft_services.gateway.front.response_store import ResponseStore
 from weft_services.gateway.front.text_endpoints import text_routes
 from weft_services.gateway.mesh.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 APIS = {
-    "/v1/chat/completions": Api("chat.completions", parse_chat, ChatFrames),
-    "/v1/completions": Api("completions", parse_completion, CompletionFrames),
-    "/v1/responses": Api("responses", parse_responses, ResponseFrames),
-    "/v1/messages": Api("messages", parse_messages, MessageFrames, message_error),
+    "/v1/chat/completions": ApiSpec(ApiEndpoint.CHAT, parse_chat, ChatEncoder),
+    "/v1/completions": ApiSpec(ApiEndpoint.COMPLETIONS, parse_completion, CompletionEncoder),
+    "/v1/responses": ApiSpec(ApiEndpoint.RESPONSES, parse_responses, ResponsesEncoder),
+    "/v1/messages": ApiSpec(ApiEndpoint.MESSAGES, parse_messages, MessagesEncoder),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Face:
-    """What the settings say of the public listener. `is_alone`: there is no private one, so that operators come here
-    too, and show their keys. `cors_origins`: of pages that may use the API from a browser."""
+class PublicListenerOptions:
+    """Settings of the public listener.
+
+    - `is_alone`: there is no private listener, so operators use this one, with their keys.
+    - `cors_origins`: origins of web pages that may use the API.
+    """
 
     timeout_seconds: float
     is_alone: bool
     cors_origins: tuple[str, ...] = ()
 
 
-def build_app(pipeline: Pipeline, door: Door, kept: KeptAnswers | None, face: Face) -> ASGIApp:
-    """The public face. Without `kept` no answer is kept."""
-    timeout_seconds = face.timeout_seconds
+def build_app(
+    pipeline: Pipeline, authenticator: Authenticator, store: ResponseStore | None, options: PublicListenerOptions
+) -> ASGIApp:
+    """Build the public application. Without a `store` the Responses API stores nothing."""
+    timeout_seconds = options.timeout_seconds
     generating = [
         Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"])
         for path, api in APIS.items()
-        if kept is None or path != responses.PATH
+        if store is None or path != responses.PATH
     ]
-    if kept is not None:
-        generating += responses.kept_routes(pipeline, kept, APIS[responses.PATH], timeout_seconds)
+    if store is not None:
+        generating += responses.stored_response_routes(pipeline, store, APIS[responses.PATH], timeout_seconds)
     pages, files, cards = _Pages(pipeline), PageFiles(), ModelCards(pipeline)
     routes = [
-        *generating,  # what is asked of them in other ways than by POST comes this far
+        *generating,  # requests with other methods than POST reach these
         Route("/", files.index),
         Route("/weft/page/{name}", files.file),
         Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
@@ -87,23 +90,23 @@ def build_app(pipeline: Pipeline, door: Door, kept: KeptAnswers | None, face: Fa
         Route("/v1/models", cards.all),
         Route("/v1/models/{name:path}", cards.one),
         *_health_routes(pages),
-        *(_operator_routes(pages) if face.is_alone else []),
+        *(_operator_routes(pages) if options.is_alone else []),
     ]
     direct = {route.path: route.endpoint for route in generating if isinstance(route.endpoint, GenerationEndpoint)}
-    doorkeeper = Middleware(Doorkeeper, door=door, is_served=partial(_is_served, routes))
-    app: ASGIApp = _application(routes, [doorkeeper, Middleware(Shortcut, endpoints=direct)])
-    # around errors of every layer, and around each other: preflights have a line in the log, too
-    return Exchanges(Cors(app, face.cors_origins) if face.cors_origins else app)
+    doorkeeper = Middleware(AuthMiddleware, authenticator=authenticator, is_served=partial(_is_served, routes))
+    app: ASGIApp = _application(routes, [doorkeeper, Middleware(FastRoutes, endpoints=direct)])
+    # Outermost, so that errors of every layer get an id and CORS headers, and preflights a log line.
+    return RequestIdMiddleware(CorsMiddleware(app, options.cors_origins) if options.cors_origins else app)
 
 
 def build_private_app(pipeline: Pipeline) -> ASGIApp:
-    """What operators and their tools see on a listener of its own, where no keys are asked for."""
+    """Build the application of the private listener, for operators and their tools. It requires no keys."""
     pages = _Pages(pipeline)
-    return Exchanges(_application([*_health_routes(pages), *_operator_routes(pages)], []))
+    return RequestIdMiddleware(_application([*_health_routes(pages), *_operator_routes(pages)], []))
 
 
 def _is_served(routes: list[Route], scope: Scope) -> bool:
-    """True if the address is served, by any method."""
+    """Return whether the address is served, by any method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in routes)
 
 
@@ -122,33 +125,34 @@ def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette
     return app
 
 
-class Shortcut:
-    """Straight to endpoints that tell their clients of every error themselves, past what looks for routes and errors
-    on the way to the others."""
+class FastRoutes:
+    """Sends POST requests directly to endpoints that report all errors themselves.
+
+    This skips Starlette's router and error handling on the hot path.
+    """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
-        """`endpoints`: of POST requests, by path."""
+        """`endpoints`: handlers of POST requests by path."""
         self._app = app
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One exchange."""
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         await (endpoint or self._app)(scope, receive, send)
 
 
 class _Pages:
-    """The small GET routes."""
+    """The health, readiness and metrics pages."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
     async def health(self, request: Request) -> Response:
-        """That this runs at all says that the process and its loop are alive."""
+        """Answer 200: the process and its event loop are alive."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """503 when no model can be served; with 200 the reasons say which ones cannot."""
+        """Answer 503 if no model can be served. With 200, `reasons` names the models that cannot."""
         is_ready = self._pipeline.is_ready
         return _json({"ready": is_ready, "reasons": self._pipeline.reasons}, 200 if is_ready else 503)
 
@@ -162,26 +166,25 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _weft_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, WeftError)
-    return Response(_told(request, error), status_of(error), media_type="application/json")
+    return Response(_encode(request, error), status_of(error), media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
+    """Answer the router's 404 and 405."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     message = f"{request.method} {path}: {HTTPStatus(error.status_code).phrase.lower()}"
-    if error.status_code == 404 and (meant := meant_path(path)) is not None:
+    if error.status_code == 404 and (meant := suggested_path(path)) is not None:
         message += f"; the address here is {meant}"
     if allowed := (error.headers or {}).get("Allow"):
         message += f"; use {', '.join(sorted(allowed.split(', ')))}"
     told = HttpError(error.status_code, message, "unknown_url" if error.status_code == 404 else None)
-    return Response(_told(request, told), error.status_code, headers=error.headers, media_type="application/json")
+    return Response(_encode(request, told), error.status_code, headers=error.headers, media_type="application/json")
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    return Response(_told(request, EngineFailed("internal error")), 500, media_type="application/json")
+    return Response(_encode(request, EngineFailed("internal error")), 500, media_type="application/json")
 
 
-def _told(request: Request, error: WeftError) -> bytes:
-    """In the words of the API whose path it is."""
-    return message_error(error) if is_anthropic(request.scope) else error_body(error)
+def _encode(request: Request, error: WeftError) -> bytes:
+    return error_encoder(request.scope)(error)

@@ -1,4 +1,4 @@
-"""The certificate of the public listeners, one for HTTP and gRPC, read again when its files change."""
+"""The TLS certificate of the public HTTP and gRPC listeners, reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.rpc.tls import read_pem, reloaded
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
-# of a key that has one OpenSSL would ask the terminal, and wait
+# OpenSSL asks the terminal for the password of an encrypted key and blocks; an empty password fails instead.
 NO_PASSWORD = ""
 
 
 class Certificate:
-    """What clients are shown. Connections that are open keep what they were shown."""
+    """The current certificate. Open connections keep the one they started with."""
 
     def __init__(self, cert: Path, key: Path) -> None:
         """Raises ConfigError naming a file that cannot be used."""
@@ -33,26 +33,26 @@ class Certificate:
             raise ConfigError(f"WEFT_TLS_CERT={cert}, WEFT_TLS_KEY={key}: {error}") from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """The same for gRPC, which looks at the files itself."""
+        """Return credentials for gRPC, which checks the files itself."""
         return reloaded([self._cert, self._key], self._configuration, wants_client=False)
 
     async def run(self) -> None:
-        """Notice new files, until cancelled. What could not be read for a moment is tried again."""
+        """Reload changed files until cancelled. A failed read is retried."""
         trouble = ""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             try:
                 now = self._signature()
                 if now != self._seen:
-                    # what fails here would leave a context with a new certificate and no key
+                    # Try a fresh context first: a failure in ours would leave it with a new certificate and no key.
                     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key, NO_PASSWORD)
                     self.context.load_cert_chain(self._cert, self._key, NO_PASSWORD)
                     self._seen = now
-                    logger.info("certificate is read anew from=%s", self._cert)
+                    logger.info("certificate reloaded path=%s", self._cert)
                 trouble = ""
             except (ConfigError, OSError) as error:  # ssl.SSLError is an OSError
                 if str(error) != trouble:
-                    logger.error("certificate cannot be read, the last one stays: %s", error)
+                    logger.error("certificate not reloaded, keeping the last one error=%s", error)
                 trouble = str(error)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -68,4 +68,4 @@ class Certificate:
 
 def _times(path: Path) -> tuple[int, int, int]:
     stat = path.stat()
-    return stat.st_ino, stat.st_ctime_ns, stat.st_size  # the time of changes to who may read it, too
+    return stat.st_ino, stat.st_ctime_ns, stat.st_size  # ctime also changes with the file's permissions

@@ -1,4 +1,4 @@
-"""The endpoints that generate, as plain ASGI callables: the hot path of the gateway, the same for every API."""
+"""Endpoints that need workers, generation and embeddings, as plain ASGI callables. The hot path of the gateway."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ from weft import trace
 from weft.errors import Cancelled, WeftError
 from weft.request_stage import RequestStage
 from weft.rpc.status import as_weft_error
-from weft_services.gateway.dialects.frames import Choice, Usage
-from weft_services.gateway.error_body import error_body, status_of
-from weft_services.gateway.front.accounting import REJECTED, Account
-from weft_services.gateway.front.exchange import (
+from weft_services.gateway.access.authentication import current_principal
+from weft_services.gateway.dialects.choices import CollectedChoice, Usage
+from weft_services.gateway.dialects.embeddings import embedding_body, parse_embedding
+from weft_services.gateway.error_body import status_of
+from weft_services.gateway.front.asgi_io import (
     JSON_HEADERS,
-    ErrorWords,
-    Reply,
+    ResponseWriter,
     header,
     is_known,
     read_json_body,
     unless_disconnected,
 )
-from weft_services.gateway.front.timeline import HEADER, event, response_header
-from weft_services.gateway.generation import Generation
+from weft_services.gateway.front.request_record import (
+    HEADER,
+    REJECTED,
+    ApiEndpoint,
+    RequestRecord,
+    event,
+    response_header,
+)
+from weft_services.gateway.generation import Embedding, Generation
+from weft_services.gateway.mesh.embeddings import Vector
 from weft_services.gateway.mesh.generation_run import GenerationRun
 from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
 from weft_services.gateway.mesh.prepare import PreparedRequest
@@ -37,176 +45,233 @@ from weft_services.gateway.mesh.routing_hints import ClientHints
 from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 
 logger = logging.getLogger(__name__)
-
 IDLE_SECONDS = 10.0
-# of tokens with their alternatives: more take longer to write than a thread takes to be woken
+# Above this number of logprobs, encoding takes longer than waking a thread.
 MANY_LOGPROBS = 256
+# Above this number of floats, encoding takes longer than waking a thread.
+MANY_NUMBERS = 65_536
 
 
-class Frames(Protocol):
-    """An answer in the words of one API, as it comes or whole."""
+class ResponseEncoder(Protocol):
+    """Encodes an answer for one API, as a stream or whole."""
 
     keep_alive: bytes
 
     @property
     def finish_reasons(self) -> Sequence[str]:
-        """Of the choices that have ended, where clients are told others than the workers'."""
+        """Finish reasons of the choices that have ended, where they differ from the workers'."""
 
-    def frames(self, piece: ChoiceUpdate) -> bytes:
-        """What a piece adds to a stream."""
+    def encode_piece(self, piece: ChoiceUpdate) -> bytes:
+        """Encode what a piece adds to a stream."""
 
-    def end(self, usage: Usage) -> bytes:
-        """What ends a stream that went well."""
+    def encode_end(self, usage: Usage) -> bytes:
+        """Encode the end of a successful stream."""
 
-    def failure(self, error: WeftError) -> bytes:
-        """What ends one that did not."""
+    def encode_failure(self, error: WeftError) -> bytes:
+        """Encode the end of a failed stream."""
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """All of it."""
+    def encode_body(self, choices: Sequence[CollectedChoice], usage: Usage) -> bytes:
+        """Encode a whole answer, collected from all pieces."""
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
-    """What differs between endpoints: how bodies are parsed, how answers and errors are framed."""
+class ApiSpec:
+    """What differs between generating endpoints: the name in metrics, the body parser, the answer encoder."""
 
-    name: str
+    name: ApiEndpoint
     parse: Callable[[bytes], Generation]
-    make_frames: Callable[[PreparedRequest, str | None], Frames]
-    error_body: ErrorWords = error_body
+    make_encoder: Callable[[PreparedRequest, str | None], ResponseEncoder]
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
-    """The books of one request, whether its client wants to see where the time went, and what is to be done with its
-    answer before the client hears of its end."""
+class ResponseContext:
+    """The record of a request, and how to deliver its answer.
 
-    account: Account
+    `store_response` runs before the client receives the end of the answer.
+    """
+
+    record: RequestRecord
     wants_timeline: bool
-    keep: Callable[[Frames], Awaitable[None]]
+    store_response: Callable[[ResponseEncoder], Awaitable[None]]
 
 
 class GenerationEndpoint:
-    """POST of a request that is answered by generating."""
+    """POST endpoint that answers by generating."""
 
-    def __init__(self, pipeline: Pipeline, api: Api, timeout_seconds: float) -> None:
+    def __init__(self, pipeline: Pipeline, api: ApiSpec, timeout_seconds: float) -> None:
         self._pipeline = pipeline
         self._api = api
         self._timeout_seconds = timeout_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, to its end."""
-        account = Account(self._api.name, trace.incoming(scope["headers"]))
-        reply = Reply(send, self._api.error_body)
+        """Handle one request to its end."""
+        record = RequestRecord(self._api.name, trace.incoming(scope["headers"]))
+        writer = ResponseWriter(scope, send)
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
                 session = client_hints(scope["headers"])
-                telling = Telling(account, header(scope, HEADER) == "1", partial(self._keep, session=session))
-                await unless_disconnected(receive, self._answer(body, session, reply, telling))
+                context = ResponseContext(
+                    record, header(scope, HEADER) == "1", partial(self._store_response, session=session)
+                )
+                await unless_disconnected(receive, self._answer(body, session, writer, context))
         except Exception as error:
-            await fail(reply, account, error)
+            await fail(writer, record, error)
         finally:
-            account.close(RequestStage.CANCELLED)
+            record.close(RequestStage.CANCELLED)
 
-    async def _answer(self, body: bytes, session: ClientHints, reply: Reply, telling: Telling) -> None:
-        account = telling.account
+    async def _answer(
+        self, body: bytes, session: ClientHints, writer: ResponseWriter, context: ResponseContext
+    ) -> None:
+        record = context.record
         try:
             parse, num_earlier_bytes = await self._parser(body, session)
             prepared = await self._pipeline.prepare(parse, body, num_earlier_bytes)
-            account.reached("prepared")
+            record.mark_stage("prepared")
             run = self._pipeline.start_run(prepared, session, self._timeout_seconds)
-            account.watch(run)
+            record.attach_run(run)
             async with run:
-                # from here on a worker is busy with it, so that this takes nobody's time
-                account.reached("routed")
-                frames = self._api.make_frames(prepared, self._pipeline.fingerprint(prepared.model))
+                # A worker is busy with the request from here on, so this work delays nothing.
+                record.mark_stage("routed")
+                encoder = self._api.make_encoder(prepared, self._pipeline.fingerprint(prepared.model))
                 if prepared.generation.stream:
-                    await _stream(run, frames, reply, telling)
+                    await _stream(run, encoder, writer, context)
                 else:
-                    await _collect(run, frames, reply, telling)
+                    await _collect(run, encoder, writer, context)
         except Exception as error:
-            await fail(reply, account, error)
+            await fail(writer, record, error)
 
     async def _parser(self, body: bytes, session: ClientHints) -> tuple[Callable[[bytes], Generation], int]:
-        """Of this body, and how many bytes of an earlier answer it reads beside it."""
+        """Return the parser for this body, and the size of the stored answer that it reads."""
         return self._api.parse, 0
 
-    async def _keep(self, frames: Frames, session: ClientHints) -> None:
-        """The answer, once it is complete."""
+    async def _store_response(self, encoder: ResponseEncoder, session: ClientHints) -> None:
+        """Store the complete answer. Only the Responses API does."""
 
 
-async def _stream(run: GenerationRun, frames: Frames, reply: Reply, telling: Telling) -> None:
-    """The status is decided by the first token, so that early failures are plain HTTP errors.
+async def _stream(
+    run: GenerationRun, encoder: ResponseEncoder, writer: ResponseWriter, context: ResponseContext
+) -> None:
+    """Stream an answer. The first token decides the status, so early failures are plain HTTP errors.
 
-    Tokens need not be heard of: a parser may hold them all back, and proxies lose patience all the same.
+    A parser may hold tokens back for long. Keep-alives stop proxies from closing the connection meanwhile.
     """
-    account, tells_prompts = telling.account, _tells_prompts(run)
+    record, tells_prompts = context.record, _tells_prompts(run)
     last_written = time.monotonic()
     while (pieces := await run.next(IDLE_SECONDS - (time.monotonic() - last_written))) is not None:
-        account.tokens(pieces)
-        if not reply.is_begun:
-            await reply.begin_stream(frames.failure)
+        record.on_pieces(pieces)
+        if not writer.is_begun:
+            await writer.begin_stream(encoder.encode_failure)
         if tells_prompts and any(piece.prompt_logprobs for piece in pieces):
-            out = await asyncio.to_thread(_framed, frames, pieces)
+            out = await asyncio.to_thread(_encode_pieces, encoder, pieces)
         else:
-            out = _framed(frames, pieces)
+            out = _encode_pieces(encoder, pieces)
         if not out and time.monotonic() - last_written >= IDLE_SECONDS:
-            out = frames.keep_alive
+            out = encoder.keep_alive
         if out:
-            await reply.stream(out)
+            await writer.send_frames(out)
             last_written = time.monotonic()
-    usage = account.usage()
-    told = event(account.timeline()) if telling.wants_timeline else b""
-    ending = frames.end(usage)
-    await telling.keep(frames)
-    await reply.end_stream(told + ending)
-    _finished(account, frames)
+    usage = record.usage()
+    told = event(record.timeline()) if context.wants_timeline else b""
+    ending = encoder.encode_end(usage)
+    await context.store_response(encoder)
+    await writer.end_stream(told + ending)
+    _finished(record, encoder)
 
 
-async def _collect(run: GenerationRun, frames: Frames, reply: Reply, telling: Telling) -> None:
-    account = telling.account
-    choices = [Choice(index) for index in range(len(run.prepared.sequences))]
+async def _collect(
+    run: GenerationRun, encoder: ResponseEncoder, writer: ResponseWriter, context: ResponseContext
+) -> None:
+    record = context.record
+    choices = [CollectedChoice(index) for index in range(len(run.prepared.sequences))]
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
-        account.tokens(pieces)
+        record.on_pieces(pieces)
         for piece in pieces:
             choices[piece.index].add(piece)
-    usage = account.usage()
-    told = [response_header(account.timeline())] if telling.wants_timeline else []
+    usage = record.usage()
+    told = [response_header(record.timeline())] if context.wants_timeline else []
     if _tells_prompts(run) or sum(len(choice.logprobs) for choice in choices) > MANY_LOGPROBS:
-        body = await asyncio.to_thread(frames.body, choices, usage)
+        body = await asyncio.to_thread(encoder.encode_body, choices, usage)
     else:
-        body = frames.body(choices, usage)
-    await telling.keep(frames)
-    await reply.whole(200, body, [*JSON_HEADERS, *told])
-    _finished(account, frames)
+        body = encoder.encode_body(choices, usage)
+    await context.store_response(encoder)
+    await writer.send_body(200, body, [*JSON_HEADERS, *told])
+    _finished(record, encoder)
 
 
-def _finished(account: Account, frames: Frames) -> None:
-    """The books are closed once the client has its answer: it does not wait for them."""
-    account.finish_reasons = frames.finish_reasons
-    account.close(RequestStage.FINISHED)
+def _finished(record: RequestRecord, encoder: ResponseEncoder) -> None:
+    """Close the record after the client has its answer, so that the client does not wait for it."""
+    record.finish_reasons = encoder.finish_reasons
+    record.close(RequestStage.FINISHED)
 
 
-def _framed(frames: Frames, pieces: Sequence[ChoiceUpdate]) -> bytes:
-    return b"".join(map(frames.frames, pieces))
+def _encode_pieces(encoder: ResponseEncoder, pieces: Sequence[ChoiceUpdate]) -> bytes:
+    return b"".join(map(encoder.encode_piece, pieces))
 
 
 def _tells_prompts(run: GenerationRun) -> bool:
-    """Token by token: that can take a second, and is done beside the loop, where others would have to wait for it."""
+    """True if the answer includes prompt logprobs. Encoding them can take a second, so it runs in a thread."""
     return run.prepared.generation.num_scored is not None
 
 
-async def fail(reply: Reply, account: Account, error: Exception) -> None:
-    """Tell the client, if it is still there and has not been told."""
+async def fail(writer: ResponseWriter, record: RequestRecord, error: Exception) -> None:
+    """Record the error and report it to the client, unless the client has left or has its answer."""
     known = as_weft_error(error)
     if isinstance(known, Cancelled):
-        account.close(RequestStage.CANCELLED, known)
+        record.close(RequestStage.CANCELLED, known)
         return
     if not is_known(error):
         logger.error("request failed", exc_info=error)
-    account.close(REJECTED if status_of(known) < 500 and not reply.is_begun else RequestStage.FAILED, known)
-    if not reply.is_ended:
+    record.close(REJECTED if status_of(known) < 500 and not writer.is_begun else RequestStage.FAILED, known)
+    if not writer.is_ended:
         try:
-            await reply.fail(known)
+            await writer.fail(known)
         except Cancelled:
-            logger.info("the client did not wait for its error")
+            logger.info("client left before its error")
+
+
+async def embed(
+    pipeline: Pipeline, parse: Callable[[], Embedding], session: ClientHints, record: RequestRecord, seconds: float
+) -> tuple[Embedding, list[Vector], int]:
+    """Embed the inputs. Return the parsed request, one vector per input, and the number of tokens."""
+    prepared = await pipeline.prepare_embedding(parse)
+    record.mark_stage("prepared")
+    record.set_model(prepared.asked.model)
+    asked, record.prompt_tokens = prepared.asked, prepared.num_tokens
+    priority = session.with_principal(current_principal.get()).routing_hints(asked.session, asked.priority).priority
+    return asked, await pipeline.embeddings.embed(prepared, priority, seconds), prepared.num_tokens
+
+
+class EmbeddingEndpoint:
+    """POST endpoint that answers with embeddings."""
+
+    def __init__(self, pipeline: Pipeline, timeout_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._timeout_seconds = timeout_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request to its end."""
+        record, writer = (
+            RequestRecord(ApiEndpoint.EMBEDDINGS, trace.incoming(scope["headers"])),
+            ResponseWriter(scope, send),
+        )
+        try:
+            with self._pipeline.admitted():
+                body = await read_json_body(scope, receive)
+                await unless_disconnected(receive, self._answer(body, client_hints(scope["headers"]), writer, record))
+        except Exception as error:
+            await fail(writer, record, error)
+        finally:
+            record.close(RequestStage.CANCELLED)
+
+    async def _answer(self, body: bytes, session: ClientHints, writer: ResponseWriter, record: RequestRecord) -> None:
+        try:
+            found = await embed(self._pipeline, lambda: parse_embedding(body), session, record, self._timeout_seconds)
+            record.close(RequestStage.FINISHED)
+            if sum(map(len, found[1])) > MANY_NUMBERS:
+                answer = await asyncio.to_thread(embedding_body, *found)
+            else:
+                answer = embedding_body(*found)
+            await writer.send_body(200, answer)
+        except Exception as error:
+            await fail(writer, record, error)

@@ -1,4 +1,4 @@
-"""The page at `/` and its files, out of the package and from memory. Nothing on it comes from another host."""
+"""Serves the page at `/` and its files from memory. The page loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # asked for again each time, and hardly ever sent again
+    # Browsers revalidate each time and almost always get 304.
     "cache-control": "no-cache",
 }
 
@@ -35,17 +35,15 @@ class _File:
 
 
 class PageFiles:
-    """Read once, at start."""
+    """The page's files, read once at start."""
 
     def __init__(self) -> None:
         self._files = {path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
 
     async def index(self, request: Request) -> Response:
-        """GET /"""
         return self._answer(request, INDEX)
 
     async def file(self, request: Request) -> Response:
-        """GET /weft/page/{name}"""
         return self._answer(request, request.path_params["name"])
 
     def _answer(self, request: Request, name: str) -> Response:

@@ -1,21 +1,20 @@
-"""Addresses as clients write them: spellings that mean the same path, and the address meant by one that is not served.
-
-Pure functions.
-"""
+"""Request paths: their spellings, the API that each belongs to, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
 import re
 
+from starlette.types import Scope
+
 _SLASHES = re.compile(r"/{2,}")
 BASE = "/v1"
-# below the base of the API, and beside it
+# Endpoints below the API's base, and outside it.
 _ENDPOINTS = (
     *("/chat/completions", "/completions", "/embeddings", "/messages", "/messages/count_tokens", "/models"),
     *("/responses", "/responses/input_tokens"),
 )
 _BESIDE = ("/tokenize", "/detokenize", "/health", "/ready")
-# endpoints of other servers, and the one that does the same here
+# Endpoints of other servers, and our equivalents.
 _ELSEWHERE = {
     "/api/chat": "/v1/chat/completions",
     "/api/embed": "/v1/embeddings",
@@ -28,18 +27,30 @@ _ELSEWHERE = {
 }
 _MODEL = re.compile(r".*/models/(?P<name>.+)")
 _RESPONSE = re.compile(r".*/responses/(?P<rest>resp_\w+(/input_items)?)", re.ASCII)
+MESSAGES = "/v1/messages"
+API = ("/v1/", "/tokenize", "/detokenize")
+# Anthropic's clients always send this header. It decides on paths that several APIs share.
+ANTHROPIC_VERSION = b"anthropic-version"
+OPENAI = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize")
+# Paths that need no key: probes, and the page, which asks for the key itself.
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+PAGE_FILES = "/weft/page/"
+# Monitoring polls these every few seconds.
+PROBES, METRICS = ("/health", "/ready"), "/metrics"
 
 
-def plain_path(path: str) -> str:
-    """The path without empty segments and without a slash at its end, as clients add them to their base URL."""
+def normalized_path(path: str) -> str:
+    """Return the path without empty segments and trailing slash, which clients add through their base URL."""
     if "//" in path:
         path = _SLASHES.sub("/", path)
     return path.rstrip("/") or "/"
 
 
-def meant_path(path: str) -> str | None:
-    """The address that the client of an unserved path meant: its base URL has too much or too little, or it speaks
-    another server's API. None where there is no such address, or it is the path itself."""
+def suggested_path(path: str) -> str | None:
+    """Return the address that an unknown path probably means, or None.
+
+    The client's base URL may be too long or too short, or the path may be another server's.
+    """
     meant = _ELSEWHERE.get(path) or _by_its_end(path)
     return None if meant == path else meant
 
@@ -53,3 +64,12 @@ def _by_its_end(path: str) -> str | None:
     if (found := _MODEL.fullmatch(path)) is not None:
         return f"{BASE}/models/{found['name']}"
     return f"{BASE}/models" if path.endswith(BASE) else None
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether the request addresses Anthropic's API, so that its answers and errors use that format."""
+    path: str = scope["path"]
+    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
+        return True
+    has_version = any(name == ANTHROPIC_VERSION and value for name, value in scope["headers"])
+    return has_version and not path.startswith(OPENAI)

@@ -1,4 +1,4 @@
-"""The Responses API where answers are kept: made, gone on from, shown again and dropped."""
+"""The Responses API with stored answers: create, continue, retrieve and delete."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.access.visitor import visitor
-from weft_services.gateway.dialects.responses_frames import ResponseFrames
-from weft_services.gateway.dialects.responses_requests import Earlier, parse_responses
-from weft_services.gateway.dialects.translation import read_json_object
+from weft_services.gateway.access.authentication import current_principal
+from weft_services.gateway.dialects.chat_translation import read_json_object
+from weft_services.gateway.dialects.responses_encoder import ResponsesEncoder
+from weft_services.gateway.dialects.responses_requests import PreviousResponse, parse_responses
 from weft_services.gateway.error_body import HttpError
-from weft_services.gateway.front.endpoints import Api, Frames, GenerationEndpoint
-from weft_services.gateway.front.exchange import Reply, failures_told
-from weft_services.gateway.front.kept import Kept, KeptAnswers
+from weft_services.gateway.front.asgi_io import ResponseWriter, errors_reported
+from weft_services.gateway.front.endpoints import ApiSpec, GenerationEndpoint, ResponseEncoder
+from weft_services.gateway.front.response_store import ResponseStore, StoredResponse
 from weft_services.gateway.front.text_endpoints import CountEndpoint
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.pipeline import Pipeline, charge_on_error
@@ -31,8 +31,10 @@ PREVIOUS = "previous_response_id"
 USUAL_ITEMS, MAX_ITEMS = 20, 100
 
 
-def kept_routes(pipeline: Pipeline, kept: KeptAnswers, api: Api, timeout_seconds: float) -> list[Route]:
-    """All of them, those without answers that are kept included."""
+def stored_response_routes(
+    pipeline: Pipeline, kept: ResponseStore, api: ApiSpec, timeout_seconds: float
+) -> list[Route]:
+    """Return all routes of the API, including those that use no stored answers."""
     answers, items = _AnswerEndpoint(pipeline, kept), _ItemsEndpoint(pipeline, kept)
     return [
         Route(PATH, ResponsesEndpoint(pipeline, api, timeout_seconds, kept), methods=["POST"]),
@@ -43,27 +45,27 @@ def kept_routes(pipeline: Pipeline, kept: KeptAnswers, api: Api, timeout_seconds
 
 
 class ResponsesEndpoint(GenerationEndpoint):
-    """POST: an answer is kept before its client hears that it is complete, and may go on from it at once."""
+    """POST /v1/responses. The answer is stored before the client sees its end, so it can be continued at once."""
 
-    def __init__(self, pipeline: Pipeline, api: Api, timeout_seconds: float, kept: KeptAnswers) -> None:
+    def __init__(self, pipeline: Pipeline, api: ApiSpec, timeout_seconds: float, kept: ResponseStore) -> None:
         super().__init__(pipeline, api, timeout_seconds)
         self._kept = kept
 
     async def _parser(self, body: bytes, session: ClientHints) -> tuple[Callable[[bytes], Generation], int]:
         return await _parser(self._pipeline, self._kept, body, session)
 
-    async def _keep(self, frames: Frames, session: ClientHints) -> None:
-        assert isinstance(frames, ResponseFrames)
+    async def _store_response(self, frames: ResponseEncoder, session: ClientHints) -> None:
+        assert isinstance(frames, ResponsesEncoder)
         if frames.kept_items is not None and frames.whole is not None:
-            kept = Kept(frames.whole, list(frames.kept_items), frames.num_earlier_generated)
+            kept = StoredResponse(frames.whole, list(frames.kept_items), frames.num_earlier_generated)
             record, num_tokens = await self._pipeline.compute(lambda: (kept.record, kept.num_tokens))
             await self._kept.keep(_owner(session), kept.response["id"], record, num_tokens)
 
 
 class ResponseCount(CountEndpoint):
-    """POST: how long the prompt would be."""
+    """POST /v1/responses/input_tokens: the length of a prompt that may continue a stored answer."""
 
-    def __init__(self, pipeline: Pipeline, kept: KeptAnswers) -> None:
+    def __init__(self, pipeline: Pipeline, kept: ResponseStore) -> None:
         super().__init__(pipeline, parse_responses, "response.input_tokens")
         self._kept = kept
 
@@ -72,52 +74,54 @@ class ResponseCount(CountEndpoint):
 
 
 async def _parser(
-    pipeline: Pipeline, kept: KeptAnswers, body: bytes, session: ClientHints
+    pipeline: Pipeline, kept: ResponseStore, body: bytes, session: ClientHints
 ) -> tuple[Callable[[bytes], Generation], int]:
-    """One that knows the answer which the body goes on from, and its bytes. Raises InvalidRequest, PeerLost."""
+    """Return a parser that knows the stored answer which the body continues, and that answer's size in bytes.
+
+    Raises InvalidRequest, PeerLost.
+    """
     fields = await pipeline.compute_charged(lambda: read_json_object(body)) if PREVIOUS.encode() in body else {}
     if (name := fields.get(PREVIOUS)) is None:
-        return partial(parse_responses, earlier=Earlier()), 0
+        return partial(parse_responses, earlier=PreviousResponse()), 0
     with charge_on_error():
         if not isinstance(name, str):
             raise InvalidRequest(f"{PREVIOUS}: expected a string", PREVIOUS)
         if (found := await kept.find(_owner(session), name)) is None:
-            message = f"{PREVIOUS}: no answer {name[:80]!r} is kept"
+            message = f"{PREVIOUS}: no response {name[:80]!r} is stored"
             raise InvalidRequest(message, PREVIOUS, "previous_response_not_found")
     record = found
-    return lambda whole: parse_responses(whole, Kept.read(record).earlier), len(record)
+    return lambda whole: parse_responses(whole, StoredResponse.read(record).earlier), len(record)
 
 
 class _KeptEndpoint(ABC):
-    """A kept answer by its id, for its owner."""
+    """A stored answer by its id, for its owner."""
 
-    def __init__(self, pipeline: Pipeline, kept: KeptAnswers) -> None:
+    def __init__(self, pipeline: Pipeline, kept: ResponseStore) -> None:
         self._pipeline = pipeline
         self._kept = kept
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        reply = Reply(send)
-        async with failures_told(reply):
+        writer = ResponseWriter(scope, send)
+        async with errors_reported(writer):
             with self._pipeline.admitted():
-                await visitor.get().take(0)  # right or wrong, it is a request
+                await current_principal.get().take_quota(0)  # a wrong id counts as a request too
                 owner, name = _owner(read_client_hints(scope["headers"])), scope["path_params"]["response_id"]
                 answer = await self._answer(scope, owner, name)
-            await reply.whole(200, answer)
+            await writer.send_body(200, answer)
 
     @abstractmethod
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
-        """What is told. Raises WeftError."""
+        """Return the response body. Raises WeftError."""
 
-    async def _told(self, owner: bytes, name: str, what: Callable[[Kept], Any]) -> bytes:
-        """So much of a kept answer."""
+    async def _told(self, owner: bytes, name: str, what: Callable[[StoredResponse], Any]) -> bytes:
+        """Return a part of a stored answer as JSON."""
         if (record := await self._kept.find(owner, name)) is None:
             raise _unknown(name)
-        return await self._pipeline.compute(lambda: orjson.dumps(what(Kept.read(record))))
+        return await self._pipeline.compute(lambda: orjson.dumps(what(StoredResponse.read(record))))
 
 
 class _AnswerEndpoint(_KeptEndpoint):
-    """GET and DELETE of the answer itself."""
+    """GET and DELETE of a stored answer."""
 
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         if scope["method"] == "DELETE":
@@ -126,14 +130,14 @@ class _AnswerEndpoint(_KeptEndpoint):
             return orjson.dumps({"id": name, "object": "response", "deleted": True})
         query = _query(scope)
         if query.get("stream", "false") != "false":
-            raise InvalidRequest("stream: an answer that is complete is not streamed again", "stream")
-        if not query.get("starting_after", "0").isdecimal():  # of a stream, so that it means nothing here
+            raise InvalidRequest("stream: a stored response cannot be streamed; omit it", "stream")
+        if not query.get("starting_after", "0").isdecimal():  # applies to streams, so it has no effect here
             raise InvalidRequest("starting_after: expected a number", "starting_after")
         return await self._told(owner, name, lambda kept: kept.response)
 
 
 class _ItemsEndpoint(_KeptEndpoint):
-    """GET of the items that led to it, the last ones first unless asked otherwise."""
+    """GET of the items that led to an answer, newest first by default."""
 
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         query = _query(scope)
@@ -151,7 +155,7 @@ def _page(items: list[dict[str, Any]], limit: int, step: int, after: str | None)
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise InvalidRequest("after: the answer has no such item", "after")
+            raise InvalidRequest("after: the response has no item of that id", "after")
         items = items[places[0] + 1 :]
     page = items[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -159,13 +163,13 @@ def _page(items: list[dict[str, Any]], limit: int, step: int, after: str | None)
 
 
 def _query(scope: Scope) -> dict[str, str]:
-    """Of what is given several times, the last."""
+    """Return query parameters. The last value wins."""
     return {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
 
 
 def _unknown(name: str) -> HttpError:
-    return HttpError(404, f"no answer {name[:80]!r} is kept", "not_found")
+    return HttpError(404, f"no response {name[:80]!r} is stored", "not_found")
 
 
 def _owner(session: ClientHints) -> bytes:
-    return session.with_principal(visitor.get()).tenant_digest
+    return session.with_principal(current_principal.get()).tenant_digest

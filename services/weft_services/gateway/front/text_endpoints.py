@@ -1,4 +1,4 @@
-"""What is answered without any worker: tokens counted, texts to tokens and back. Validated and bounded as elsewhere."""
+"""Endpoints that need no worker: token counts, tokenize and detokenize. Same validation and bounds as the others."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.anthropic_frames import message_error
 from weft_services.gateway.dialects.anthropic_requests import parse_count
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, parse_tokenize
-from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.access_log import note
-from weft_services.gateway.front.exchange import ErrorWords, Reply, failures_told, read_json_body
-from weft_services.gateway.generation import Generation, Tokenizing
+from weft_services.gateway.front.asgi_io import ResponseWriter, errors_reported, read_json_body
+from weft_services.gateway.generation import Generation, TokenizeRequest
 from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
 from weft_services.gateway.mesh.routing_hints import ClientHints
 
-# ids to be told as text, where a context is not longer, and characters of it for each
+# Most ids for /detokenize if no context is longer, and characters of text per id.
 MAX_TOKENS, CHARS_A_TOKEN = 65_536, 16
 Fields = dict[str, Any]
 ToldT = TypeVar("ToldT")
 
 
 def text_routes(pipeline: Pipeline) -> list[Route]:
-    """All of them."""
+    """Return the routes of all endpoints of this module."""
     endpoints: dict[str, TextEndpoint] = {
-        "/v1/messages/count_tokens": CountEndpoint(pipeline, parse_count, "", message_error),
+        "/v1/messages/count_tokens": CountEndpoint(pipeline, parse_count, ""),
         "/v1/responses/input_tokens": CountEndpoint(pipeline, parse_responses, "response.input_tokens"),
         "/tokenize": TokenEndpoint(pipeline, partial(tokens_of, parse=parse_tokenize, told=orjson.dumps)),
         "/detokenize": TokenEndpoint(pipeline, partial(text_of, parse=parse_detokenize, told=orjson.dumps)),
@@ -42,13 +40,16 @@ def text_routes(pipeline: Pipeline) -> list[Route]:
 
 
 async def tokens_of(
-    pipeline: Pipeline, body: bytes, parse: Callable[[bytes], Tokenizing], told: Callable[[Fields], ToldT]
+    pipeline: Pipeline, body: bytes, parse: Callable[[bytes], TokenizeRequest], told: Callable[[Fields], ToldT]
 ) -> ToldT:
-    """vLLM's /tokenize. There may be a million of them, so they are `told` in the same thread."""
+    """Tokenize as vLLM's /tokenize does.
+
+    There may be a million ids, so `told` encodes them in the same thread.
+    """
 
     def work() -> ToldT:
         asked = parse(body)
-        model = pipeline.models.meant(asked.model)
+        model = pipeline.models.resolve(asked.model)
         note({"model": model.name})
         limit = pipeline.max_context_tokens(model)
         ids = tokenize(asked, model, limit)
@@ -64,11 +65,11 @@ async def text_of(
     parse: Callable[[bytes], tuple[str, list[int]]],
     told: Callable[[Fields], ToldT],
 ) -> ToldT:
-    """vLLM's /detokenize: special tokens are part of the text. `told` as in `tokens_of`."""
+    """Detokenize as vLLM's /detokenize does. The text includes special tokens. `told` as in `tokens_of`."""
 
     def work() -> ToldT:
         name, ids = parse(body)
-        model = pipeline.models.meant(name)
+        model = pipeline.models.resolve(name)
         note({"model": model.name})
         limit = max(pipeline.max_context_tokens(model), MAX_TOKENS)
         _check_number("tokens", len(ids), limit)
@@ -86,27 +87,25 @@ def _check_number(what: str, number: int, limit: int) -> None:
 
 
 class TextEndpoint(ABC):
-    """As a plain ASGI callable: bodies are bounded as elsewhere."""
+    """POST endpoint with the usual bounds on its body."""
 
-    def __init__(self, pipeline: Pipeline, error_body: ErrorWords = error_body) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        reply = Reply(send, self._error_body)
-        async with failures_told(reply):
+        writer = ResponseWriter(scope, send)
+        async with errors_reported(writer):
             with self._pipeline.admitted():
                 answer = await self._answer(await read_json_body(scope, receive), scope)
-            await reply.whole(200, answer)
+            await writer.send_body(200, answer)
 
     @abstractmethod
     async def _answer(self, body: bytes, scope: Scope) -> bytes:
-        """What is told. Raises WeftError."""
+        """Return the response body. Raises WeftError."""
 
 
 class TokenEndpoint(TextEndpoint):
-    """Texts to tokens, or back."""
+    """Tokenizes or detokenizes with the given function."""
 
     def __init__(self, pipeline: Pipeline, work: Callable[[Pipeline, bytes], Awaitable[bytes]]) -> None:
         super().__init__(pipeline)
@@ -117,12 +116,10 @@ class TokenEndpoint(TextEndpoint):
 
 
 class CountEndpoint(TextEndpoint):
-    """How long the prompt of a request would be; `kind` is what the answer calls itself, if it does."""
+    """Counts the prompt tokens of a request. `kind`: value of the answer's `object` field, empty for none."""
 
-    def __init__(
-        self, pipeline: Pipeline, parse: Callable[[bytes], Generation], kind: str, error_body: ErrorWords = error_body
-    ) -> None:
-        super().__init__(pipeline, error_body)
+    def __init__(self, pipeline: Pipeline, parse: Callable[[bytes], Generation], kind: str) -> None:
+        super().__init__(pipeline)
         self._parse = parse
         self._named: Fields = {"object": kind} if kind else {}
 
@@ -133,5 +130,5 @@ class CountEndpoint(TextEndpoint):
         return orjson.dumps({**self._named, "input_tokens": number})
 
     async def _parser(self, body: bytes, session: ClientHints) -> Callable[[bytes], Generation]:
-        """Of this body."""
+        """Return the parser for this body."""
         return self._parse

@@ -117,7 +117,7 @@ def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Gramma
         either = lark_part("start: @format | @calls", NAME)
         calls = call_parts(use, tool_format, model.marks, "calls")
         return answer.field, [either, *format_parts(answer, "format"), *calls]
-    return "tools", text_or_call_parts(use, tool_format, model.marks, NAME) if use.is_bound else []
+    return "tools", text_or_call_parts(use, tool_format, model.marks, NAME) if use.is_constrained else []
 
 
 def _thoughts(model: ServedModel, is_thinking: bool) -> GrammarPart:

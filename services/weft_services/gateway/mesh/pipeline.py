@@ -12,7 +12,7 @@ from types import TracebackType
 from weft import metrics
 from weft.errors import Overloaded, PeerLost, Unauthenticated, WeftError
 from weft.request import WorkerRole
-from weft_services.gateway.access.visitor import Visitor, visitor
+from weft_services.gateway.access.authentication import Principal, current_principal
 from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Embedding, Generation
 from weft_services.gateway.mesh.embeddings import EmbeddingRunner
@@ -49,7 +49,7 @@ class Pipeline:
         self._watch = watch
         self._max_requests = max_requests
         self._held: Counter[str] = Counter()
-        self._in_flight: dict[asyncio.Task[object], Visitor] = {}
+        self._in_flight: dict[asyncio.Task[object], Principal] = {}
         self._abort_errors: dict[asyncio.Task[object], WeftError] = {}  # by us, and why
         self._idle = asyncio.Event()
         self._idle.set()
@@ -94,14 +94,14 @@ class Pipeline:
     def admitted(self) -> Iterator[None]:
         """A place among the requests under way, for the rest of the task. Raises RateLimited, Overloaded, or PeerLost
         while shutting down."""
-        whose = visitor.get()
-        whose.check()
+        whose = current_principal.get()
+        whose.check_quota()
         if self.is_draining:
             raise PeerLost("the gateway is shutting down")
         if self.num_in_flight >= self._max_requests:
             # no better figure than a second is known here: of so many some end within it, whatever the fleet is like
             raise Overloaded(f"{self._max_requests} requests are under way already")
-        if whose.is_among_others and (held := self._held[whose.tenant]) >= self._share(held):
+        if whose.shares_capacity and (held := self._held[whose.tenant]) >= self._share(held):
             raise Overloaded(f"{held} requests of this tenant are under way already")
         self._held[whose.tenant] += 1
         self.num_in_flight += 1
@@ -166,7 +166,7 @@ class Pipeline:
             prepared = await self.compute_charged(lambda: self._prepare(parse(body)))
         else:
             prepared = await self._prepare_short(parse, body)
-        await visitor.get().take(prepared.num_prompt_tokens)
+        await current_principal.get().take_quota(prepared.num_prompt_tokens)
         return prepared
 
     async def count(self, parse: Callable[[bytes], Generation], body: bytes) -> tuple[ServedModel, int]:
@@ -174,11 +174,11 @@ class Pipeline:
 
         def work() -> tuple[ServedModel, int]:
             generation = parse(body)
-            model = self.models.meant(generation.model)
+            model = self.models.resolve(generation.model)
             return model, count(generation, model, self.max_context_tokens(model))
 
         counted = await self.compute_charged(work)
-        await visitor.get().take(0)
+        await current_principal.get().take_quota(0)
         return counted
 
     async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> PreparedRequest:
@@ -190,7 +190,7 @@ class Pipeline:
         return await self.compute_charged(lambda: self._prepare(generation))
 
     def _prepare(self, generation: Generation) -> PreparedRequest:
-        model = self.models.meant(generation.model)
+        model = self.models.resolve(generation.model)
         if not generation.model:
             generation = replace(generation, model=model.name)
         return prepare(generation, model, self._watch.of(model.name).block_tokens, self.max_context_tokens(model))
@@ -200,11 +200,11 @@ class Pipeline:
 
         def work() -> PreparedEmbedding:
             asked = parse()
-            model = self.models.meant(asked.model)
+            model = self.models.resolve(asked.model)
             return prepare_embedding(replace(asked, model=model.name), model, self.max_context_tokens(model))
 
         prepared = await self.compute_charged(work)
-        await visitor.get().take(prepared.num_tokens)
+        await current_principal.get().take_quota(prepared.num_tokens)
         return prepared
 
     async def compute_charged(self, work: Callable[[], ResultT]) -> ResultT:
@@ -214,7 +214,7 @@ class Pipeline:
 
     async def compute_counted(self, work: Callable[[], ResultT]) -> ResultT:
         """Other work on texts, in the same threads."""
-        await visitor.get().take(0)
+        await current_principal.get().take_quota(0)
         return await self.compute(work)
 
     async def compute(self, work: Callable[[], ResultT]) -> ResultT:
@@ -226,7 +226,7 @@ class Pipeline:
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         is_chat = isinstance(prepared.generation.prompts[0], Conversation)
         codec = prepared.model.chat_codec if is_chat else prepared.model.codec
-        standing = session.with_principal(visitor.get()).routing_hints(
+        standing = session.with_principal(current_principal.get()).routing_hints(
             prepared.generation.session, prepared.generation.priority
         )
         return GenerationRun(self._mesh, prepared, codec, standing, deadline)
@@ -248,7 +248,7 @@ class charge_on_error:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, WeftError | asyncio.CancelledError):
-            visitor.get().charge(requests=1)
+            current_principal.get().charge(requests=1)
 
 
 def client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHints:

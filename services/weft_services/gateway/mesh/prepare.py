@@ -15,8 +15,8 @@ from weft.errors import InvalidRequest
 from weft.ids import new_seed
 from weft.kv.block_keys import block_keys
 from weft.request import Grammar, SamplingParams
-from weft_services.gateway.access.visitor import visitor
-from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing
+from weft_services.gateway.access.authentication import current_principal
+from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, TokenizeRequest
 from weft_services.gateway.grammar.request_grammar import request_grammar
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK, AnswerReader, in_thoughts
@@ -160,7 +160,7 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
 
     `limit`: tokens of prompt and answer. Raises InvalidRequest naming the field.
     """
-    cache_salt = visitor.get().cache_salt
+    cache_salt = current_principal.get().cache_salt
     prompts = []
     for prompt in generation.prompts:
         text = _text(prompt, generation.prompt_field, model)
@@ -220,7 +220,7 @@ def _not_empty(token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
     return token_ids
 
 
-def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ...]:
+def tokenize(asked: TokenizeRequest, model: ServedModel, limit: int) -> tuple[int, ...]:
     """The ids that a prompt would have, also of one that is longer than the context. Raises what `prepare` raises."""
     codec = model.written if isinstance(asked.prompt, Conversation) else model.codec
     encode = partial(codec.encode, add_special_tokens=asked.add_special_tokens)
@@ -229,7 +229,7 @@ def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ..
 
 def count(generation: Generation, model: ServedModel, limit: int) -> int:
     """How many tokens the prompts have; nothing else of the request is looked at. Raises what `prepare` raises."""
-    salt, field = visitor.get().cache_salt, generation.prompt_field
+    salt, field = current_principal.get().cache_salt, generation.prompt_field
     prompts = [(_text(prompt, field, model), _encoder(prompt, model, salt)) for prompt in generation.prompts]
     return sum(len(_count_ids(text, field, model, limit, encode)) for text, encode in prompts)
 
@@ -255,7 +255,7 @@ def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> Prepa
         if num_left < 0:
             message = f"input: more than {MAX_EMBEDDED_TOKENS} tokens in one request"
             raise InvalidRequest(message, "input", "invalid_value")
-    return PreparedEmbedding(asked, tuple(inputs), visitor.get().cache_salt)
+    return PreparedEmbedding(asked, tuple(inputs), current_principal.get().cache_salt)
 
 
 def check_ids(token_ids: Sequence[int], field: str, model: ServedModel) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.access.visitor import Visitor
+from weft_services.gateway.access.authentication import Principal
 
 MAX_PRIORITY = 10
 NUMBER_HEADER = "x-vllm-priority"
@@ -98,18 +98,18 @@ class ClientHints:
     tenant: str = ""
     hint: str = ""
     priority_hint: PriorityHint = NO_PRIORITY_HINT
-    most_urgent: int = -MAX_PRIORITY
+    min_priority: int = -MAX_PRIORITY
     parent: str = ""
 
-    def with_principal(self, whose: Visitor) -> ClientHints:
+    def with_principal(self, whose: Principal) -> ClientHints:
         """With what is known of the client by its key, which counts more than what it says."""
         if whose.key is None:
             return self
-        return replace(self, tenant=whose.tenant, most_urgent=whose.most_urgent)
+        return replace(self, tenant=whose.tenant, min_priority=whose.min_priority)
 
     def routing_hints(self, own_hint: str, own_priority: int | None) -> RoutingHints:
         """Together with what the request says of itself."""
-        level = max(self.priority_hint.priority(own_priority), self.most_urgent)
+        level = max(self.priority_hint.priority(own_priority), self.min_priority)
         return RoutingHints(self.digest(own_hint), self.tenant_digest, -level)
 
     def digest(self, own_hint: str) -> bytes:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import TypeVar
 
-from weft_services.gateway.access.visitor import visitor
+from weft_services.gateway.access.authentication import current_principal
 
 NUM_THREADS = 2
 # each thread has the next one at hand: the loop may be busy when it is done
@@ -30,7 +30,7 @@ class FairThreadPool:
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
         """Run in a thread, for the same visitor. Work whose caller is cancelled ends by itself; it is bounded."""
-        await self._acquire(visitor.get().tenant)
+        await self._acquire(current_principal.get().tenant)
         try:
             job = self._pool.submit(copy_context().run, work)
         except RuntimeError:  # the system has no thread for it, now

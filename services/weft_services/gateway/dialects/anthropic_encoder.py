@@ -1,4 +1,4 @@
-"""Answers in the dialect of Anthropic's /v1/messages: named events of content blocks, or a whole message."""
+"""Encodes answers of Anthropic's /v1/messages: named events of content blocks, or a whole message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import orjson
 from weft.errors import WeftError
 from weft.ids import new_id
 from weft.request import FinishReason
-from weft_services.gateway.dialects.answers import Answers
-from weft_services.gateway.dialects.frames import Choice, Usage, event
+from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
+from weft_services.gateway.dialects.sse import event
 from weft_services.gateway.error_body import public_message, status_of
 from weft_services.gateway.mesh.prepare import PreparedRequest, TooLong
 from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
@@ -30,7 +30,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# of thoughts: nothing is signed here, but whoever gives them back has to have one
+# Thoughts are not signed here, but clients need a signature to send them back.
 SIGNATURE = {"type": "signature_delta", "signature": ""}
 REASONS = {
     FinishReason.STOP: "end_turn",
@@ -39,18 +39,18 @@ REASONS = {
 }
 
 
-def message_error(error: WeftError) -> bytes:
-    """An error body."""
+def anthropic_error_body(error: WeftError) -> bytes:
+    """Return the error body of Anthropic's API."""
     return orjson.dumps({"type": "error", "error": _error(error)})
 
 
-class MessageFrames:
-    """State of one answer, which has one choice."""
+class MessagesEncoder:
+    """Encodes one answer, which has one choice."""
 
     keep_alive = event("ping")
 
     def __init__(self, prepared: PreparedRequest, fingerprint: str | None) -> None:
-        self._answers = Answers(prepared)
+        self._answers = ChatChoices(prepared)
         self._answer = self._answers.of(0)
         self._num_prompt_tokens = prepared.num_prompt_tokens
         self._message: dict[str, Any] = {
@@ -64,8 +64,8 @@ class MessageFrames:
         self._index = -1
         self._stop: str | None = None
 
-    def frames(self, piece: ChoiceUpdate) -> bytes:
-        """What is new, as deltas of the block that is open; a block of another kind opens where one is due."""
+    def encode_piece(self, piece: ChoiceUpdate) -> bytes:
+        """Encode new text as deltas of the open block; open a block when the kind changes."""
         out = b"" if self._is_begun else self._begin()
         self._is_begun = True
         self._stop = piece.stop
@@ -75,23 +75,22 @@ class MessageFrames:
 
     @property
     def finish_reasons(self) -> Sequence[str]:
-        """Of the one choice, once it has ended."""
+        """The finish reason of the one choice, once it has ended."""
         return self._answers.finish_reasons
 
-    def end(self, usage: Usage) -> bytes:
-        """The end of the last block, why it ended, and what it cost."""
+    def encode_end(self, usage: Usage) -> bytes:
+        """Encode the end of the last block, the stop reason and the usage."""
         out = self._close()
         reason, stop = self._reason()
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
         out += event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage_of(usage))
         return out + event("message_stop")
 
-    def failure(self, error: WeftError) -> bytes:
-        """How a stream that has begun tells that it failed."""
+    def encode_failure(self, error: WeftError) -> bytes:
+        """Encode an error event for a stream that has begun."""
         return event("error", error=_error(error))
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The whole message."""
+    def encode_body(self, choices: Sequence[CollectedChoice], usage: Usage) -> bytes:
         piece = choices[0].whole()
         self._stop = piece.stop
         content = blocks_of(self._answer.take(piece))
@@ -101,7 +100,7 @@ class MessageFrames:
         return orjson.dumps({**self._message, "content": content, **ends})
 
     def _begin(self) -> bytes:
-        # what was cached is known at the end; message_delta corrects it
+        # The cached tokens are known at the end; message_delta corrects them.
         usage = usage_of(Usage(self._num_prompt_tokens, 0, 0))
         fields: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return event("message_start", message={**self._message, **fields})
@@ -121,7 +120,7 @@ class MessageFrames:
         if self._open is None:
             return b""
         signed = b""
-        if self._open is PartKind.REASONING:  # clients take it from here alone
+        if self._open is PartKind.REASONING:  # clients read the signature from this event only
             signed = event("content_block_delta", index=self._index, delta=SIGNATURE)
         self._open = None
         return signed + event("content_block_stop", index=self._index)
@@ -133,7 +132,7 @@ class MessageFrames:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Here input tokens are those that no cache had."""
+    """Return Anthropic's usage object. Its input tokens exclude cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
@@ -144,7 +143,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def blocks_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Content blocks, whole."""
+    """Return the complete content blocks of an answer."""
     blocks: list[dict[str, Any]] = []
     for part in joined(parts):
         if part.kind is PartKind.ARGUMENTS:
@@ -158,8 +157,7 @@ def blocks_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 
 def _object(text: str) -> orjson.Fragment | dict[str, str]:
-    """As they were written, numbers of any size. Arguments that were cut off are no object; the raw text says more than
-    nothing."""
+    """Return the arguments as written, with numbers of any size. Truncated arguments become their raw text."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -193,7 +191,7 @@ def _error(error: WeftError) -> dict[str, str]:
 
 
 def _too_long(error: TooLong) -> str:
-    """In Anthropic's words: agents tell by them to sum the conversation up, or to ask for a shorter answer."""
+    """Return Anthropic's message. Agents recognize it and summarize the conversation or lower `max_tokens`."""
     if error.max_tokens is None:
         return f"prompt is too long: {error.size} > {error.limit - 1} maximum"
     sums = f"{error.size} + {error.max_tokens} > {error.limit}"

@@ -1,4 +1,4 @@
-"""One HTTP exchange on bare ASGI: a bounded body in, a bounded answer out, and an eye on the client's leaving."""
+"""Reads bodies and writes responses on bare ASGI, with bounds on size and time, and notices client disconnects."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import Cancelled, WeftError
 from weft.rpc.status import as_weft_error
-from weft_services.gateway.error_body import HttpError, error_body, retry_headers, status_of
+from weft_services.gateway.dialects.anthropic_encoder import anthropic_error_body
+from weft_services.gateway.error_body import HttpError, error_body, retry_after_headers, status_of
 from weft_services.gateway.front.access_log import note_error
+from weft_services.gateway.front.paths import is_anthropic
 from weft_services.gateway.mesh.pipeline import charge_on_error
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_SECONDS = 30.0
-
 Headers = Iterable[tuple[bytes, bytes]]
-ErrorWords = Callable[[WeftError], bytes]
+ErrorEncoder = Callable[[WeftError], bytes]
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 NOT_COMPRESSED = ("", "identity", "utf-8", "utf8")  # some clients name the charset there
 STREAM_HEADERS = (
-    # with its charset, as OpenAI and Anthropic have it: Python's requests takes text without one for Latin-1
+    # With the charset, as OpenAI and Anthropic send it: Python's requests decodes text without one as Latin-1.
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -32,13 +33,15 @@ STREAM_HEADERS = (
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The first header of that name, or an empty string."""
+    """Return the first header of that name, or an empty string."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 async def read_json_body(scope: Scope, receive: Receive) -> bytes:
-    """The whole body. Raises HttpError 413, 415 or 408, Cancelled when the client has gone: all of them count as a
-    request, for whose sake a place was held."""
+    """Read the whole body. Raises HttpError 413, 415 or 408, and Cancelled if the client leaves.
+
+    An error counts against the key's request limit, because the request held a place.
+    """
     with charge_on_error():
         return await _bounded(scope, receive)
 
@@ -77,14 +80,14 @@ def _too_large() -> HttpError:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Do the work; it is cancelled when the client leaves first, and that is no error."""
+    """Run `work`; cancel it without an error if the client disconnects first."""
     task = asyncio.current_task()
     assert task is not None
     watcher = asyncio.create_task(_cancel_on_disconnect(receive, task))
     try:
         await work
     except asyncio.CancelledError:
-        # as a timeout does it: a cancellation that is not the watcher's goes on
+        # Swallow only the cancellation that our watcher requested; re-raise any other (same rule as asyncio.timeout).
         if not watcher.done() or task.uncancel() > 0:
             raise
     finally:
@@ -97,73 +100,82 @@ async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[None]) -> N
     task.cancel()
 
 
-class Reply:
-    """The answering side. A send waits for a client that does not read; how long, is the connection's to say."""
+def error_encoder(scope: Scope) -> ErrorEncoder:
+    """Return the encoder of error bodies for the API that a request addresses."""
+    return anthropic_error_body if is_anthropic(scope) else error_body
 
-    def __init__(self, send: Send, error_body: ErrorWords = error_body) -> None:
-        """Failures are told by `error_body`, once a stream has begun in the words of that stream."""
+
+class ResponseWriter:
+    """Writes one response. A send waits for a slow client; the connection bounds that wait."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        """Errors are encoded for the API that `scope` addresses, or by the stream once it has begun."""
         self._send = send
-        self._error_words = error_body
+        self._encode_error = error_encoder(scope)
         self.is_begun = False
         self.is_ended = False
 
-    async def whole(self, status: int, body: bytes, headers: Headers = JSON_HEADERS) -> None:
-        """An answer in one piece."""
+    async def send_body(self, status: int, body: bytes, headers: Headers = JSON_HEADERS) -> None:
         length = (b"content-length", str(len(body)).encode())
         self.is_begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
         await self._send({"type": "http.response.body", "body": body})
         self.is_ended = True
 
-    async def begin_stream(self, failure: ErrorWords) -> None:
-        """200 and SSE headers; later calls do nothing."""
+    async def begin_stream(self, failure: ErrorEncoder) -> None:
+        """Send status 200 and the headers of an SSE stream; later calls do nothing."""
         if not self.is_begun:
             self.is_begun = True
-            self._error_words = failure
+            self._encode_error = failure
             await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
-    async def stream(self, frames: bytes) -> None:
-        """More of a stream."""
+    async def send_frames(self, frames: bytes) -> None:
+        """Send frames of a stream."""
         if frames:
             await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end_stream(self, frames: bytes) -> None:
-        """The last frames and the end."""
+        """Send the last frames and end the response."""
         await self._send({"type": "http.response.body", "body": frames, "more_body": False})
         self.is_ended = True
 
     async def fail(self, error: WeftError) -> None:
-        """An error body, or an error frame where the stream has begun."""
+        """Send an error body, or an error frame if the stream has begun."""
         note_error(error)
         if self.is_begun:
-            await self.end_stream(self._error_words(error))
+            await self.end_stream(self._encode_error(error))
             return
-        # after 413 the rest of the body is read and dropped: a reset connection would overtake the answer
+        # After 413 the server reads and drops the rest of the body: a connection reset would overtake the answer.
         close = [(b"connection", b"close")] if status_of(error) == 408 else []
-        await self.whole(status_of(error), self._error_words(error), [*JSON_HEADERS, *retry_headers(error), *close])
+        await self.send_body(
+            status_of(error), self._encode_error(error), [*JSON_HEADERS, *retry_after_headers(error), *close]
+        )
 
 
 @asynccontextmanager
-async def failures_told(reply: Reply) -> AsyncIterator[None]:
-    """Whatever goes wrong inside is the answer, unless the client has left."""
+async def errors_reported(writer: ResponseWriter) -> AsyncIterator[None]:
+    """Report any exception in the block to the client, unless the client has left."""
     try:
         yield
     except Exception as error:
-        await _tell(reply, error)
+        await _report(writer, error)
 
 
-async def _tell(reply: Reply, error: Exception) -> None:
-    """Apart from where it passes by: a frame of its traceback that also names it holds all that the request was, until
-    the garbage collector comes to see the circle."""
+async def _report(writer: ResponseWriter, error: Exception) -> None:
+    """Report in a separate frame.
+
+    If the raising frame's traceback also named the error, it would form a cycle that keeps the whole request alive
+    until the garbage collector runs.
+    """
     known = as_weft_error(error)
     if not is_known(error):
         logger.error("request failed", exc_info=error)
-    if not (isinstance(known, Cancelled) or reply.is_ended):
-        await reply.fail(known)
+    if not (isinstance(known, Cancelled) or writer.is_ended):
+        await writer.fail(known)
 
 
 def is_known(error: BaseException) -> bool:
-    """One of ours, or several of them at once; anything else is a bug, and its traceback is wanted."""
+    """True for a WeftError or a group of them. Any other exception is a bug, so the log needs its traceback."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_known, error.exceptions))
     return isinstance(error, WeftError)

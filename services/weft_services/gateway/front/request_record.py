@@ -1,41 +1,52 @@
-"""One client request's times and counts: metrics as they happen, its part of the access log and its span at the end."""
+"""Records times and counts of one client request: metrics as they occur, then the access log and the span."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import Any
+
+import orjson
 
 from weft import metrics, trace
 from weft.metrics import cached_labels
 from weft.request_stage import RequestStage
-from weft_services.gateway.access.visitor import visitor
-from weft_services.gateway.dialects.frames import Usage
-from weft_services.gateway.front import genai
+from weft_services.gateway.access.authentication import current_principal
+from weft_services.gateway.dialects.choices import Usage
+from weft_services.gateway.front import otel_genai
 from weft_services.gateway.front.access_log import is_logged, note
-from weft_services.gateway.front.timeline import timeline
 from weft_services.gateway.mesh.generation_run import GenerationRun
 from weft_services.gateway.mesh.scheduler_types import Forecast
 from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 
-REJECTED = "rejected"  # by a status below 500, before it was placed; not a stage of life
-# what requests are counted by, as accounts are opened
-ENDPOINTS = (
-    *("chat.completions", "completions", "responses", "messages", "embeddings"),
-    *("grpc.chat", "grpc.generate", "grpc.embed"),
-)
+REJECTED = "rejected"  # outcome of a request that failed below 500, before placement; not a stage
+HEADER = b"x-weft-timeline"
 
 
-class Account:
+class ApiEndpoint(StrEnum):
+    """Names of endpoints in metrics, spans and the access log."""
+
+    CHAT = "chat.completions"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    EMBEDDINGS = "embeddings"
+    GRPC_CHAT = "grpc.chat"
+    GRPC_GENERATE = "grpc.generate"
+    GRPC_EMBED = "grpc.embed"
+
+
+class RequestRecord:
     """Opened when a request arrives, closed once when it ends."""
 
-    def __init__(self, endpoint: str, traceparent: str = "") -> None:
-        """`traceparent`: of the client's own trace, which goes on here."""
+    def __init__(self, endpoint: ApiEndpoint, traceparent: str = "") -> None:
+        """`traceparent`: the client's own trace, which this span continues."""
         self._endpoint = endpoint
-        self._span = trace.start_span(genai.operation(endpoint), traceparent)
+        self._span = trace.start_span(otel_genai.operation(endpoint), traceparent)
         if self._span is not None:
-            self._span.set(genai.begun(endpoint))
+            self._span.set(otel_genai.begun(endpoint))
         self._model = ""
         self._between_tokens: metrics.SingleThreadSeries
         self._received = time.monotonic()
@@ -44,34 +55,34 @@ class Account:
         self._last_token: float | None = None
         self._worst_gap = 0.0
         self._run: GenerationRun | None = None
-        self._visitor = visitor.get()
-        self.finish_reasons: Sequence[str] = ()  # where the workers' are not all: they know of no tool calls
+        self._visitor = current_principal.get()
+        self.finish_reasons: Sequence[str] = ()  # where they differ from the workers', which know no tool calls
         self.prompt_tokens = 0  # of a request that is answered without a run
         self._is_closed = False
 
-    def reached(self, stage: str) -> None:
-        """Note when a stage was reached: prepared, routed, first_token."""
+    def mark_stage(self, stage: str) -> None:
+        """Note the time of a stage: prepared, routed or first_token."""
         self._stages[stage] = now = time.monotonic()
         if stage == RequestStage.ROUTED:
             cached_labels(metrics.STAGE_SECONDS, RequestStage.RECEIVED).observe(now - self._received)
 
-    def watch(self, run: GenerationRun) -> None:
-        """The run whose counts go into the books."""
+    def attach_run(self, run: GenerationRun) -> None:
+        """Count the tokens of this run."""
         self._run = run
-        self.about(run.prepared.model.name)
+        self.set_model(run.prepared.model.name)
         if self._span is not None:
-            self._span.set(genai.request(run.prepared.generation))
+            self._span.set(otel_genai.request(run.prepared.generation))
 
-    def about(self, model: str) -> None:
-        """Which of the served models is meant; nothing but their names becomes a label."""
+    def set_model(self, model: str) -> None:
+        """Set the served model. Unknown names never become a label."""
         self._model = model
         self._between_tokens = metrics.ITL.of(model)
         if self._span is not None:
-            self._span.rename(f"{genai.operation(self._endpoint)} {model}")
+            self._span.rename(f"{otel_genai.operation(self._endpoint)} {model}")
             self._span.set({"gen_ai.request.model": model})
 
-    def tokens(self, pieces: Sequence[ChoiceUpdate]) -> None:
-        """Latency of what has just arrived; tokens of one batch share the time since the last one."""
+    def on_pieces(self, pieces: Sequence[ChoiceUpdate]) -> None:
+        """Observe the latency of new tokens. Tokens of one batch share the time since the last batch."""
         count = 0
         for piece in pieces:
             count = max(count, len(piece.token_ids))
@@ -79,7 +90,7 @@ class Account:
             return
         now = time.monotonic()
         if self._last_token is None:
-            self.reached("first_token")
+            self.mark_stage("first_token")
             metrics.TTFT.of(self._model).observe(now - self._received)
         else:
             self._between_tokens.observe((now - self._last_token) / count)
@@ -87,21 +98,21 @@ class Account:
         self._last_token = now
 
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Return the token counts so far."""
         if self._run is None:
             return Usage(self.prompt_tokens, 0, 0)
         run = self._run
         return Usage(run.prepared.num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens)
 
     def timeline(self) -> dict[str, Any]:
-        """Where the time went, for a client that asks; once tokens have come."""
+        """Return the timeline for a client that asks for it. Needs at least one token."""
         assert self._run is not None
         moments = {**self._stages, "last_token": self._last_token or self._received, "end": time.monotonic()}
         elapsed = {name: round((moment - self._received) * 1000, 3) for name, moment in moments.items()}
         return timeline(self._run, elapsed, self._received_at, self._worst_gap * 1000)
 
     def close(self, outcome: RequestStage | str, error: Exception | None = None) -> None:
-        """Count and log; later calls change nothing."""
+        """Count and log the request; later calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -111,9 +122,9 @@ class Account:
         if self._span is not None:
             self._end(self._span, str(outcome), usage, error)
         cached_labels(metrics.REQUESTS, self._endpoint, str(outcome), self._model).inc()
-        if outcome == RequestStage.FINISHED:  # refusals take no time, and would make everything look quick
+        if outcome == RequestStage.FINISHED:  # rejections take almost no time and would lower the latency
             metrics.E2E.of(self._model).observe(now - self._received)
-        # a prompt that nobody took would hide what caches do; embeddings have no first token
+        # Skip prompts that were never computed: they would distort the cache hit rate. Embeddings have no first token.
         is_computed = self._last_token is not None or (self._run is None and outcome == RequestStage.FINISHED)
         if self._model and is_computed:
             cached_labels(metrics.PROMPT_TOKENS, self._model).inc(usage.prompt_tokens)
@@ -131,7 +142,7 @@ class Account:
         span.set({"weft.outcome": outcome})
         if self._run is not None:
             first = self._stages.get("first_token")
-            span.set(genai.response(self._run, usage, first - self._received if first else None))
+            span.set(otel_genai.response(self._run, usage, first - self._received if first else None))
             span.set({"gen_ai.response.finish_reasons": self.finish_reasons})
         elif self.prompt_tokens:
             span.set({"gen_ai.response.model": self._model, "gen_ai.usage.input_tokens": self.prompt_tokens})
@@ -142,7 +153,7 @@ class Account:
         span.end()
 
     def _told(self, outcome: str, usage: Usage, error: Exception | None) -> dict[str, Any]:
-        """For the access log."""
+        """Return the fields of the access log."""
         pairs: dict[str, Any] = {"endpoint": self._endpoint, "outcome": outcome, "model": self._model}
         pairs |= {f"{stage}_ms": self._since(moment) for stage, moment in self._stages.items()}
         if self._run is not None:
@@ -164,7 +175,7 @@ class Account:
 
 
 def _forecast_pairs(forecast: Forecast | None) -> dict[str, int]:
-    """Beside what came of it: first_token_ms is counted from the request's arrival, the forecast from its placement."""
+    """Return the placement forecast. Its time to first token counts from placement, first_token_ms from arrival."""
     if forecast is None:
         return {}
     return {
@@ -175,11 +186,13 @@ def _forecast_pairs(forecast: Forecast | None) -> dict[str, int]:
     }
 
 
-def expect(models: Iterable[str]) -> None:
-    """So that graphs begin at zero with the process, and not with a model's first request; nor with its first failure,
-    which no rate would show: of a series that begins with it there is nothing earlier to compare."""
+def init_series(models: Iterable[str]) -> None:
+    """Create all series at zero when the process starts.
+
+    Rates and graphs need a value before the first request and before the first failure.
+    """
     models = tuple(models)
-    for endpoint in ENDPOINTS:
+    for endpoint in ApiEndpoint:
         for model in ("", *models):
             metrics.REQUESTS.labels(endpoint, RequestStage.FAILED.value, model)
     for model in models:
@@ -187,3 +200,60 @@ def expect(models: Iterable[str]) -> None:
             latency.of(model)
         for tokens in (metrics.PROMPT_TOKENS, metrics.CACHED_TOKENS, metrics.COMPLETION_TOKENS):
             cached_labels(tokens, model)
+
+
+def timeline(
+    run: GenerationRun, elapsed_ms: dict[str, float], received_at: float, worst_gap_ms: float
+) -> dict[str, Any]:
+    """Return the timeline of one answer as JSON fields; docs/reference/clients.md describes them.
+
+    All values are measured, by this gateway's clock or by the workers'. `elapsed_ms`: time from arrival to each stage.
+    `received_at`: seconds since the epoch.
+    """
+    prompt, forecast = run.worst_prompt, run.forecast
+    return {
+        "id": run.request_id,
+        "received_at": round(received_at, 3),
+        "elapsed_ms": elapsed_ms,
+        "workers": {"prefill": prompt.prefill_worker_id, "decode": run.decode_id},
+        "num_attempts": run.num_attempts,
+        "route": {
+            "waited_ms": forecast.waited_ms if forecast else 0,
+            "predicted_ttft_ms": forecast.ttft_ms if forecast else 0,
+            "predicted_cached_tokens": forecast.cached_tokens if forecast else 0,
+        },
+        "decode_stages_ms": {
+            "routed": prompt.routed_us / 1000,
+            "reserved": prompt.reserved_us / 1000,
+            "prefilling": prompt.prefilling_us / 1000,
+            "transferring": prompt.transferring_us / 1000,
+        },
+        "prefill": {"queue_ms": prompt.queue_ms, "compute_ms": prompt.compute_ms},
+        "transfer": {"bytes": prompt.transferred_bytes, "exposed_ms": prompt.exposed_transfer_ms},
+        "tokens": {
+            "prompt": run.prepared.num_prompt_tokens,
+            "cached": run.num_cached_tokens,
+            "from_store": prompt.store_tokens,
+            "completion": run.num_completion_tokens,
+        },
+        "itl_ms": _itl_ms(run, elapsed_ms, worst_gap_ms),
+    }
+
+
+def event(fields: dict[str, Any]) -> bytes:
+    """Encode the timeline as a stream frame. SDKs skip it as a chunk with empty `choices`."""
+    data = orjson.dumps({"object": "weft.timeline", "choices": [], **fields})
+    return b"event: weft.timeline\ndata: " + data + b"\n\n"
+
+
+def response_header(fields: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Return the timeline as a header of a whole answer."""
+    return HEADER, orjson.dumps(fields)
+
+
+def _itl_ms(run: GenerationRun, elapsed_ms: dict[str, float], worst_gap_ms: float) -> dict[str, float]:
+    """Return the mean gap between tokens over all choices, and the longest gap between batches."""
+    count = run.num_completion_tokens - len(run.prepared.sequences)
+    span = elapsed_ms.get("last_token", 0.0) - elapsed_ms.get("first_token", 0.0)
+    mean = span * len(run.prepared.sequences) / count if count > 0 else 0.0
+    return {"mean": round(mean, 3), "worst": round(worst_gap_ms, 3)}

@@ -1,7 +1,7 @@
-"""Answers of the Responses API that clients may come back to: in Valkey, for every gateway, each for its owner alone.
+"""Stores answers of the Responses API in Valkey, shared by all gateways, each readable by its owner alone.
 
-An answer is kept with all items that led to it, so that going on from it takes one look. It is there for a while, and
-for less where Valkey runs full. What cannot be kept is only said in the log: the answer itself is right.
+A stored answer includes all items that led to it, so that continuing it takes one lookup. It expires, earlier if Valkey
+runs full. A failed write is only logged: the answer itself is valid.
 """
 
 from __future__ import annotations
@@ -17,43 +17,46 @@ from redis.asyncio import Redis
 
 from weft.errors import PeerLost
 from weft.rpc.valkey import Valkey
-from weft_services.gateway.dialects.responses_requests import Earlier
+from weft_services.gateway.dialects.responses_requests import PreviousResponse
 
 logger = logging.getLogger(__name__)
-FOUND = "answers are kept again"
-LOST = "answers are not kept"
-# a client waits so long at most for its answer to be kept; a megabyte takes some milliseconds
+FOUND = "responses are stored again"
+LOST = "responses are not stored"
+# The longest time a client waits for its answer to be stored. A megabyte takes a few milliseconds.
 DEADLINE_SECONDS = 0.5
-# few at a time, so that long ones keep to it, and this long for a turn: one tenant's many are no failure for all
+# Few operations at a time, so that large ones meet the deadline; each waits up to TURN_SECONDS for its turn, so that
+# one tenant's burst does not fail the others.
 AT_ONCE, TURN_SECONDS = 4, 5.0
 MAX_RECORD_BYTES = 16 * 1024 * 1024
-# what is no part of a prompt, such as thoughts, is charged to nobody, but takes room that is others' as well
+# Allowed record size: data outside the prompt, such as thoughts, is charged to no limit but takes shared memory.
 USUAL_BYTES, BYTES_A_TOKEN = 64 * 1024, 64
 TOKENS_A_LOGPROB = 2
 _NAME = re.compile(r"resp_[0-9a-f]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """An answer, the items that led to it, and how many tokens were generated for them: old thoughts are kept, though
-    most templates leave them out of prompts."""
+class StoredResponse:
+    """An answer with the items that led to it.
+
+    `num_earlier_generated`: tokens generated for these items. Old thoughts are stored too, though most templates leave
+    them out of prompts.
+    """
 
     response: dict[str, Any]
     items: list[dict[str, Any]]
     num_earlier_generated: int = 0
 
     @property
-    def earlier(self) -> Earlier:
-        """To go on from. Logprobs were of that answer alone."""
+    def earlier(self) -> PreviousResponse:
+        """The state from which a request continues. Logprobs belong to the old answer alone."""
         items = (*self.items, *map(_without_logprobs, self.response["output"]))
         num_generated = self.num_earlier_generated + self.response["usage"]["output_tokens"]
-        return Earlier(self.response["id"], items, num_generated)
+        return PreviousResponse(self.response["id"], items, num_generated)
 
     @property
     def num_tokens(self) -> int:
-        """Of its prompt, of its text and of those before it. What it tells of tokens that might have stood there weighs
-        as some."""
-        # logprobs are JSON already, so that none can be looked into; each has as many beside it as were asked for
+        """Tokens of the prompt, the answer and earlier answers; each logprob entry counts as TOKENS_A_LOGPROB."""
+        # Logprobs are JSON already, so count positions times the alternatives that were requested.
         num_positions = sum(len(part["logprobs"]) for item in self.response["output"] for part in _parts(item))
         num_logprobs = num_positions * (1 + int(self.response["top_logprobs"]))
         num_own = int(self.response["usage"]["total_tokens"])
@@ -61,18 +64,18 @@ class Kept:
 
     @property
     def record(self) -> bytes:
-        """As it is kept."""
         return orjson.dumps(self)
 
     @classmethod
     def read(cls, record: bytes) -> Self:
-        """From its record."""
         return cls(**orjson.loads(record))
 
 
-class KeptAnswers:
-    """Their records, which may be long: who reads or writes one does so beside the loop. `owner` is the digest of a
-    tenant; nobody finds what is another's."""
+class ResponseStore:
+    """Reads and writes records in Valkey. `owner` is the digest of a tenant; no other tenant finds the record.
+
+    Records may be large, so callers parse and serialize them outside the event loop.
+    """
 
     def __init__(self, redis_url: str, seconds: float) -> None:
         self._valkey = Valkey(
@@ -81,7 +84,7 @@ class KeptAnswers:
         self._milliseconds = math.ceil(seconds * 1000)
 
     async def find(self, owner: bytes, name: str) -> bytes | None:
-        """None: there is none, or no more. Raises PeerLost."""
+        """Return the record, or None if it does not exist or has expired. Raises PeerLost."""
         if not _NAME.fullmatch(name):
             return None
         key = _key(owner, name)
@@ -90,14 +93,14 @@ class KeptAnswers:
             return list(await redis.mget(key))
 
         if (found := await self._valkey.call(read)) is None:
-            raise PeerLost("kept answers cannot be read now")
+            raise PeerLost("stored responses cannot be read now")
         record: bytes | None = found[0]
         return record
 
     async def keep(self, owner: bytes, name: str, record: bytes, num_tokens: int) -> None:
-        """For as long as answers are kept. `num_tokens`: its own."""
+        """Store a record until it expires. `num_tokens`: the tokens of its answer and prompt, which bound its size."""
         if len(record) > min(MAX_RECORD_BYTES, USUAL_BYTES + BYTES_A_TOKEN * num_tokens):
-            logger.warning("not kept: %s has %d bytes with all before it", name, len(record))
+            logger.warning("response not stored, too large id=%s bytes=%d", name, len(record))
             return
         key, milliseconds = _key(owner, name), self._milliseconds
 
@@ -107,7 +110,7 @@ class KeptAnswers:
         await self._valkey.call(write)
 
     async def drop(self, owner: bytes, name: str) -> bool:
-        """Was it there. Raises PeerLost."""
+        """Delete a record; return whether it existed. Raises PeerLost."""
         if not _NAME.fullmatch(name):
             return False
         key = _key(owner, name)
@@ -116,11 +119,10 @@ class KeptAnswers:
             return int(await redis.delete(key))
 
         if (count := await self._valkey.call(delete)) is None:
-            raise PeerLost("kept answers cannot be reached now")
+            raise PeerLost("stored responses cannot be deleted now")
         return count > 0
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._valkey.close()
 
 
@@ -129,7 +131,7 @@ def _key(owner: bytes, name: str) -> str:
 
 
 def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Texts with their logprobs."""
+    """Return the text parts with their logprobs."""
     return item["content"] if item["type"] == "message" else []
 
 

@@ -1,9 +1,9 @@
-"""Answers in the dialect of /v1/responses: numbered events of items that open, grow and close, or the whole object."""
+"""Encodes answers of /v1/responses: numbered events of items that open, grow and close, or the whole object."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -11,25 +11,32 @@ import orjson
 from weft.errors import Overloaded, WeftError
 from weft.ids import new_id
 from weft.request import FinishReason
-from weft_services.gateway.dialects.answers import Answers
-from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Usage, event
+from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
 from weft_services.gateway.dialects.logprobs import TextLogprobs, chat_logprobs
-from weft_services.gateway.dialects.output_items import OutputItem, kind_of
-from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.dialects.responses_tools import own_names
+from weft_services.gateway.dialects.sse import KEEP_ALIVE, event, with_obfuscation
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
-from weft_services.gateway.text.parts import CALLS, Part, PartKind, joined
+from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind, joined
+
+PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc", PartKind.CUSTOM: "ctc"}
+# Event name prefixes by kind of item.
+EVENTS = {
+    PartKind.TEXT: "response.output_text",
+    PartKind.REASONING: "response.reasoning_text",
+    PartKind.CALL: "response.function_call_arguments",
+    PartKind.CUSTOM: "response.custom_tool_call_input",
+}
 
 
-class ResponseFrames:
-    """State of one answer, which has one choice."""
+class ResponsesEncoder:
+    """Encodes one answer, which has one choice."""
 
     keep_alive = KEEP_ALIVE
 
     def __init__(self, prepared: PreparedRequest, fingerprint: str | None) -> None:
-        self._answers = Answers(prepared)
+        self._answers = ChatChoices(prepared)
         self._answer = self._answers.of(0)
         self._codec = prepared.model.chat_codec
         self._items: list[OutputItem] = []
@@ -51,14 +58,14 @@ class ResponseFrames:
             **prepared.generation.echo,
             "error": None,
             "incomplete_details": None,
-        }  # usage joins it at the end: in OpenAI's document it is never null
+        }  # usage follows at the end: OpenAI's schema does not allow null
 
-    def frames(self, piece: ChoiceUpdate) -> bytes:
-        """What is new, as events of the item that is open; another one opens where one is due."""
-        out = [self._begin()]  # of a whole answer with logprobs there are as many as tokens
+    def encode_piece(self, piece: ChoiceUpdate) -> bytes:
+        """Encode new text as events of the open item; open another item when the kind changes."""
+        out = [self._begin()]  # a whole answer with logprobs yields one entry per token
         for each in self._logprobs.one_by_one(piece):
             parts = joined(self._answer.take(each))
-            # while white space gathers, of which there may be very much, nothing comes out
+            # Nothing comes out while the reader collects white space, which may be long.
             num_behind = self._answer.num_held + sum(len(part.text) for part in parts) if parts else 0
             for part in parts:
                 num_behind -= len(part.text)
@@ -67,18 +74,18 @@ class ResponseFrames:
 
     @property
     def finish_reasons(self) -> Sequence[str]:
-        """Of the one choice, once it has ended."""
+        """The finish reason of the one choice, once it has ended."""
         return self._answers.finish_reasons
 
-    def end(self, usage: Usage) -> bytes:
-        """The end of the last item, and the whole response."""
+    def encode_end(self, usage: Usage) -> bytes:
+        """Encode the end of the last item and the whole response."""
         status = self._settle(usage)
         closing = self._close(status)
         self.whole = self._as_it_is(status)
         return closing + self._event(f"response.{status}", response=self.whole)
 
-    def failure(self, error: WeftError) -> bytes:
-        """How a stream that has begun tells that it failed; what there is of the output stays incomplete."""
+    def encode_failure(self, error: WeftError) -> bytes:
+        """Encode the end of a failed stream. Its last item stays incomplete."""
         out = self._begin()
         code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
         self._response["error"] = {"code": code, "message": public_message(error)}
@@ -86,9 +93,9 @@ class ResponseFrames:
             self._items[-1].status = "incomplete"
         return out + self._event("response.failed", response=self._as_it_is("failed"))
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The whole response: what a stream would have ended with."""
-        self.frames(choices[0].whole())
+    def encode_body(self, choices: Sequence[CollectedChoice], usage: Usage) -> bytes:
+        """Encode the whole response, equal to the last event of a stream."""
+        self.encode_piece(choices[0].whole())
         status = self._settle(usage)
         self._close(status)
         self.whole = self._as_it_is(status)
@@ -101,7 +108,7 @@ class ResponseFrames:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _grow(self, part: Part, num_behind: int) -> bytes:
-        """`num_behind`: letters that have come behind it."""
+        """Append a part to the open item. `num_behind`: characters received after it."""
         out = b""
         if part.kind in CALLS or not self._items or self._items[-1].kind is not kind_of(part):
             out += self._close("completed")
@@ -128,7 +135,7 @@ class ResponseFrames:
         return out
 
     def _close(self, status: str) -> bytes:
-        """The item that is open, if there is one."""
+        """Close the open item, if any."""
         if not self._items or self._items[-1].status != "in_progress":
             return b""
         item = self._items[-1]
@@ -144,7 +151,7 @@ class ResponseFrames:
         return place if item.is_call else {**place, "content_index": 0}
 
     def _settle(self, usage: Usage) -> str:
-        """What is known at the end; the status."""
+        """Set the final fields; return the status."""
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
         self._response["usage"] = usage_of(usage)
         if self._answer.finish_reason is FinishReason.LENGTH:
@@ -159,11 +166,11 @@ class ResponseFrames:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
         said = event(kind, sequence_number=self._num_events - 1, **fields)
-        return padded(said) if self._is_padded and kind.endswith(".delta") else said
+        return with_obfuscation(said) if self._is_padded and kind.endswith(".delta") else said
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """As this API spells it. Nothing is charged for writing to the cache, so nothing is counted there."""
+    """Return the usage object of this API. Cache writes cost nothing, so their count is 0."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -171,3 +178,69 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def kind_of(part: Part) -> PartKind:
+    """Return the kind of the item that a part belongs to."""
+    return OPENED_BY.get(part.kind, part.kind)
+
+
+class OutputItem:
+    """An output item as it grows: a message, thoughts or a call.
+
+    `own_names`: the client's names for functions that the model knows under another name.
+    """
+
+    def __init__(self, first: Part, own_names: Mapping[str, dict[str, Any]]) -> None:
+        self.kind = kind_of(first)
+        self.id = f"{PREFIXES[self.kind]}_{new_id()}"
+        self.status = "in_progress"
+        self.is_opened = False  # its only content part has begun
+        self.logprobs: list[Any] = []  # serialized
+        self._texts: list[str] = []
+        self._call = {"call_id": first.call_id, **own_names.get(first.text, {"name": first.text})}
+
+    @property
+    def text(self) -> str:
+        """Its text, thoughts or arguments so far."""
+        return "".join(self._texts)
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    @property
+    def is_call(self) -> bool:
+        """True for calls, which have no content parts."""
+        return self.kind in CALLS
+
+    @property
+    def event(self) -> str:
+        """The name prefix of its events."""
+        return EVENTS[self.kind]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the item object in its present state."""
+        common = {"id": self.id, "status": self.status}
+        content = [self.part()] if self.is_opened else []
+        match self.kind:
+            case PartKind.CALL:
+                return {**common, "type": "function_call", **self._call, "arguments": self.text}
+            case PartKind.CUSTOM:
+                return {**common, "type": "custom_tool_call", **self._call, "input": self.text}
+            case PartKind.REASONING:
+                return {**common, "type": "reasoning", "summary": [], "content": content}
+            case _:
+                return {**common, "type": "message", "role": "assistant", "content": content}
+
+    def part(self) -> dict[str, Any]:
+        if self.kind is PartKind.REASONING:
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def done(self) -> dict[str, Any]:
+        """Return the fields of its done event."""
+        if self.kind is PartKind.CALL:
+            return {"arguments": self.text, "name": self._call["name"]}
+        if self.kind is PartKind.CUSTOM:
+            return {"input": self.text}
+        return {"text": self.text} | ({"logprobs": self.logprobs} if self.kind is PartKind.TEXT else {})

@@ -1,5 +1,7 @@
-"""Requests of InferenceService as they come -> the validator's own requests. For the threads that read HTTP bodies:
-nothing of a message is looked at before its fields have been counted."""
+"""Converts InferenceService messages to requests of the one validator.
+
+Runs in the text threads. No message is parsed before its fields are charge_on_error.
+"""
 
 from __future__ import annotations
 
@@ -14,43 +16,45 @@ from google.protobuf.message import DecodeError, Message
 from weft.errors import InvalidRequest
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_services.gateway.catalog import Catalog
-from weft_services.gateway.dialects.body_limits import check_body, check_depth
+from weft_services.gateway.dialects.body_limits import check_body, check_depth, check_message
 from weft_services.gateway.dialects.embeddings import parse_embedding
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, parse_tokenize
-from weft_services.gateway.dialects.wire_limits import check_message
-from weft_services.gateway.generation import Embedding, Generation, Tokenizing
+from weft_services.gateway.generation import Embedding, Generation, TokenizeRequest
 
 MessageT = TypeVar("MessageT", bound=Message)
+# Options of gRPC with another name in request bodies; the first are JSON texts.
+JSON_OPTIONS = {"response_format_json": "response_format", "structured_outputs_json": "structured_outputs"}
+RENAMED_OPTIONS = {"num_prompt_logprobs": "prompt_logprobs"}
 
 
 def read_generate(models: Catalog, raw: bytes) -> Generation:
-    """Generate. Raises InvalidRequest, NotFound."""
+    """Parse a GenerateRequest. Raises InvalidRequest, NotFound."""
     request = _read(pb.GenerateRequest, raw)
-    fields = _generate_fields(request, models.meant(request.model).name)
+    fields = _generate_fields(request, models.resolve(request.model).name)
     return replace(parse_completion(orjson.dumps(fields)), in_pieces=True)
 
 
 def read_chat(models: Catalog, raw: bytes) -> Generation:
-    """Chat. Raises InvalidRequest, NotFound."""
+    """Parse a ChatRequest. Raises InvalidRequest, NotFound."""
     request = _read(pb.ChatRequest, raw)
-    fields = _chat_fields(request, models.meant(request.model).name)
+    fields = _chat_fields(request, models.resolve(request.model).name)
     return replace(parse_chat(orjson.dumps(fields)), in_pieces=True)
 
 
 def read_embed(models: Catalog, raw: bytes) -> Embedding:
-    """Embed. Raises InvalidRequest, NotFound."""
+    """Parse an EmbedRequest. Raises InvalidRequest, NotFound."""
     request = _read(pb.EmbedRequest, raw)
-    return parse_embedding(orjson.dumps(_embed_fields(request, models.meant(request.model).name)))
+    return parse_embedding(orjson.dumps(_embed_fields(request, models.resolve(request.model).name)))
 
 
-def read_tokenize(raw: bytes) -> Tokenizing:
-    """Tokenize. Raises InvalidRequest."""
+def read_tokenize(raw: bytes) -> TokenizeRequest:
+    """Parse a TokenizeRequest. Raises InvalidRequest."""
     return parse_tokenize(orjson.dumps(_tokenize_fields(_read(pb.TokenizeRequest, raw))))
 
 
 def read_detokenize(raw: bytes) -> tuple[str, list[int]]:
-    """Detokenize: model and ids. Raises InvalidRequest."""
+    """Parse a DetokenizeRequest: model and ids. Raises InvalidRequest."""
     request = _read(pb.DetokenizeRequest, raw)
     return parse_detokenize(orjson.dumps({"model": request.model or None, "tokens": list(request.token_ids)}))
 
@@ -60,7 +64,7 @@ def _read(kind: type[MessageT], raw: bytes) -> MessageT:
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise InvalidRequest(f"the message is no {kind.DESCRIPTOR.name}", None, "invalid_value") from error
+        raise InvalidRequest(f"the message is not a valid {kind.DESCRIPTOR.name}", None, "invalid_value") from error
 
 
 def _generate_fields(request: pb.GenerateRequest, model: str) -> dict[str, Any]:
@@ -119,7 +123,7 @@ def _message_fields(position: int, message: pb.ChatMessage) -> dict[str, Any]:
     if message.tool_calls_json:
         fields["tool_calls"] = _json_field(message.tool_calls_json, f"messages.{position}.tool_calls_json")
         if message.role == "assistant" and fields["tool_calls"]:
-            fields["content"] = message.content or None  # templates tell calls by what is not said beside them
+            fields["content"] = message.content or None  # templates recognize calls by missing content
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning_content:
@@ -137,28 +141,25 @@ def _json_field(text: str, field: str) -> Any:
 
 
 def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
-    given = "max_tokens temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty"
-    given += " priority n"
-    fields = {name: getattr(options, name) for name in given.split() if options.HasField(name)}  # type: ignore[arg-type]
-    for name, value in fields.items():
-        if not math.isfinite(value):  # JSON would have nothing in its place
-            raise InvalidRequest(f"options.{name}: expected a number", f"options.{name}", "invalid_value")
-    if options.HasField("num_prompt_logprobs"):
-        fields["prompt_logprobs"] = options.num_prompt_logprobs
-    formats = {"response_format": options.response_format_json, "structured_outputs": options.structured_outputs_json}
-    check_body(*(text.encode() for text in formats.values()))
-    for name, text in formats.items():
-        if text:
-            fields[name] = _json_field(text, f"options.{name}_json")
-    if options.prompt_cache_retention:
-        fields["prompt_cache_retention"] = options.prompt_cache_retention
-    return fields | {
-        "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()},
-        "min_tokens": options.min_tokens,
-        "stop": list(options.stop),
-        "stop_token_ids": list(options.stop_token_ids),
-        "ignore_eos": options.ignore_eos,
-        "reject_if_busy": options.reject_if_busy,
-        "session_id": options.session_id,
-        "return_token_ids": options.return_token_ids,
-    }
+    """Return the options that are set, as fields of a request body. `num_logprobs` differs between the bodies."""
+    check_body(*(getattr(options, name).encode() for name in JSON_OPTIONS))
+    fields: dict[str, Any] = {}
+    for option, value in options.ListFields():
+        name = option.name
+        if name in JSON_OPTIONS:
+            fields[JSON_OPTIONS[name]] = _json_field(value, f"options.{name}")
+        elif name == "logit_bias":
+            fields[name] = {str(token): bias for token, bias in value.items()}
+        elif isinstance(value, str | int | float):
+            fields[RENAMED_OPTIONS.get(name, name)] = _finite(value, name)
+        else:
+            fields[name] = list(value)
+    fields.pop("num_logprobs", None)
+    return fields
+
+
+def _finite(value: str | int | float, name: str) -> str | int | float:
+    """Return a value that JSON can represent: it has no NaN or infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"options.{name}: expected a number", f"options.{name}", "invalid_value")
+    return value

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weft_services.gateway.front.cork import Cork
-from weft_services.gateway.front.exchange import unless_disconnected
+from weft_services.gateway.front.asgi_io import unless_disconnected
+from weft_services.gateway.front.http_server import HeadCoalescingTransport
 
 
 class Wire:
@@ -32,10 +32,10 @@ class Wire:
         return self.is_closed
 
 
-def corked(is_started: bool = True) -> tuple[Any, Wire, Cork]:
+def corked(is_started: bool = True) -> tuple[Any, Wire, HeadCoalescingTransport]:
     wire = Wire()
     cycle: Any = SimpleNamespace(transport=wire, response_started=is_started)
-    return cycle, wire, Cork(cycle, asyncio.get_running_loop())
+    return cycle, wire, HeadCoalescingTransport(cycle, asyncio.get_running_loop())
 
 
 async def test_head_and_body_are_one_call_and_the_rest_of_a_stream_is_written_at_once() -> None:

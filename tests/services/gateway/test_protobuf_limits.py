@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from weft.errors import InvalidRequest
 from weft_mesh.v1 import inference_service_pb2 as pb
-from weft_services.gateway.dialects import wire_limits
-from weft_services.gateway.dialects.wire_limits import MAX_FIELDS, check_message
-from weft_services.gateway.front import messages
+from weft_services.gateway.dialects import body_limits
+from weft_services.gateway.dialects.body_limits import MAX_FIELDS, check_message
+from weft_services.gateway.front import grpc_requests
 
 SERVICE = "/weft_mesh.v1.InferenceService"
 TEXT = st.text("ab\0", max_size=3)
@@ -68,8 +68,8 @@ def test_a_message_is_refused_when_it_has_more_than_it_may(
     raw = request_.SerializeToString()
     is_looked_at = len(raw) // 2 > max_fields
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire_limits, "MAX_FIELDS", max_fields)
-        patch.setattr(wire_limits, "MAX_NUMBERS", max_numbers)
+        patch.setattr(body_limits, "MAX_FIELDS", max_fields)
+        patch.setattr(body_limits, "MAX_NUMBERS", max_numbers)
         if is_looked_at and (fields > max_fields or numbers > max_numbers):
             with pytest.raises(InvalidRequest, match="more than"):
                 check_message(raw, type(request_))
@@ -82,7 +82,7 @@ def test_a_message_is_refused_when_it_has_more_than_it_may(
 def test_bytes_that_are_no_message_are_refused_and_nothing_worse(noise: bytes, cut: int) -> None:
     whole = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x" * 20)] * 3).SerializeToString()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire_limits, "MAX_FIELDS", 1)
+        patch.setattr(body_limits, "MAX_FIELDS", 1)
         for raw in (noise, whole[:cut] + noise):
             with suppress(InvalidRequest):
                 check_message(raw, pb.ChatRequest)
@@ -120,7 +120,7 @@ async def test_a_message_of_too_many_fields_is_refused_before_it_is_read(
                 pass
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         broken = channel.unary_stream(f"{SERVICE}/{method}")(b"\x12\xff", timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError, match="the message is no") as refusal:
+        with pytest.raises(grpc.aio.AioRpcError, match="the message is not a valid") as refusal:
             async for _ in broken:
                 pass
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -133,7 +133,7 @@ async def test_a_long_message_is_read_in_a_thread(bench: MakeBench, monkeypatch:
         seen.append(threading.current_thread().name)
         check_message(raw, kind)
 
-    monkeypatch.setattr(messages, "check_message", watched)
+    monkeypatch.setattr(grpc_requests, "check_message", watched)
     chat = pb.ChatRequest(model=MODEL_NAME, messages=[pb.ChatMessage(role="user", content="x " * 2000)])
     requests = {
         "Chat": chat,

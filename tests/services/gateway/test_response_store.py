@@ -17,8 +17,8 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, failing, speaking
 from tests.services.gateway.test_responses import TOOL, client, events_of, prompt_of
 from weft.config import ConfigError
-from weft_services.gateway.config import Config
-from weft_services.gateway.front import kept
+from weft_services.gateway.config import GatewayConfig
+from weft_services.gateway.front import response_store
 from weft_services.gateway.mesh import pipeline
 from weft_services.gateway.mesh.prepare import prepare
 
@@ -34,7 +34,7 @@ def valkey() -> Iterator[ValkeyServer]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine half a second may pass."""
-    monkeypatch.setattr(kept, "DEADLINE_SECONDS", 10.0)
+    monkeypatch.setattr(response_store, "DEADLINE_SECONDS", 10.0)
 
 
 def say(b: Bench, text: str) -> None:
@@ -56,7 +56,7 @@ async def test_an_answer_is_shown_again_until_it_is_deleted(bench: MakeBench, va
         assert (item.type, item.role, item.content[0].text) == ("message", "user", "hi there")
         await sdk.responses.delete(made.id)
         for gone in (sdk.responses.retrieve(made.id), sdk.responses.delete(made.id), sdk.responses.retrieve("other")):
-            with pytest.raises(NotFoundError, match="is kept"):
+            with pytest.raises(NotFoundError, match="is stored"):
                 await gone
         with pytest.raises(BadRequestError) as refused:
             await ask(sdk, "and now", previous_response_id=made.id)
@@ -172,7 +172,7 @@ async def test_nobody_finds_what_is_anothers(bench: MakeBench, valkey: ValkeySer
 
 async def test_what_is_not_complete_or_not_to_be_kept_is_not(bench: MakeBench, valkey: ValkeyServer) -> None:
     redis = Redis.from_url(valkey.connection_url)
-    async with bench(redis_url=valkey.connection_url, move_seconds=0.2) as b, client(b) as sdk:
+    async with bench(redis_url=valkey.connection_url, migration_timeout_seconds=0.2) as b, client(b) as sdk:
         redis.flushall()
         say(b, "hello")
         assert (await ask(sdk, "hi", store=False)).model_dump()["store"] is False
@@ -273,4 +273,4 @@ async def test_without_valkey_answers_go_on_and_nothing_is_kept(bench: MakeBench
 def test_for_how_long_is_checked(tmp_path: Path) -> None:
     for seconds in (-1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="WEFT_RESPONSES_SECONDS"):
-            Config(str(tmp_path), "127.0.0.1:1", responses_seconds=seconds)
+            GatewayConfig(str(tmp_path), "127.0.0.1:1", responses_seconds=seconds)

@@ -1,13 +1,13 @@
-"""What a request's span says, in the words of OpenTelemetry's conventions for generative AI, and in a few of our own.
+"""Span attributes of a request: OpenTelemetry's conventions for generative AI, and a few of our own.
 
-Neither prompts nor answers are ever among it.
+They never contain prompts or answers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from weft_services.gateway.dialects.frames import Usage
+from weft_services.gateway.dialects.choices import Usage
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.generation_run import GenerationRun
 
@@ -21,12 +21,12 @@ OTHERS = {
 
 
 def operation(endpoint: str) -> str:
-    """gen_ai.operation.name of an endpoint, as the access log calls it."""
+    """Return gen_ai.operation.name of an endpoint."""
     return OTHERS.get(endpoint, "chat")
 
 
 def begun(endpoint: str) -> dict[str, Any]:
-    """What is known before anything of the request is, and stays true of one that is refused."""
+    """Return attributes that are known before the body is read."""
     return {
         "gen_ai.operation.name": operation(endpoint),
         "gen_ai.provider.name": PROVIDER,
@@ -35,7 +35,7 @@ def begun(endpoint: str) -> dict[str, Any]:
 
 
 def request(generation: Generation) -> dict[str, Any]:
-    """What the client asked for; what it left open is left out."""
+    """Return the sampling parameters that the client set."""
     return {
         "gen_ai.request.max_tokens": generation.max_tokens,
         "gen_ai.request.temperature": generation.temperature,
@@ -51,7 +51,7 @@ def request(generation: Generation) -> dict[str, Any]:
 
 
 def response(run: GenerationRun, usage: Usage, first_token_seconds: float | None) -> dict[str, Any]:
-    """What came of it."""
+    """Return attributes of the answer."""
     return {
         "gen_ai.response.model": run.prepared.generation.model,
         "gen_ai.response.finish_reasons": run.finish_reasons,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft_services.gateway.dialects.frames import Envelope
-from weft_services.gateway.dialects.padding import GRAIN_BYTES, padded
+from weft_services.gateway.dialects.openai_encoders import Envelope
+from weft_services.gateway.dialects.sse import GRAIN_BYTES, with_obfuscation
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
@@ -25,7 +25,7 @@ def test_a_text_frame_is_the_frame_of_its_choice(include_usage: bool, text: str,
     choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
     frame = envelope.frame(choice)
     assert envelope.text_frame(index, b"content", text) == frame
-    hidden = padded(frame)
+    hidden = with_obfuscation(frame)
     assert len(hidden) % GRAIN_BYTES == 0
     fields = json.loads(hidden.removeprefix(b"data: "))
     assert len(fields.pop("obfuscation")) < GRAIN_BYTES

@@ -1,0 +1,209 @@
+"""Endpoints below `/weft/`: drain workers, change roles, and a stream of fleet events.
+
+The events are `hello`, `fleet` and `hand_off`; docs/reference/clients.md lists their fields.
+They never contain addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from abc import ABC, abstractmethod
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import InvalidRequest, NotFound, WeftError
+from weft.request import WorkerRole
+from weft_services.gateway.access.authentication import current_principal
+from weft_services.gateway.dialects.chat_translation import read_json_object
+from weft_services.gateway.error_body import HttpError, error_fields
+from weft_services.gateway.front.asgi_io import (
+    ResponseWriter,
+    errors_reported,
+    header,
+    read_json_body,
+    unless_disconnected,
+)
+from weft_services.gateway.mesh.fleet import Subscription
+from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff, WorkerStatus
+
+REFUSAL = (
+    "operators only: use an operator's key, or without WEFT_KEYS and WEFT_ALLOW_UNAUTHENTICATED call from the "
+    "gateway's machine"
+)
+FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
+News = Subscription[FleetReport | HandOff]
+
+
+def may_operate(scope: Scope) -> bool:
+    """Return whether the caller may operate the mesh.
+
+    With keys, the key decides. Without keys, only callers from this machine may. A proxy excludes that: it may run here
+    too and need not name its client.
+    """
+    principal = current_principal.get()
+    if principal.key is not None:
+        return principal.key.operator
+    return not principal.is_proxied and _is_local(scope)
+
+
+def _is_local(scope: Scope) -> bool:
+    """True for a direct caller from loopback that addresses this machine as localhost.
+
+    The Host check excludes web pages under a foreign name that resolves to this machine. With proxy headers the
+    real client may be elsewhere.
+    """
+    host = header(scope, b"host").rpartition(":")[0] or header(scope, b"host")
+    is_forwarded = any(name in FORWARDED for name, _ in scope["headers"])
+    return not is_forwarded and _is_loopback((scope.get("client") or ("",))[0]) and _is_loopback(host.strip("[]"))
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class OperatorEndpoint(ABC):
+    """POST /weft/workers/{worker_id}/VERB with a JSON body, which a foreign page cannot send without a preflight."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = ResponseWriter(scope, send)
+        async with errors_reported(writer):
+            if not may_operate(scope):
+                raise HttpError(403, REFUSAL, "forbidden")
+            fields = read_json_object(await read_json_body(scope, receive))
+            worker_id = str(scope["path_params"]["worker_id"])
+            try:
+                done = await self._act(worker_id, fields)
+            except NotFound as error:
+                raise HttpError(404, str(error), "worker_not_found") from error
+            await writer.send_body(200, orjson.dumps({"worker_id": worker_id, **done}))
+
+    @abstractmethod
+    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Act on the worker and return fields of the answer. Raises NotFound, WeftError."""
+
+
+class DrainEndpoint(OperatorEndpoint):
+    """POST .../drain and .../undrain: take a worker out of service and back."""
+
+    def __init__(self, pipeline: Pipeline, undo: bool) -> None:
+        super().__init__(pipeline)
+        self._undo = undo
+
+    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+        await self._pipeline.drain(worker_id, self._undo)
+        return {"draining": not self._undo}
+
+
+class RoleEndpoint(OperatorEndpoint):
+    """POST .../role with a body such as `{"role": "prefill"}`."""
+
+    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+        role = fields.get("role")
+        if role not in list(WorkerRole):
+            raise InvalidRequest(f"role: expected one of {', '.join(WorkerRole)}", "role")
+        await self._pipeline.set_role(worker_id, WorkerRole(role))
+        return {"role": role}
+
+
+class FleetEvents:
+    """GET /weft/fleet/events. Each fleet report is serialized once for all listeners."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._last_fleet_event: tuple[FleetReport | None, bytes] = (None, b"")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream events until the client or the gateway leaves."""
+        writer = ResponseWriter(scope, send)
+        async with errors_reported(writer):
+            if scope["method"] == "HEAD":
+                await writer.begin_stream(_failure)
+                await writer.end_stream(b"")
+                return
+            with self._pipeline.fleet_events.subscribed() as news:
+                await unless_disconnected(receive, self._send_events(writer, news, may_operate(scope)))
+
+    async def _send_events(self, writer: ResponseWriter, news: News, can_operate: bool) -> None:
+        await writer.begin_stream(_failure)
+        await writer.send_frames(_event("hello", {"is_operator": can_operate}))
+        await writer.send_frames(self._frame(await self._pipeline.fleet_report()))
+        while (item := await news.next()) is not None:
+            current_principal.get().check_key()
+            await writer.send_frames(self._frame(item))
+        await writer.end_stream(b"")
+
+    def _frame(self, item: FleetReport | HandOff) -> bytes:
+        if isinstance(item, HandOff):
+            fields = {"prefill": item.prefill_id, "decode": item.decode_id, "bytes": item.size_bytes}
+            return _event("hand_off", {**fields, "exposed_ms": item.exposed_ms})
+        if self._last_fleet_event[0] is not item:
+            self._last_fleet_event = item, _event("fleet", self._fleet_fields(item))
+        return self._last_fleet_event[1]
+
+    def _fleet_fields(self, fleet: FleetReport) -> dict[str, Any]:
+        return {
+            "ready": self._pipeline.is_ready,
+            "reasons": self._pipeline.reasons,
+            "in_flight": self._pipeline.num_in_flight,
+            "waiting": fleet.num_waiting,
+            "store": fleet.store,
+            "workers": [_worker_fields(worker) for worker in fleet.workers],
+            "arrivals": fleet.loading,
+        }
+
+
+def _failure(error: WeftError) -> bytes:
+    return _event("error", error_fields(error))
+
+
+def _state(worker: WorkerStatus) -> str:
+    if worker.is_parked:
+        return "parked"
+    if worker.is_draining:
+        return "draining"
+    return "ready" if worker.is_ready else "full" if worker.is_full else "not ready"
+
+
+def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
+    work = worker.load
+    return {
+        "id": worker.address.worker_id,
+        "boot": worker.address.boot_id,
+        "role": worker.role,
+        "can_change_role": worker.can_change_role,
+        "model": worker.model,
+        "state": _state(worker),
+        "transport": worker.transport,
+        "blocks": {
+            "total": work.num_blocks,
+            "active": work.active_blocks,
+            "cached": work.cached_blocks,
+            "quarantined": work.quarantined_blocks,
+            "free": work.free_blocks,
+        },
+        "running": work.num_running,
+        "waiting": work.num_waiting,
+        "queued_prefill_tokens": work.queued_prefill_tokens,
+        "active_tokens": work.active_tokens,
+        "booked_tokens": work.booked_tokens,
+        "generated_tokens": work.generated_tokens,
+        "computed_prompt_tokens": work.computed_prompt_tokens,
+        "report_age_ms": work.report_age_ms,
+        "prefix": work.tallies.prefix,
+        "hand_offs": work.tallies.transfers,
+    }
+
+
+def _event(name: str, fields: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(fields) + b"\n\n"
