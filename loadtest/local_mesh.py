@@ -167,7 +167,7 @@ class LocalMesh:
                 name, owner = process.name(), process.parent()
                 if name.startswith("python") and owner is not None:
                     # Mooncake's clients are Pythons of their own, beside the process that they work for
-                    name = "standby" if owner.pid == self._up.pid else f"{owner.name()} store"
+                    name = "fork_server" if owner.pid == self._up.pid else f"{owner.name()} store"
                 named[name] = process
             except psutil.Error:  # it ends just now
                 continue

@@ -35,9 +35,9 @@ from loadtest.fleet import page
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
 from loadtest.verdict import verdict
-from weft.cli.bench.figures import Promise, percentile
 from weft.cli.bench.load import Load, Record, Target, open_target
-from weft.cli.bench.workload import Recipe, from_recipe
+from weft.cli.bench.stats import LatencySlo, percentile
+from weft.cli.bench.workload import WorkloadSpec, from_recipe
 
 REFUSED = "HTTP 429"
 # answered less than this share of what was asked: more is no use
@@ -59,7 +59,7 @@ class Options:
     first_rate: float
     prompt_tokens: int
     output_tokens: int
-    slo: Promise
+    slo: LatencySlo
     targets: str
     queue_seconds: float
     deadline: float
@@ -90,7 +90,7 @@ class Step:
         """By a 429."""
         return [record for record in self.records if record.error.startswith(REFUSED)]
 
-    def good(self, slo: Promise) -> list[Record]:
+    def good(self, slo: LatencySlo) -> list[Record]:
         """Answered as promised."""
         return [record for record in self.answered if slo.is_kept(record)]
 
@@ -147,7 +147,7 @@ def summarize(step: Step, options: Options) -> Figures:
 
 async def offer(target: Target, rate: float, seconds: float, options: Options) -> Step:
     """Requests at that rate for so long, each to its end."""
-    recipe = Recipe(
+    recipe = WorkloadSpec(
         requests=max(1, round(rate * seconds)),
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
@@ -264,7 +264,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> tuple[Options, Path
     parser.add_argument("--out", type=Path, help="a directory for overload.json and overload.html")
     values = vars(parser.parse_args(arguments))
     out = values.pop("out")
-    values["slo"] = Promise(*values["slo"])
+    values["slo"] = LatencySlo(*values["slo"])
     for name in ("seconds", "ramp_seconds"):
         if values[name] <= values["warm_seconds"]:
             parser.error(f"--{name.replace('_', '-')}: must be longer than --warm-seconds")

@@ -32,9 +32,9 @@ from rich.table import Table
 
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
-from weft.cli.bench.figures import gaps
 from weft.cli.bench.load import Load, Record, Target, open_target
-from weft.cli.bench.workload import Recipe, from_recipe
+from weft.cli.bench.stats import gaps
+from weft.cli.bench.workload import WorkloadSpec, from_recipe
 
 # how many prefill and decode workers, and workers that do both
 SIDES = {"2 combined": (0, 0, 2), "prefill + decode": (1, 1, 0)}
@@ -80,7 +80,7 @@ async def measure(target: Target, options: Options, seed: int) -> Figures:
 
     async def send(rate: float, sizes: tuple[int, int], seed: int) -> list[Record]:
         count = max(1, round(rate * options.seconds))
-        recipe = Recipe(count, prompt_tokens=sizes[0], output_tokens=sizes[1], spread=0.3, rate=rate, seed=seed)
+        recipe = WorkloadSpec(count, prompt_tokens=sizes[0], output_tokens=sizes[1], spread=0.3, rate=rate, seed=seed)
         return await Load(target, from_recipe(recipe)).run(0, options.seconds + SETTLE_SECONDS)
 
     began = time.perf_counter()
@@ -102,7 +102,7 @@ async def measure(target: Target, options: Options, seed: int) -> Figures:
 
 async def seconds_of_a_long_prompt(target: Target, options: Options) -> float:
     """To its first token on an idle mesh, the median of some."""
-    recipe = Recipe(NUM_ALONE, options.long_tokens[0], 0, 1, concurrency=1, seed=NUM_ALONE)
+    recipe = WorkloadSpec(NUM_ALONE, options.long_tokens[0], 0, 1, concurrency=1, seed=NUM_ALONE)
     alone = await Load(target, from_recipe(recipe)).run(1, SETTLE_SECONDS)
     return statistics.median(record.first_token for record in alone if not record.error)
 

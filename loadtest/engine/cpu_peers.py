@@ -39,7 +39,7 @@ from loadtest.engine.cpu_task import Task, add_arguments, to_task
 from loadtest.engine.limits import limits_of, read_bandwidth
 from weft.capacity.gpus import Gpu
 from weft.capacity.roofline import TERA
-from weft.cli.mesh import worker_waits
+from weft.cli.mesh import spin_settings
 from weft.model.config import read_config
 
 ROUND_SECONDS = 1800
@@ -68,7 +68,7 @@ class Engine:
             return
         command = [self.python, "-m", self.module, *replace(task, dtype=DTYPES[self.dtype]).arguments()]
         # ours waits as a worker of `weft up` does
-        waits = worker_waits(os.environ) if self.name == OURS else {}
+        waits = spin_settings(os.environ) if self.name == OURS else {}
         environ = {**os.environ, **waits, "PYTHONPATH": os.pathsep.join(["", *sys.path])[1:]}
         if self.python != sys.executable:
             environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])

@@ -39,9 +39,9 @@ from loadtest.fleet.trace import Request
 from loadtest.fleet.weft_policy import WeftPolicy
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
-from weft.cli.bench.figures import gaps, percentile
 from weft.cli.bench.load import Load, Record, Target, open_target
-from weft.cli.bench.workload import Recipe, from_recipe
+from weft.cli.bench.stats import gaps, percentile
+from weft.cli.bench.workload import WorkloadSpec, from_recipe
 
 LENGTHS = (32, 128, 256, 512, 1024)
 REPEATS = 3
@@ -98,7 +98,7 @@ def real(records: Sequence[Record]) -> tuple[float, float]:
 async def offer(target: Target, rate: float, options: Options, seed: int) -> list[Record]:
     """So many requests a second, by chance."""
     count = max(round(rate * options.seconds), 8)
-    recipe = Recipe(count, options.prompt_tokens, 0, options.output_tokens, spread=0.5, rate=rate, seed=seed)
+    recipe = WorkloadSpec(count, options.prompt_tokens, 0, options.output_tokens, spread=0.5, rate=rate, seed=seed)
     return checked(await Load(target, from_recipe(recipe)).run(0, 4 * options.seconds + 60))
 
 
@@ -113,7 +113,7 @@ async def answers_alone(target: Target) -> float:
     """A few at a time, whose prompts are next to nothing. Returns the ITL p50 of those that are alone."""
     records = []
     for clients in BATCHES:
-        recipe = Recipe(ANSWERS * clients, 8, 0, ANSWER_TOKENS, concurrency=clients, seed=clients)
+        recipe = WorkloadSpec(ANSWERS * clients, 8, 0, ANSWER_TOKENS, concurrency=clients, seed=clients)
         records.append(checked(await Load(target, from_recipe(recipe)).run(clients, 120.0)))
     return real(records[0])[1]
 
@@ -122,7 +122,7 @@ async def prompts_alone(target: Target, seed: int) -> list[tuple[int, float]]:
     """Tokens and seconds to the first token, for each length the quickest of some."""
     quickest = []
     for length in LENGTHS:
-        recipe = Recipe(REPEATS, length, 0, 1, concurrency=1, seed=1000 * seed + length)
+        recipe = WorkloadSpec(REPEATS, length, 0, 1, concurrency=1, seed=1000 * seed + length)
         records = checked(await Load(target, from_recipe(recipe)).run(1, 120.0))
         best = min(records, key=lambda record: record.first_token)
         quickest.append((best.prompt_tokens, best.first_token))
@@ -133,7 +133,7 @@ async def capacity(target: Target, options: Options, seed: int) -> float:
     """Requests a second that come out when there are always some that wait."""
     clients = WAITING * options.prefill
     sizes = (4 * clients, options.prompt_tokens, 0, options.output_tokens, 0.5)
-    recipe = Recipe(*sizes, concurrency=clients, seed=seed)
+    recipe = WorkloadSpec(*sizes, concurrency=clients, seed=seed)
     records = checked(await Load(target, from_recipe(recipe)).run(clients, 600.0))
     begun = sorted(record.arrivals[0] for record in records)
     return (len(begun) - clients) / (begun[-1] - begun[clients - 1])

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import psutil
 
-from weft.cli import steer
+from weft.cli import fleet_commands
 from weft.cli.child_spec import RestartPolicy
 from weft.cli.health import grpc_serves
+from weft.cli.mesh_registry import MeshRecord, running_meshes
 from weft.cli.ports import free_ports
-from weft.cli.record import MeshRecord, running_meshes
 from weft.rpc.client import open_channel
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
@@ -123,10 +123,10 @@ def restart(mesh_pid: int, record: MeshRecord, what: str) -> Restart:
 def wake(mesh_pid: int, record: MeshRecord) -> Restart:
     """Park the worker, and wake it when it has given back its memory."""
     scheduler, process = record.services["scheduler"], worker_pid(mesh_pid, record.services[WORKER])
-    steer.sleep(scheduler, WORKER, even_last=True)
+    fleet_commands.sleep(scheduler, WORKER, even_last=True)
     asyncio.run(until_asleep(scheduler))
     before, began = disk_bytes(process), time.perf_counter()
-    steer.wake(scheduler, WORKER)
+    fleet_commands.wake(scheduler, WORKER)
     asyncio.run(until_serving(record.services[WORKER], True))
     seconds = time.perf_counter() - began
     own, started = (after - then for after, then in zip(disk_bytes(process), before, strict=True))

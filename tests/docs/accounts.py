@@ -43,7 +43,7 @@ UP: dict[str, str] = {
     "--prefill": "mesh/test_planner.py::planned",
     "--decode": "mesh/test_planner.py::planned",
     "--port": "mesh/conftest.py::mesh",
-    "--cors-origins": "weft/cli/test_settings.py::test_wrong_cors_origin_is_refused_before_the_start",
+    "--cors-origins": "weft/cli/test_config_check.py::test_wrong_cors_origin_is_refused_before_the_start",
     "--host": "weft/cli/test_main.py::test_up_opens_no_listener_to_others_without_keys",
     "--allow-unauthenticated": "services/gateway/test_keys.py::test_a_listener_that_others_can_reach_wants_keys",
     "--disk": "weft/cli/test_mesh.py::test_the_store_is_told_of_its_disk",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.record import running_meshes
+from weft.cli.mesh_registry import running_meshes
 from weft.worker.memory_profile import cached_peak
 from weft_kernels import cache_dir
 

@@ -21,7 +21,7 @@ from tests.docs.accounts import ON_A_MESH
 from tests.docs.pages import distinct
 from tests.mesh.conftest import ROOT, Mesh
 from weft.cli.main import app
-from weft.cli.record import runtime_folder
+from weft.cli.mesh_registry import runtime_folder
 
 GRPCURL = re.compile(r"^grpcurl -plaintext -d '(.*)' \S+ (\S+)$", re.M)
 runner = CliRunner()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.cli.doctor import model as doctor
-from weft.cli.doctor.finding import Level, Subject
+from weft.cli.doctor.finding import Severity, Subject
 from weft.cli.plan import PlanOptions, run_plan
 from weft.cli.up import UsageError, find_models
 from weft.errors import BadCheckpoint
@@ -132,7 +132,7 @@ def test_a_file_that_is_something_else_is_named(tmp_path: Path, edit: Edit, expe
     with pytest.raises(BadCheckpoint) as refusal:
         read_checkpoint(tmp_path)
     assert not [word for word in expected if word not in str(refusal.value)], refusal.value
-    (finding,) = (each for each in doctor.check_model(Subject({"m": tmp_path})) if each.level is Level.FAILURE)
+    (finding,) = (each for each in doctor.check_model(Subject({"m": tmp_path})) if each.level is Severity.FAILURE)
     assert not [word for word in expected if word not in f"{finding.says}; {finding.advice}"], finding
 
 

@@ -16,7 +16,15 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from weft.cli.stream import Figures, MeshError, open_client, printable, read_input, served_model, stream_text
+from weft.cli.completion_client import (
+    CompletionStats,
+    MeshError,
+    open_client,
+    printable,
+    read_input,
+    served_model,
+    stream_text,
+)
 
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
 
@@ -102,7 +110,7 @@ def _read_line(is_terminal: bool) -> str | None:
 def _answer(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, text: str, console: Console) -> None:
     """One exchange. A stopped answer stays in the conversation as far as it came, a failed one does not."""
     chat.messages.append({"role": "user", "content": text})
-    figures, pieces = Figures(), list[str]()
+    figures, pieces = CompletionStats(), list[str]()
 
     async def receive() -> None:
         async for piece in stream_text(client, chat.body(), chat.session, figures):
@@ -124,3 +132,28 @@ def _answer(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, text:
         return
     chat.messages.append({"role": "assistant", "content": "".join(pieces)})
     console.print(Text(f"{ended}\n{figures}\n", style="dim"))
+
+
+def run_generate(url: str, api_key: str, prompt: str, options: dict[str, Any], is_raw: bool) -> int:
+    """Print the answer; returns the exit status."""
+    try:
+        if prompt == "-":
+            prompt = read_input(sys.stdin.read)
+        question = {"prompt": prompt} if is_raw else {"messages": [{"role": "user", "content": prompt}]}
+        asyncio.run(_generate(url, api_key, {**question, **options}))
+    except MeshError as error:
+        print(f"weft generate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def _generate(url: str, api_key: str, body: dict[str, Any]) -> None:
+    figures, is_terminal = CompletionStats(), sys.stdout.isatty()
+    async with open_client(url, api_key) as client:
+        body = {"model": await served_model(client), **body}
+        async for text in stream_text(client, body, "", figures):
+            print(printable(text) if is_terminal else text, end="", flush=True)
+    print()
+    print(figures, file=sys.stderr)

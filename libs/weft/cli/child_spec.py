@@ -11,7 +11,7 @@ from typing import Protocol
 CONFIG_EXIT_CODE = 2
 
 
-class State(StrEnum):
+class ChildState(StrEnum):
     """What a child is doing."""
 
     WAITING = "waiting"
@@ -61,7 +61,7 @@ class ChildSpec:
     tier: int = 0
     start_seconds: float = 60.0
     heeds_progress: bool = False
-    order: bytes = b""
+    fork_request: bytes = b""
     leads_session: bool = False
     probe_again: Callable[[], Awaitable[bool]] | None = None
     memory_bytes: int = 0
@@ -83,7 +83,7 @@ class Listener(Protocol):
     def on_line(self, name: str, line: str) -> None:
         """A child wrote a line."""
 
-    def on_state(self, name: str, state: State, detail: str) -> None:
+    def on_state(self, name: str, state: ChildState, detail: str) -> None:
         """A child has come to this state."""
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:

@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.child_spec import State
+from weft.cli.child_spec import ChildState
 
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 SPEAKER = "weft up"
@@ -31,7 +31,7 @@ _LEVEL_STYLES = {"D": "dim", "I": "", "W": "yellow", "E": "red", "C": "bold red"
 
 @dataclass(slots=True)
 class _Row:
-    state: State = State.WAITING
+    state: ChildState = ChildState.WAITING
     since: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
 
@@ -89,22 +89,22 @@ class Display:
         else:
             self._print(Text.assemble(" " * 9, (f"{name:<{self._width}} ", self._colours[name]), line))
 
-    def on_state(self, name: str, state: State, detail: str) -> None:
+    def on_state(self, name: str, state: ChildState, detail: str) -> None:
         """A child has come to this state."""
         row, now = self._rows[name], time.monotonic()
         row.seconds = now - row.since
-        was_restarting = row.state is State.BACKING_OFF
-        if state is State.STARTING or row.state is not State.STARTING:
+        was_restarting = row.state is ChildState.BACKING_OFF
+        if state is ChildState.STARTING or row.state is not ChildState.STARTING:
             row.since = now
         row.state = state
-        if state is State.READY and (self._live is None or was_restarting):
+        if state is ChildState.READY and (self._live is None or was_restarting):
             self.say(f"{name} is ready after {row.seconds:.1f} s")
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
         """A child died that nobody stopped."""
-        self.mourn(name, f"{name} has died ({how}); it starts again in {retry_seconds:g} s", last_lines)
+        self.report_crash(name, f"{name} has died ({how}); it starts again in {retry_seconds:g} s", last_lines)
 
-    def mourn(self, name: str, text: str, last_lines: Sequence[str]) -> None:
+    def report_crash(self, name: str, text: str, last_lines: Sequence[str]) -> None:
         """Say what befell a child, with its last lines unless they stand right above."""
         stand_above = self._speaker == name and self._run_length >= len(last_lines)
         self.say(text, "bold red")
@@ -151,16 +151,16 @@ class Display:
 _SPINNER = Spinner("dots")
 
 
-def _mark(state: State) -> RenderableType:
-    if state is State.STARTING:
+def _mark(state: ChildState) -> RenderableType:
+    if state is ChildState.STARTING:
         return _SPINNER
-    marks = {State.READY: ("✓", "green"), State.BACKING_OFF: ("↻", "yellow"), State.FAILED: ("✗", "red")}
+    marks = {ChildState.READY: ("✓", "green"), ChildState.BACKING_OFF: ("↻", "yellow"), ChildState.FAILED: ("✗", "red")}
     return Text(*marks.get(state, ("·", "dim")))
 
 
 def _describe(row: _Row) -> Text:
-    if row.state is State.READY:
+    if row.state is ChildState.READY:
         return Text(f"ready after {row.seconds:.1f} s", style="dim")
-    if row.state is State.STARTING:
+    if row.state is ChildState.STARTING:
         return Text(f"starting {time.monotonic() - row.since:.0f} s")
     return Text(row.state.value, style="dim")

@@ -38,7 +38,7 @@ def _mebibytes(told: str) -> int:
     return int(told) << 20 if told.isdecimal() else 0
 
 
-def tell_memory(found: Sequence[Card]) -> bool:
+def all_report_memory(found: Sequence[Card]) -> bool:
     """Is it known how much each of them has."""
     return bool(found) and all(card.total_bytes for card in found)
 

@@ -13,8 +13,7 @@ import typer
 
 from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
-from weft.cli.machine import app as machine_app
-from weft.cli.up_command import DType, WeightFormat, up
+from weft.cli.up_command import DTypeOption, WeightFormatOption, up
 from weft.config import ConfigError, check_addresses
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
 
@@ -25,7 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(keys_app)
-app.add_typer(machine_app)
 app.add_typer(bundles_app)
 
 
@@ -44,7 +42,7 @@ def weft(
     """A mesh of small services that serves large language models on your own machines."""
 
 
-class Role(StrEnum):
+class RoleOption(StrEnum):
     """What a worker does."""
 
     PREFILL = "prefill"
@@ -92,7 +90,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
 ) -> None:
     """One answer to standard output, figures to standard error."""
-    from weft.cli.generate import run_generate
+    from weft.cli.chat import run_generate
 
     options = {"model": model or None, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     wanted = {key: value for key, value in options.items() if value is not None}
@@ -127,7 +125,7 @@ def top(
 @app.command()
 def drain(worker: Worker, scheduler: Scheduler = "") -> None:
     """Let a worker finish what it has and give it nothing new."""
-    from weft.cli.steer import drain as ask_to_drain
+    from weft.cli.fleet_commands import drain as ask_to_drain
 
     ask_to_drain(_scheduler("drain", scheduler), worker, undo=False)
 
@@ -135,7 +133,7 @@ def drain(worker: Worker, scheduler: Scheduler = "") -> None:
 @app.command()
 def undrain(worker: Worker, scheduler: Scheduler = "") -> None:
     """Take a drained worker back into service."""
-    from weft.cli.steer import drain as ask_to_drain
+    from weft.cli.fleet_commands import drain as ask_to_drain
 
     ask_to_drain(_scheduler("undrain", scheduler), worker, undo=True)
 
@@ -149,7 +147,7 @@ def sleep(
     ] = False,
 ) -> None:
     """Let a worker finish what it has and give back its memory, weights and pool; its process stays."""
-    from weft.cli.steer import sleep as ask_to_sleep
+    from weft.cli.fleet_commands import sleep as ask_to_sleep
 
     ask_to_sleep(_scheduler("sleep", scheduler), worker, even_last)
 
@@ -157,7 +155,7 @@ def sleep(
 @app.command()
 def wake(worker: Worker, scheduler: Scheduler = "") -> None:
     """Make a sleeping worker load its model again."""
-    from weft.cli.steer import wake as ask_to_wake
+    from weft.cli.fleet_commands import wake as ask_to_wake
 
     ask_to_wake(_scheduler("wake", scheduler), worker)
 
@@ -165,11 +163,11 @@ def wake(worker: Worker, scheduler: Scheduler = "") -> None:
 @app.command("set-role")
 def set_role(
     worker: Worker,
-    role: Annotated[Role, typer.Argument(help="What new work it is to be given.")],
+    role: Annotated[RoleOption, typer.Argument(help="What new work it is to be given.")],
     scheduler: Scheduler = "",
 ) -> None:
     """Let a worker play another role; what it has begun it finishes."""
-    from weft.cli.steer import set_role as ask_to_set_role
+    from weft.cli.fleet_commands import set_role as ask_to_set_role
 
     ask_to_set_role(_scheduler("set-role", scheduler), worker, role.value)
 
@@ -182,10 +180,10 @@ def plan(
     tp: Annotated[int, typer.Option(min=0, help="GPUs that share each matrix; 0: all that divide.")] = 0,
     pp: Annotated[int, typer.Option(min=0, help="Pipeline stages; 0: all that divide.")] = 0,
     ep: Annotated[int, typer.Option(min=0, help="GPUs that share the experts; 0: all that divide.")] = 0,
-    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16.")] = DType.AUTO,
+    dtype: Annotated[DTypeOption, typer.Option(help="Of weights and KV cache; auto: bfloat16.")] = DTypeOption.AUTO,
     weight_format: Annotated[
-        WeightFormat, typer.Option(help="Weights in memory: as stored, or packed to 12 bits.")
-    ] = WeightFormat.PLAIN,
+        WeightFormatOption, typer.Option(help="Weights in memory: as stored, or packed to 12 bits.")
+    ] = WeightFormatOption.PLAIN,
     context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences that generate at once.")] = 32,
     chunk_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Prompt tokens in one step.")] = 2048,
@@ -224,9 +222,9 @@ def bench(
     raw: Annotated[Path | None, typer.Option(help="A JSON file with every request.")] = None,
 ) -> None:
     """Load an OpenAI-compatible server and say what its users felt: rates, latencies, goodput."""
-    from weft.cli.bench.figures import Promise
     from weft.cli.bench.main import BenchOptions, run_bench
-    from weft.cli.bench.workload import Recipe
+    from weft.cli.bench.stats import LatencySlo
+    from weft.cli.bench.workload import WorkloadSpec
 
     if shared_tokens >= prompt_tokens and trace is None:
         raise typer.BadParameter("prompts have fewer tokens in common than they are long", param_hint="--shared-tokens")
@@ -234,7 +232,7 @@ def bench(
         raise typer.BadParameter("0 takes all of a trace, and there is none", param_hint="--requests")
     if rate and trace is not None:
         raise typer.BadParameter("a trace says itself when requests come; --speed has it faster", param_hint="--rate")
-    recipe = Recipe(
+    recipe = WorkloadSpec(
         requests=requests,
         prompt_tokens=prompt_tokens,
         shared_tokens=shared_tokens,
@@ -244,14 +242,58 @@ def bench(
         concurrency=concurrency,
         seed=seed,
     )
-    promise = Promise(slo_ttft_ms / 1000, slo_tpot_ms / 1000)
+    promise = LatencySlo(slo_ttft_ms / 1000, slo_tpot_ms / 1000)
     options = BenchOptions(_gateway(url), model, api_key, chat, recipe, trace, speed, max_seconds, promise, report, raw)
     raise typer.Exit(run_bench(options))
 
 
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="What WEFT_TLS_DIR will name, on every machine of the mesh.")],
+    host: Annotated[list[str] | None, typer.Option(help="A name that clients call the gateway by.")] = None,
+) -> None:
+    """Make a certificate authority and a certificate; where there is an authority, a new certificate by it."""
+    from weft.cli.certs import make_certs
+    from weft.file_io import format_os_error
+
+    try:
+        left = make_certs(folder, host or [])
+    except (OSError, ValueError) as error:
+        said = format_os_error(error) if isinstance(error, OSError) else error
+        typer.secho(f"weft certs: {said}", fg="red", err=True)
+        raise typer.Exit(1) from None
+    print(f"{folder}: ca.pem, cert.pem and key.pem for every service; ca-key.pem makes new ones, keep it elsewhere")
+    for command in left:
+        typer.secho(f"services cannot read a new file until somebody gives it to their user: {command}", err=True)
+
+
+@app.command()
+def doctor(
+    model: Annotated[list[str] | None, typer.Option(help="As for `weft up`: DIR or NAME=DIR, again for more.")] = None,
+    host: Annotated[str, typer.Option(help="Where the gateway would listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
+    workers: Annotated[int, typer.Option(min=1, help="On this machine, for each model.")] = 2,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode bundles and compare their checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Check what a mesh needs of this machine and say what to do; exits with 1 where something would not work."""
+    from weft.cli.doctor.finding import Subject
+    from weft.cli.doctor.run import run_doctor
+    from weft.cli.up import UsageError, find_models
+
+    try:
+        models = find_models(model or [])
+    except UsageError as error:
+        typer.secho(f"weft doctor: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    subject = Subject(models, host, port, grpc_port, workers * len(models), is_deep=deep)
+    raise typer.Exit(run_doctor(subject, as_json))
+
+
 def _scheduler(command: str, named: str) -> str:
     """What --scheduler says, else that of the latest mesh on this machine."""
-    from weft.cli.record import running_meshes, runtime_folder
+    from weft.cli.mesh_registry import running_meshes, runtime_folder
 
     address = named or next((mesh.scheduler for mesh in running_meshes()), "")
     if not address:
@@ -272,7 +314,7 @@ def _scheduler(command: str, named: str) -> str:
 
 def _gateway(url: str | None) -> str:
     """What --url says, else the latest mesh on this machine, else the usual port."""
-    from weft.cli.record import DEFAULT_URL, running_meshes
+    from weft.cli.mesh_registry import DEFAULT_URL, running_meshes
 
     return (url or next((mesh.url for mesh in running_meshes()), DEFAULT_URL)).rstrip("/")
 

@@ -22,8 +22,8 @@ from weft.cli.ports import LOOPBACK, bare_host, reachable
 from weft.config import read_config
 
 # imports what both kinds of workers need, and forks them
-STANDBY_COMMAND = (
-    *(sys.executable, "-m", "weft.cli.standby"),
+FORK_SERVER_COMMAND = (
+    *(sys.executable, "-m", "weft.cli.fork_server"),
     *("weft.worker.preload", "weft_services.worker", "weft_services.prefill.service", "weft_services.decode.service"),
 )
 # what Mooncake says at every start, as an error, of a thing that it then goes on to make
@@ -51,13 +51,13 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
 def with_memory(specs: Iterable[ChildSpec], workers: Mapping[str, int]) -> list[ChildSpec]:
     """The same, each with the memory that is planned for it; `workers` by name. What the user's own settings enlarge
     (WEFT_STORE_MEMORY_BYTES) comes on top."""
-    extra = read_config(_Enlarged)
+    extra = read_config(_StoreSettings)
     added = {"kvstore": extra.store_memory_bytes}
     planned = {kind: size + added.get(kind, 0) for kind, size in SERVICE_BYTES.items()}
     return [replace(spec, memory_bytes=workers.get(spec.name) or planned[spec.name.split("-")[0]]) for spec in specs]
 
 
-def worker_waits(environ: Mapping[str, str]) -> dict[str, str]:
+def spin_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """How a worker's threads wait for each other between two kernels, unless the user has said: awake, 50 us or so.
 
     A sleeping one takes longer to be back than most kernels last; one that never sleeps takes others' time.
@@ -96,7 +96,7 @@ def _model_setting(models: Mapping[str, Path]) -> dict[str, str]:
     return {"WEFT_MODEL": ",".join(f"{name}={path}" for name, path in models.items()), "WEFT_MODEL_NAME": ""}
 
 
-def _patient(options: MeshOptions, spec: ChildSpec) -> ChildSpec:
+def _with_start_timeout(options: MeshOptions, spec: ChildSpec) -> ChildSpec:
     """The same, of a process that is not ready before weights have been read."""
     is_seen = options.log_level in ("debug", "info")
     return replace(spec, start_seconds=WORKER_START_SECONDS if is_seen else BLIND_START_SECONDS, heeds_progress=True)
@@ -126,7 +126,7 @@ def _weights(options: MeshOptions, at: Addresses) -> ChildSpec:
     # reading is waiting: the number of threads has nothing to do with cores
     lender = options.weights_from or os.environ.get("WEFT_WEIGHTS_FROM", "")
     own = {**_common(options, at), "WEFT_THREADS": "0", "WEFT_WEIGHTS_FROM": lender}
-    spec = _patient(options, _service("weights", at.weights, own))
+    spec = _with_start_timeout(options, _service("weights", at.weights, own))
     listen_host = bare_host(options.weights_listen.rpartition(":")[0])
     return replace(spec, environ={**spec.environ, "WEFT_HOST": listen_host}) if listen_host else spec
 
@@ -136,7 +136,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
     host, _, port = address.rpartition(":")
     own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", **share}
     own |= {"WEFT_ROLE": _ROLES[kind], **_model_setting({model: options.models[model]})}
-    environ = {**os.environ, **worker_waits(os.environ), **_common(options, at), **own}
+    environ = {**os.environ, **spin_settings(os.environ), **_common(options, at), **own}
     # both roles' services in one process, so that `weft set-role` can change which one it is given work for
     module = "weft_services.worker"
     spec = ChildSpec(
@@ -147,21 +147,21 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
         # for weights it waits itself: its imports and theirs are done at the same time
         after=("scheduler", "kvstore") if options.has_store else ("scheduler",),
         tier=1,
-        order=json.dumps({"module": module, "environ": environ}).encode() + b"\n",
+        fork_request=json.dumps({"module": module, "environ": environ}).encode() + b"\n",
         leads_session=True,
     )
-    return _patient(options, spec)
+    return _with_start_timeout(options, spec)
 
 
 @dataclass(frozen=True, slots=True)
-class _Enlarged:
+class _StoreSettings:
     """By the user, or as the services have it."""
 
     store_memory_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _GatewaySettings:
     """By the user. 0: any that is free."""
 
     private_port: int | None = None
@@ -178,7 +178,7 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
     }
     probed = f"{reachable(options.host)}:{options.port}"
     # the user's own serves one gateway, and a Prometheus that has been told of it
-    said = read_config(_Said).private_port if len(at.gateways) == 1 else None
+    said = read_config(_GatewaySettings).private_port if len(at.gateways) == 1 else None
     if said is not None or options.keys or options.has_tls or len(at.gateways) > 1:
         own["WEFT_PRIVATE_PORT"] = str(said or at.gateways[name])
         probed = f"{reachable(os.environ.get('WEFT_PRIVATE_HOST', LOOPBACK))}:{own['WEFT_PRIVATE_PORT']}"
@@ -194,7 +194,7 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         after=("scheduler",),
         tier=2,
     )
-    return _patient(options, spec)
+    return _with_start_timeout(options, spec)
 
 
 def _valkey(at: Addresses) -> ChildSpec:

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from weft.cli.child import Child, describe_exit
-from weft.cli.child_spec import CONFIG_EXIT_CODE, ChildFailed, ChildSpec, Listener, RestartPolicy, State
+from weft.cli.child_spec import CONFIG_EXIT_CODE, ChildFailed, ChildSpec, ChildState, Listener, RestartPolicy
+from weft.cli.fork_server_client import ForkServerClient
 from weft.cli.memory_guard import MemoryGuard, MemoryPlan
-from weft.cli.nursery import Nursery
 from weft.log import PROGRESS
 
 MAX_PROBE_SECONDS = 0.25
@@ -47,12 +47,12 @@ class Supervisor:
         specs: Sequence[ChildSpec],
         listener: Listener,
         policy: RestartPolicy | None = None,
-        standby_command: Sequence[str] = (),
+        fork_server_command: Sequence[str] = (),
     ) -> None:
-        """`standby_command` is a process that forks children for their `order`."""
+        """`fork_server_command` is a process that forks children for their `order`."""
         self._specs = tuple(specs)
-        self._standby_command = tuple(standby_command)
-        self._nursery: Nursery | None = None
+        self._fork_server_command = tuple(fork_server_command)
+        self._fork_server: ForkServerClient | None = None
         self._listener = listener
         self._policy = policy or RestartPolicy()
         self._ready = {spec.name: asyncio.Event() for spec in specs}
@@ -80,7 +80,7 @@ class Supervisor:
         """Keep all children running until `stop` or cancellation. Raises ChildFailed, once the others are stopped as by
         `stop`. Leaves no process behind."""
         try:
-            self._nursery = await self._open_nursery()
+            self._fork_server = await self._start_fork_server()
             if self._stopping:
                 return  # there was nobody yet whom `stop` could have ended
             async with asyncio.TaskGroup() as group:
@@ -90,8 +90,8 @@ class Supervisor:
                 await asyncio.wait(self._keepers.values())
                 stopping.cancel()
         finally:
-            if self._nursery is not None:
-                await self._nursery.close()
+            if self._fork_server is not None:
+                await self._fork_server.close()
         if self._failure is not None:
             raise self._failure
 
@@ -120,23 +120,23 @@ class Supervisor:
         for child in self._children.values():
             child.signal_group(signal.SIGKILL)
 
-    async def _open_nursery(self) -> Nursery | None:
-        environ = next((spec.environ for spec in self._specs if spec.order), None)
-        if environ is None or not self._standby_command:
+    async def _start_fork_server(self) -> ForkServerClient | None:
+        environ = next((spec.environ for spec in self._specs if spec.fork_request), None)
+        if environ is None or not self._fork_server_command:
             return None
         try:
-            return await Nursery.open(self._standby_command, environ)
+            return await ForkServerClient.open(self._fork_server_command, environ)
         except OSError:
             return None  # every child can be started by itself
 
     async def _start(self, spec: ChildSpec) -> Child:
         """Forked where that is possible. Raises OSError."""
-        forked = await self._nursery.bear(spec.order) if self._nursery and spec.order else None
+        forked = await self._fork_server.spawn(spec.fork_request) if self._fork_server and spec.fork_request else None
         return forked or await Child.start(spec.command, spec.environ, spec.leads_session)
 
     def _was_healthy(self, spec: ChildSpec, life: _Life) -> bool:
         """Was ready for long, or for a while where it is forked."""
-        is_forked = self._nursery is not None and self._nursery.is_open and bool(spec.order)
+        is_forked = self._fork_server is not None and self._fork_server.is_open and bool(spec.fork_request)
         enough = self._policy.healthy_if_forked if is_forked else self._policy.healthy
         return life.ready_seconds is not None and life.ready_seconds >= enough
 
@@ -147,18 +147,18 @@ class Supervisor:
         while True:
             life = await self._live(spec)
             if self._stopping:
-                self._listener.on_state(spec.name, State.STOPPED, life.how)
+                self._listener.on_state(spec.name, ChildState.STOPPED, life.how)
                 return
             failures = 0 if self._was_healthy(spec, life) else failures + 1
             if (why := self._hopeless(spec, life, failures)) is not None:
-                self._listener.on_state(spec.name, State.FAILED, life.how)
+                self._listener.on_state(spec.name, ChildState.FAILED, life.how)
                 self._failure = why
                 self._has_failed.set()
                 return
             # what was well is started again at once
             pause = self._policy.backoff(failures) if failures else 0.0
             self._listener.on_death(spec.name, life.how, life.last_lines, pause)
-            self._listener.on_state(spec.name, State.BACKING_OFF, life.how)
+            self._listener.on_state(spec.name, ChildState.BACKING_OFF, life.how)
             await asyncio.sleep(pause)
 
     def _hopeless(self, spec: ChildSpec, life: _Life, failures: int) -> ChildFailed | None:
@@ -173,7 +173,7 @@ class Supervisor:
 
     async def _live(self, spec: ChildSpec) -> _Life:
         """One life of the child, from its start to its end and that of its descendants."""
-        self._listener.on_state(spec.name, State.STARTING, "")
+        self._listener.on_state(spec.name, ChildState.STARTING, "")
         try:
             child = await self._start(spec)
         except OSError as error:
@@ -228,7 +228,7 @@ class Supervisor:
         finally:
             self._patience.pop(spec.name, None)
         self._ready[spec.name].set()
-        self._listener.on_state(spec.name, State.READY, "")
+        self._listener.on_state(spec.name, ChildState.READY, "")
         return time.monotonic()
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.cli.child_spec import Listener, State
+from weft.cli.child_spec import ChildState, Listener
 from weft.log import JOINING, SLEEPING, STARTUP_PHASE
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")
@@ -100,19 +100,19 @@ class Timeline:
             if row.is_woken and phase == JOINING:  # nobody probes it again
                 self._is_ready(row, at)
 
-    def on_state(self, name: str, state: State, detail: str) -> None:
+    def on_state(self, name: str, state: ChildState, detail: str) -> None:
         """A child has come to this state."""
         row = self._current.get(name)
-        if state is State.STARTING:
+        if state is ChildState.STARTING:
             now = self._clock()
             if row is None:
                 self._begin(name, _Row(name, self._began, now))
             else:
                 since = self._gone.get(name, now)
                 self._begin(name, _Row(f"{name}, again", since, since, is_later=True, marks=[(AWAY, now)]))
-        elif state is State.READY and row is not None and not row.is_over:
+        elif state is ChildState.READY and row is not None and not row.is_over:
             self._is_ready(row, self._clock())
-        elif state in (State.FAILED, State.STOPPED):
+        elif state in (ChildState.FAILED, ChildState.STOPPED):
             self._end(name)
         self._inner.on_state(name, state, detail)
 

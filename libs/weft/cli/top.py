@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 import typer
@@ -15,7 +17,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.rates import History, Rates
 from weft.cli.status import DEADLINE_SECONDS, REFRESH_SECONDS, console, explain, kv_use, show_for_ever, state_of
 from weft.request import WorkerRole
 from weft.rpc.client import open_channel
@@ -50,7 +51,7 @@ def top(scheduler: str, once: bool) -> None:
 
 
 async def _once(address: str) -> None:
-    history, screen = History(), console()
+    history, screen = RateHistory(), console()
     async with open_channel(address) as channel:
         await _look(channel, history)
         await asyncio.sleep(REFRESH_SECONDS)  # a rate needs two pictures
@@ -58,14 +59,14 @@ async def _once(address: str) -> None:
 
 
 async def _watch(address: str) -> None:
-    history, screen = History(), console()
+    history, screen = RateHistory(), console()
     async with open_channel(address) as channel:
         first = render(await _look(channel, history), history, screen.width, screen.height)
         look = functools.partial(_refreshed, channel, address, history, screen)
         await show_for_ever(screen, first, look, is_whole=True)
 
 
-async def _refreshed(channel: grpc.aio.Channel, address: str, history: History, screen: Console) -> RenderableType:
+async def _refreshed(channel: grpc.aio.Channel, address: str, history: RateHistory, screen: Console) -> RenderableType:
     """The mesh now, or why it cannot be seen: a watcher outlives a restart of the scheduler."""
     try:
         return render(await _look(channel, history), history, screen.width, screen.height)
@@ -73,14 +74,14 @@ async def _refreshed(channel: grpc.aio.Channel, address: str, history: History, 
         return Text(explain(address, error), style="red")
 
 
-async def _look(channel: grpc.aio.Channel, history: History) -> pb.ListWorkersResponse:
+async def _look(channel: grpc.aio.Channel, history: RateHistory) -> pb.ListWorkersResponse:
     stub = pb_grpc.FleetServiceStub(channel)
     fleet = await stub.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)
     history.take(fleet.workers, time.monotonic())
     return fleet
 
 
-def render(fleet: pb.ListWorkersResponse, history: History, width: int, height: int = 0) -> RenderableType:
+def render(fleet: pb.ListWorkersResponse, history: RateHistory, width: int, height: int = 0) -> RenderableType:
     """The whole map, in at most `width` columns; of its workers as many as `height` lines have room for, 0: all."""
     sides = {role: [w for w in fleet.workers if role_from_wire(w.hello.role).can(role)] for role in COLOURS}
     # who does both stands where answers are written
@@ -102,7 +103,7 @@ def render(fleet: pb.ListWorkersResponse, history: History, width: int, height: 
     return Group(_totals(fleet, history), Text(), body, _store(fleet))
 
 
-def _totals(fleet: pb.ListWorkersResponse, history: History) -> Text:
+def _totals(fleet: pb.ListWorkersResponse, history: RateHistory) -> Text:
     workers = fleet.workers
     rates = [history.of(worker) for worker in workers]
     looked, found = sum(w.report.prefix.looked_up_tokens for w in workers), sum(map(_found, workers))
@@ -130,7 +131,7 @@ def _title(role: WorkerRole) -> Text:
     return Text.assemble((role.value, f"bold {COLOURS[role]}"), (f"  {work}", "dim"))
 
 
-def _side(role: WorkerRole, workers: Sequence[pb.WorkerStatus], history: History, most: int) -> RenderableType:
+def _side(role: WorkerRole, workers: Sequence[pb.WorkerStatus], history: RateHistory, most: int) -> RenderableType:
     if not workers:
         return Group(_title(role), Text("nobody", style="red"))
     cards: list[RenderableType] = [_card(role, worker, history.of(worker)) for worker in workers[:most]]
@@ -176,7 +177,7 @@ def _spark(series: Sequence[float]) -> str:
     return "".join(SPARKS[min(int(value / highest * len(SPARKS)), len(SPARKS) - 1)] for value in series)
 
 
-def _threads(decodes: Sequence[pb.WorkerStatus], history: History) -> RenderableType:
+def _threads(decodes: Sequence[pb.WorkerStatus], history: RateHistory) -> RenderableType:
     """Who hands off to whom, the busiest first."""
     threads = [
         (history.of(worker).hand_offs.get(tally.prefill_worker_id, 0.0), worker.hello.worker.worker_id, tally)
@@ -211,3 +212,75 @@ def _bytes(number: float) -> str:
     while number >= 1000 and power < len(UNITS) - 1:
         number, power = number / 1024, power + 1
     return f"{number:.{1 if power and number < 100 else 0}f} {UNITS[power]}"
+
+
+# reports and pictures both come once a second, and not together
+WINDOW_SECONDS = 2.8
+SAME_REPORT_SECONDS = 0.1
+KEPT = 30
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """A worker's counters at a time."""
+
+    at: float
+    prompt_tokens: int
+    generated_tokens: int
+    hand_offs: dict[str, int]
+    hand_off_bytes: int
+
+
+@dataclass(slots=True)
+class Rates:
+    """One boot of a worker: its latest counts, and tokens a second over the last half minute."""
+
+    counts: deque[WorkerCounts] = field(default_factory=deque)
+    prompt: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    generated: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    hand_offs: dict[str, float] = field(default_factory=dict)
+    bytes_per_second: float = 0.0
+
+    def take(self, count: WorkerCounts) -> None:
+        """A picture of the fleet has come; its report may be the one before."""
+        if not self.counts or count.at - self.counts[-1].at > SAME_REPORT_SECONDS:
+            self.counts.append(count)
+        while len(self.counts) > 2 and count.at - self.counts[1].at > WINDOW_SECONDS:
+            self.counts.popleft()
+        first, last = self.counts[0], self.counts[-1]
+        seconds = last.at - first.at
+        per_second = 1.0 / seconds if seconds > 0 else 0.0
+        self.prompt.append((last.prompt_tokens - first.prompt_tokens) * per_second)
+        self.generated.append((last.generated_tokens - first.generated_tokens) * per_second)
+        self.hand_offs = {
+            lender: (num - first.hand_offs.get(lender, 0)) * per_second for lender, num in last.hand_offs.items()
+        }
+        self.bytes_per_second = (last.hand_off_bytes - first.hand_off_bytes) * per_second
+
+
+class RateHistory:
+    """The rates of everyone who is live; `take` every picture with its time."""
+
+    def __init__(self) -> None:
+        self._boots: dict[str, Rates] = {}
+
+    def take(self, workers: Iterable[pb.WorkerStatus], now: float) -> None:
+        """Workers that have gone are forgotten."""
+        boots: dict[str, Rates] = {}
+        for worker in workers:
+            boot_id, tallies = worker.hello.worker.boot_id, worker.report.hand_offs
+            boots[boot_id] = self._boots.get(boot_id) or Rates()
+            boots[boot_id].take(
+                WorkerCounts(
+                    at=now - worker.report_age_ms / 1000,
+                    prompt_tokens=worker.report.computed_prompt_tokens,
+                    generated_tokens=worker.report.generated_tokens,
+                    hand_offs={tally.prefill_worker_id: tally.num_prompts for tally in tallies},
+                    hand_off_bytes=sum(tally.size_bytes for tally in tallies),
+                )
+            )
+        self._boots = boots
+
+    def of(self, worker: pb.WorkerStatus) -> Rates:
+        """Of a worker of the latest picture."""
+        return self._boots[worker.hello.worker.boot_id]

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.cli.child_spec import ChildFailed, ChildSpec
+from weft.cli.config_check import check_settings
 from weft.cli.display import Display
-from weft.cli.fit import check_fit
 from weft.cli.gpus import usable_gpus
 from weft.cli.layout import Addresses, MeshOptions, pick_addresses
-from weft.cli.mesh import HARMLESS, STANDBY_COMMAND, mesh_specs, with_memory
+from weft.cli.memory_check import check_memory
+from weft.cli.mesh import FORK_SERVER_COMMAND, HARMLESS, mesh_specs, with_memory
+from weft.cli.mesh_registry import MeshRecord, recorded
 from weft.cli.ports import PortTaken, reachable
-from weft.cli.record import MeshRecord, recorded
-from weft.cli.settings import check_settings
 from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
 from weft.config import ConfigError, check_addresses, is_loopback, model_name, read_models
@@ -106,7 +106,7 @@ def _check_models(options: MeshOptions) -> dict[str, int]:
         for directory in options.models.values():
             read_config(directory)
             check_tokenizer(directory)
-        return check_fit(options, os.environ)
+        return check_memory(options, os.environ)
     except (BadCheckpoint, ConfigError, StorageUnavailable) as error:
         raise UsageError(str(error)) from error
 
@@ -161,7 +161,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         display.show(_banner(options, url))
 
     with recorded(note, lambda why: display.say(why, "yellow")):
-        supervisor = Supervisor(specs, timeline, standby_command=STANDBY_COMMAND)
+        supervisor = Supervisor(specs, timeline, fork_server_command=FORK_SERVER_COMMAND)
         try:
             return asyncio.run(_supervise(supervisor, display, announce))
         finally:
@@ -259,7 +259,7 @@ async def _stop_when(stop: asyncio.Event, supervisor: Supervisor, display: Displ
 
 def _report(failure: BaseException, display: Display) -> int:
     assert isinstance(failure, ChildFailed)
-    display.mourn(failure.name, f"{failure}; giving up", failure.last_lines or ("(it wrote nothing)",))
+    display.report_crash(failure.name, f"{failure}; giving up", failure.last_lines or ("(it wrote nothing)",))
     return failure.exit_code
 
 

@@ -12,7 +12,7 @@ import typer
 from weft.config import INT64, MAX_THREADS
 
 
-class DType(StrEnum):
+class DTypeOption(StrEnum):
     """--dtype."""
 
     AUTO = "auto"
@@ -20,7 +20,7 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-class WeightFormat(StrEnum):
+class WeightFormatOption(StrEnum):
     """--weight-format."""
 
     AUTO = "auto"
@@ -28,7 +28,7 @@ class WeightFormat(StrEnum):
     PACKED12 = "packed12"
 
 
-class Transport(StrEnum):
+class TransportOption(StrEnum):
     """--transport."""
 
     AUTO = "auto"
@@ -36,7 +36,7 @@ class Transport(StrEnum):
     GRPC = "grpc"
 
 
-class LogLevel(StrEnum):
+class LogLevelOption(StrEnum):
     """--log-level."""
 
     DEBUG = "debug"
@@ -64,18 +64,19 @@ def up(
     both: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; then the others need not be.")] = 0,
     gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes, which share their ports.")] = 1,
     dtype: Annotated[
-        DType, typer.Option(envvar="WEFT_DTYPE", help="Of weights and KV cache; auto: bfloat16 on a GPU.")
-    ] = DType.AUTO,
+        DTypeOption, typer.Option(envvar="WEFT_DTYPE", help="Of weights and KV cache; auto: bfloat16 on a GPU.")
+    ] = DTypeOption.AUTO,
     weight_format: Annotated[
-        WeightFormat,
+        WeightFormatOption,
         typer.Option(
             envvar="WEFT_WEIGHT_FORMAT",
             help="Weights in memory; packed12: bfloat16 in 12 bits, lossless. auto: packed12 on a CPU, else plain.",
         ),
-    ] = WeightFormat.AUTO,
+    ] = WeightFormatOption.AUTO,
     transport: Annotated[
-        Transport, typer.Option(envvar="WEFT_TRANSPORT", help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
-    ] = Transport.AUTO,
+        TransportOption,
+        typer.Option(envvar="WEFT_TRANSPORT", help="Of KV blocks; auto: shared memory, Mooncake, gRPC."),
+    ] = TransportOption.AUTO,
     threads: Annotated[
         int,
         typer.Option(min=0, max=MAX_THREADS, envvar="WEFT_THREADS", help="torch threads a worker; 0 shares the cores."),
@@ -103,8 +104,8 @@ def up(
     weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes may read the weights.")] = "",
     timeline: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of how the start went here.")] = None,
     log_level: Annotated[
-        LogLevel, typer.Option(envvar="WEFT_LOG_LEVEL", case_sensitive=False, help="Of all services.")
-    ] = LogLevel.INFO,
+        LogLevelOption, typer.Option(envvar="WEFT_LOG_LEVEL", case_sensitive=False, help="Of all services.")
+    ] = LogLevelOption.INFO,
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
     from weft.cli.layout import MeshOptions

@@ -178,7 +178,7 @@ async def test_a_master_that_cannot_be_started_now_is_a_store_that_is_away(monke
     ("settings", "words"),
     [
         ({"host": "0.0.0.0"}, "WEFT_ADVERTISE_HOST must be set"),
-        ({"segment_bytes": 1000}, "WEFT_STORE_MEMORY_BYTES=1000"),
+        ({"store_memory_bytes": 1000}, "WEFT_STORE_MEMORY_BYTES=1000"),
     ],
 )
 def test_settings_that_cannot_work_are_named(settings: dict[str, str], words: str) -> None:

@@ -14,31 +14,31 @@ import pytest
 from tests.weft.cli.conftest import HELLO, Gateway
 from typer.testing import CliRunner
 
-from weft.cli.bench.figures import Promise, percentile, summarize
 from weft.cli.bench.load import Record
 from weft.cli.bench.plots import Axis, distribution, over_time, steps
-from weft.cli.bench.workload import BadTrace, Recipe, from_recipe, from_trace
+from weft.cli.bench.stats import LatencySlo, percentile, summarize
+from weft.cli.bench.workload import BadTrace, WorkloadSpec, from_recipe, from_trace
 from weft.cli.main import app
 
 runner = CliRunner()
 
 
 def test_the_same_seed_asks_the_same_and_another_one_something_else() -> None:
-    first, again = (list(from_recipe(Recipe(requests=5, spread=0.5, seed=1))) for _ in range(2))
+    first, again = (list(from_recipe(WorkloadSpec(requests=5, spread=0.5, seed=1))) for _ in range(2))
     assert first == again
-    other = list(from_recipe(Recipe(requests=5, spread=0.5, seed=2)))
+    other = list(from_recipe(WorkloadSpec(requests=5, spread=0.5, seed=2)))
     assert not {job.text(4) for job in first} & {job.text(4) for job in other}
 
 
 def test_prompts_share_the_beginning_that_the_recipe_names() -> None:
-    texts = [job.text(4.0) for job in from_recipe(Recipe(requests=3, prompt_tokens=100, shared_tokens=40))]
+    texts = [job.text(4.0) for job in from_recipe(WorkloadSpec(requests=3, prompt_tokens=100, shared_tokens=40))]
     assert len({text[:160] for text in texts}) == 1
     assert len({text[:180] for text in texts}) == 3
     assert all(abs(len(text) - 400) <= 1 for text in texts)
 
 
 def test_lengths_spread_around_what_was_asked_for() -> None:
-    jobs = list(from_recipe(Recipe(requests=400, output_tokens=100, spread=0.5)))
+    jobs = list(from_recipe(WorkloadSpec(requests=400, output_tokens=100, spread=0.5)))
     lengths = [job.output_tokens for job in jobs]
     assert min(lengths) >= 50
     assert max(lengths) <= 150
@@ -46,7 +46,7 @@ def test_lengths_spread_around_what_was_asked_for() -> None:
 
 
 def test_an_open_loop_comes_by_chance_at_the_rate() -> None:
-    times = [job.at or 0.0 for job in from_recipe(Recipe(requests=2000, rate=50.0))]
+    times = [job.at or 0.0 for job in from_recipe(WorkloadSpec(requests=2000, rate=50.0))]
     assert times == sorted(times)
     assert 35 < times[-1] < 45
     gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -107,11 +107,11 @@ RECORDS = [
 def test_errors_of_one_kind_are_told_once() -> None:
     said = ("HTTP 429: back in 1.25 s", "HTTP 503: no worker", "HTTP 429: back in 2.5 s", "ReadTimeout")
     records = [Record(0.0, 0.0, [], 1.0, error=error) for error in said]
-    assert summarize(records, Promise()).errors == {said[0]: 2, said[1]: 1, said[3]: 1}
+    assert summarize(records, LatencySlo()).errors == {said[0]: 2, said[1]: 1, said[3]: 1}
 
 
 def test_figures_are_what_one_computes_by_hand() -> None:
-    figures = summarize(RECORDS, Promise(first_token=1.0, per_token=3.0))
+    figures = summarize(RECORDS, LatencySlo(first_token=1.0, per_token=3.0))
     assert (figures.requests, figures.answered, figures.errors) == (3, 2, {"HTTP 429": 1})
     assert figures.seconds == 4.0
     assert (figures.request_rate, figures.prompt_rate, figures.output_rate) == (0.5, 10.0, 1.25)
@@ -121,8 +121,8 @@ def test_figures_are_what_one_computes_by_hand() -> None:
     assert figures.latencies["TTFT"].percentiles == pytest.approx((100.0, 1500.0, 1500.0))
     assert figures.latencies["time per token"].mean == pytest.approx((200 + 2000) / 2)
     assert figures.latencies["between pieces"].percentiles[0] == pytest.approx(200.0)
-    assert summarize(RECORDS, Promise(per_token=1.0)).goodput == 0.25
-    assert summarize(RECORDS, Promise()).goodput == 0.5
+    assert summarize(RECORDS, LatencySlo(per_token=1.0)).goodput == 0.25
+    assert summarize(RECORDS, LatencySlo()).goodput == 0.5
 
 
 def test_a_percentile_is_the_nearest_rank() -> None:

@@ -16,9 +16,9 @@ from tests.weft.cli.conftest import HELLO, HOLD, USAGE, Gateway
 from typer.testing import CliRunner
 
 from weft.cli.certs import make_certs
-from weft.cli.generate import run_generate
+from weft.cli.chat import run_generate
+from weft.cli.completion_client import CompletionStats
 from weft.cli.main import app
-from weft.cli.stream import Figures
 
 runner = CliRunner()
 
@@ -192,7 +192,7 @@ def test_an_answer_that_its_file_has_no_room_for_is_told_in_one_line(gateway: Ga
 
 
 def test_figures_count_the_rate_after_the_first_token() -> None:
-    figures = Figures(prompt_tokens=8, completion_tokens=11, first_token_seconds=0.05, total_seconds=1.05)
+    figures = CompletionStats(prompt_tokens=8, completion_tokens=11, first_token_seconds=0.05, total_seconds=1.05)
     assert str(figures) == "first token 50 ms · 10 tokens/s · 11 tokens · 0/8 prompt tokens cached"
 
 

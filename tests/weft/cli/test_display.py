@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from weft.cli.child_spec import State
+from weft.cli.child_spec import ChildState
 from weft.cli.display import Display
 
 RECORD = "2026-11-22T09:01:02+0100 I decode-0 joined the fleet"
@@ -41,8 +41,8 @@ def test_a_terminal_sees_time_name_and_message() -> None:
 def test_states_are_told_as_lines_where_there_is_no_terminal() -> None:
     shown, file = display(is_terminal=False)
     shown.start()
-    shown.on_state("valkey", State.STARTING, "")
-    shown.on_state("valkey", State.READY, "")
+    shown.on_state("valkey", ChildState.STARTING, "")
+    shown.on_state("valkey", ChildState.READY, "")
     shown.end_start()
     assert file.getvalue() == "weft up  | Weft\nweft up  | valkey is ready after 0.0 s\n"
 

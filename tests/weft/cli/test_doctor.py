@@ -24,12 +24,12 @@ from typer.testing import CliRunner
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.cli.certs import make_certs
 from weft.cli.doctor import machine, model
-from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.doctor.mesh import check_running
+from weft.cli.doctor.finding import Finding, Severity, Subject
+from weft.cli.doctor.machine import check_running
 from weft.cli.doctor.secrets import check_certificates, check_keys
 from weft.cli.gpus import Card
 from weft.cli.main import app
-from weft.cli.record import MeshRecord, recorded
+from weft.cli.mesh_registry import MeshRecord, recorded
 from weft.errors import StorageUnavailable
 from weft.weights import writing
 from weft_mesh.v1 import scheduler_service_pb2 as pb
@@ -66,7 +66,7 @@ def run(*arguments: str) -> tuple[int, dict[str, Finding]]:
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     parsed: dict[str, Any] = json.loads(result.stdout)
     found = {entry["check"]: Finding(**entry) for entry in parsed["findings"]}
-    assert parsed["worst"] in list(Level)
+    assert parsed["worst"] in list(Severity)
     assert result.exit_code == (parsed["worst"] == "failure")
     return result.exit_code, found
 
@@ -102,7 +102,7 @@ def test_a_model_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
     (broken / "tokenizer.json").unlink()
     status, found = run("--model", str(broken))
     assert status == 1
-    assert found["model"].level == Level.FAILURE
+    assert found["model"].level == Severity.FAILURE
     assert "model.safetensors" in found["model"].says
     assert found["model"].advice
 
@@ -112,7 +112,7 @@ def test_settings_that_keep_the_gateway_from_starting_are_named(tmp_path: Path) 
     shutil.copytree(SHIPPED, broken)
     (broken / "tokenizer_config.json").write_text('{"chat_template"')
     (finding,) = (each for each in model.check_model(Subject({"broken": broken})) if each.check == "settings")
-    assert finding.level == Level.FAILURE
+    assert finding.level == Severity.FAILURE
     assert "tokenizer_config.json" in finding.says
 
 
@@ -130,7 +130,7 @@ def test_not_all_that_ends_decoding_is_the_bundles_fault(
     ended = subprocess.CompletedProcess([], status, "", "model.weft  12 %\nweft: model.weft: what was said")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
     finding = model._verified("tiny", Path("/somewhere"), is_deep=True)
-    assert (finding.level, finding.says) == (Level.FAILURE, says)
+    assert (finding.level, finding.says) == (Severity.FAILURE, says)
     assert advice in finding.advice
 
 
@@ -151,7 +151,7 @@ def test_a_taken_port_is_a_failure_that_names_its_flag() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         (first, _) = machine.check_ports(Subject(MODELS, port=port, grpc_port=next(free_ports())))
-    assert first.level is Level.FAILURE
+    assert first.level is Severity.FAILURE
     assert f"cannot listen on 127.0.0.1:{port} (" in first.says
     assert "--port" in first.advice
 
@@ -165,8 +165,8 @@ def test_too_little_memory_is_told_with_the_figures_of_the_plan(monkeypatch: pyt
         (finding,) = model.check_memory(Subject(MODELS, num_workers=1))
         assert "of weights and" in finding.says
         levels.append(finding.level)
-    assert levels[0] is Level.FAILURE
-    assert levels[-1] is Level.OK
+    assert levels[0] is Severity.FAILURE
+    assert levels[-1] is Severity.OK
 
 
 def test_what_a_running_mesh_has_taken_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +176,11 @@ def test_what_a_running_mesh_has_taken_is_not_missing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model, "held_bytes", lambda: 64 << 30)  # an image that is there is used again
     (memory,) = model.check_memory(Subject(MODELS, num_workers=1))
     (shared,) = model.check_shared_memory(Subject(MODELS, num_workers=1))
-    assert {memory.level, shared.level} == {Level.OK}
+    assert {memory.level, shared.level} == {Severity.OK}
     monkeypatch.setattr(model, "held_bytes", lambda: 0)
     monkeypatch.setattr(model, "running_meshes", lambda: [object()])
     (memory,) = model.check_memory(Subject(MODELS, num_workers=1))
-    assert memory.level is Level.OK
+    assert memory.level is Severity.OK
     assert "a mesh runs here" in memory.says
 
 
@@ -192,7 +192,7 @@ def test_memory_is_added_up_by_the_settings_that_workers_will_have(monkeypatch: 
         monkeypatch.setenv("WEFT_CHUNK_TOKENS", chunk_tokens)
         (finding,) = model.check_memory(Subject(MODELS, num_workers=1))
         levels.append(finding.level)
-    assert levels == [Level.OK, Level.FAILURE, Level.FAILURE]
+    assert levels == [Severity.OK, Severity.FAILURE, Severity.FAILURE]
     assert "WEFT_CHUNK_TOKENS=-1" in finding.says
 
 
@@ -201,7 +201,11 @@ def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(machine, "cards", lambda: [card])
     monkeypatch.setattr(machine, "CHILD_SECONDS", 0.0)
     assert next(machine.check_gpu(Subject(MODELS))).says.endswith("torch is not loaded within 0 s")
-    for answer, level in (("12.8 True", Level.OK), ("None False", Level.WARNING), ("12.8 False", Level.FAILURE)):
+    for answer, level in (
+        ("12.8 True", Severity.OK),
+        ("None False", Severity.WARNING),
+        ("12.8 False", Severity.FAILURE),
+    ):
         ended = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n", stderr="")
         monkeypatch.setattr(subprocess, "run", lambda *_, ended=ended, **__: ended)
         (finding,) = machine.check_gpu(Subject(MODELS))
@@ -212,7 +216,7 @@ def test_without_mooncake_the_transport_says_why(monkeypatch: pytest.MonkeyPatch
     why = "Mooncake does not load (ImportError: libibverbs.so.1: no such file)"
     monkeypatch.setattr(machine, "mooncake_trouble", lambda: f"{why}: see the manual")
     (finding,) = machine.check_transport(Subject(MODELS))
-    assert finding == Finding("transport", Level.WARNING, f"gRPC, and no shared store: {why}", "see the manual")
+    assert finding == Finding("transport", Severity.WARNING, f"gRPC, and no shared store: {why}", "see the manual")
     monkeypatch.setattr(machine, "mooncake_trouble", lambda: "Mooncake takes too long to load")
     (finding,) = machine.check_transport(Subject(MODELS))
     assert (finding.says.rpartition(": ")[2], finding.advice) == ("Mooncake takes too long to load", "")
@@ -220,26 +224,26 @@ def test_without_mooncake_the_transport_says_why(monkeypatch: pytest.MonkeyPatch
 
 def test_keys_and_certificates_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = check_keys(Subject(MODELS, host="0.0.0.0"))
-    assert finding.level is Level.FAILURE
+    assert finding.level is Severity.FAILURE
     monkeypatch.setenv("WEFT_ALLOW_UNAUTHENTICATED", "true")  # as the gateway reads it
-    assert next(check_keys(Subject(MODELS, host="0.0.0.0"))).level is Level.OK
+    assert next(check_keys(Subject(MODELS, host="0.0.0.0"))).level is Severity.OK
     monkeypatch.setenv("WEFT_KEYS", str(tmp_path / "keys.json"))
-    assert next(check_keys(Subject(MODELS))).level is Level.FAILURE
+    assert next(check_keys(Subject(MODELS))).level is Severity.FAILURE
     assert runner.invoke(app, ["keys", "add", "me"]).exit_code == 0
     assert next(check_keys(Subject(MODELS, host="0.0.0.0"))).says == "1 API keys"
     monkeypatch.setenv("WEFT_TLS_DIR", str(tmp_path / "tls"))
-    assert {finding.level for finding in check_certificates(Subject(MODELS))} == {Level.FAILURE}
+    assert {finding.level for finding in check_certificates(Subject(MODELS))} == {Severity.FAILURE}
     make_certs(tmp_path / "tls", [])
-    assert {finding.level for finding in check_certificates(Subject(MODELS))} == {Level.OK}
+    assert {finding.level for finding in check_certificates(Subject(MODELS))} == {Severity.OK}
     (tmp_path / "tls/cert.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n")
     levels = [finding.level for finding in check_certificates(Subject(MODELS))]
-    assert levels == [Level.OK, Level.FAILURE]
+    assert levels == [Severity.OK, Severity.FAILURE]
 
 
 def test_an_old_library_and_a_missing_one_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["grpcio>=999.1", "no-such-thing>=1"])
     found = {finding.check: finding for finding in machine.check_versions(Subject(MODELS))}
-    assert found["libraries"].level is Level.FAILURE
+    assert found["libraries"].level is Severity.FAILURE
     assert "is older than 999.1" in found["libraries"].says
     assert "no-such-thing is missing" in found["libraries"].says
 
@@ -266,10 +270,10 @@ def test_a_mesh_that_runs_is_asked_which_way_its_blocks_go() -> None:
     metrics, thread = start_http_server(0, "127.0.0.1", registry)
     assert list(check_running(Subject(MODELS))) == []
     for transports, way, megabytes, level, word in (
-        (["mooncake"], "local", 0, Level.OK, "no block was handed over yet; to other machines mooncake"),
-        (["grpc", "mooncake"], "local", 1, Level.WARNING, "2.0 MiB by local; to other machines grpc and mooncake"),
-        (["grpc"], "grpc", 3, Level.OK, "3.0 MiB by grpc, 1.0 MiB by local; to other machines grpc"),
-        (["mooncake"], "mooncake", 2, Level.WARNING, "3.0 MiB by grpc, 2.0 MiB by mooncake, 1.0 MiB by local"),
+        (["mooncake"], "local", 0, Severity.OK, "no block was handed over yet; to other machines mooncake"),
+        (["grpc", "mooncake"], "local", 1, Severity.WARNING, "2.0 MiB by local; to other machines grpc and mooncake"),
+        (["grpc"], "grpc", 3, Severity.OK, "3.0 MiB by grpc, 1.0 MiB by local; to other machines grpc"),
+        (["mooncake"], "mooncake", 2, Severity.WARNING, "3.0 MiB by grpc, 2.0 MiB by mooncake, 1.0 MiB by local"),
     ):
         pulled.labels(way).inc(megabytes << 20)
         with running(transports, f"127.0.0.1:{metrics.server_port}"):
@@ -285,7 +289,7 @@ def test_a_mesh_that_does_not_answer_is_told() -> None:
     port, _ = free_ports()
     with recorded(MeshRecord(os.getpid(), 1.0, 8000, "http://127.0.0.1:8000", f"127.0.0.1:{port}", {})):
         (finding,) = check_running(Subject(MODELS))
-    assert finding.level is Level.WARNING
+    assert finding.level is Severity.WARNING
     assert "no scheduler answers" in finding.says
 
 
@@ -293,7 +297,7 @@ def test_keys_in_the_clear_are_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "keys.json"
     path.write_text(dump_keys([ApiKey("me", digest_of(make_secret()))]))
     monkeypatch.setenv("WEFT_KEYS", str(path))
-    assert [each.level for each in check_keys(Subject(MODELS))] == [Level.OK]
-    assert [each.level for each in check_keys(Subject(MODELS, host="10.0.0.5"))] == [Level.OK, Level.WARNING]
+    assert [each.level for each in check_keys(Subject(MODELS))] == [Severity.OK]
+    assert [each.level for each in check_keys(Subject(MODELS, host="10.0.0.5"))] == [Severity.OK, Severity.WARNING]
     monkeypatch.setenv("WEFT_TLS_CERT", "cert.pem")
-    assert [each.level for each in check_keys(Subject(MODELS, host="10.0.0.5"))] == [Level.OK]
+    assert [each.level for each in check_keys(Subject(MODELS, host="10.0.0.5"))] == [Severity.OK]

@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from weft.cli.fleet_commands import drain
 from weft.cli.main import app
 from weft.cli.status import as_dict, render, status, totals_line
-from weft.cli.steer import drain
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -263,7 +263,7 @@ def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str, monke
     assert (asked.exit_code, "`weft wake decode-0` has it load again" in asked.stdout) == (0, True)
     needless = CliRunner().invoke(app, ["wake", "decode-0", "--scheduler", address])
     assert (needless.exit_code, "decode-0 is not asleep" in needless.stdout) == (0, True)
-    monkeypatch.setattr("weft.cli.steer.REJOIN_SECONDS", 0.0)
+    monkeypatch.setattr("weft.cli.fleet_commands.REJOIN_SECONDS", 0.0)
     unknown = CliRunner().invoke(app, ["wake", "nobody", "--scheduler", address])
     lists = "unless it is loading its model; `weft status --watch` lists them"
     assert unknown.stderr == f"weft wake: no worker 'nobody' is live, {lists}\n"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from weft.cli import supervisor as module
-from weft.cli.child_spec import ChildSpec, RestartPolicy, State
+from weft.cli.child_spec import ChildSpec, ChildState, RestartPolicy
 from weft.cli.supervisor import Supervisor
 
 QUICK = RestartPolicy(first_backoff=0.01, max_backoff=0.04, healthy=30.0, max_first_failures=5)
@@ -35,7 +35,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
-        self.states: list[tuple[str, State]] = []
+        self.states: list[tuple[str, ChildState]] = []
         self.deaths: list[tuple[str, str, tuple[str, ...], float]] = []
         self._changed = asyncio.Event()
 
@@ -43,7 +43,7 @@ class Recorder:
         self.lines.append((name, line))
         self._changed.set()
 
-    def on_state(self, name: str, state: State, detail: str) -> None:
+    def on_state(self, name: str, state: ChildState, detail: str) -> None:
         self.states.append((name, state))
         self._changed.set()
 
@@ -65,7 +65,7 @@ class Recorder:
 
         return probe
 
-    def of(self, name: str) -> list[State]:
+    def of(self, name: str) -> list[ChildState]:
         return [state for who, state in self.states if who == name]
 
 
@@ -103,10 +103,10 @@ async def test_children_start_when_those_they_need_are_ready() -> None:
     async with running(supervisor):
         await supervisor.wait_ready()
         assert recorder.states == [
-            ("early", State.STARTING),
-            ("early", State.READY),
-            ("late", State.STARTING),
-            ("late", State.READY),
+            ("early", ChildState.STARTING),
+            ("early", ChildState.READY),
+            ("late", ChildState.STARTING),
+            ("late", ChildState.READY),
         ]
 
 
@@ -123,7 +123,7 @@ async def test_a_dead_child_is_reported_with_its_last_lines_and_started_again_wi
     program = "import sys; [print('line', i) for i in range(40)]; print('up', flush=True); sys.exit(7)"
     supervisor = Supervisor([spec(recorder, "one", program)], recorder, QUICK)
     async with running(supervisor):
-        await recorder.until(lambda: len(recorder.deaths) == 4 or State.FAILED in recorder.of("one"))
+        await recorder.until(lambda: len(recorder.deaths) == 4 or ChildState.FAILED in recorder.of("one"))
     name, how, last_lines, _ = recorder.deaths[0]
     assert (name, how) == ("one", "exit code 7")
     assert last_lines == (*(f"line {i}" for i in range(26, 40)), "up")
@@ -138,7 +138,7 @@ async def test_a_killed_child_is_named_by_its_signal_and_comes_back() -> None:
     async with running(supervisor):
         await supervisor.wait_ready()
         os.kill(int(recorder.lines[0][1]), signal.SIGKILL)
-        await recorder.until(lambda: recorder.of("one").count(State.READY) == 2)
+        await recorder.until(lambda: recorder.of("one").count(ChildState.READY) == 2)
         assert recorder.deaths[0][1] == "killed by SIGKILL"
 
 
@@ -194,7 +194,7 @@ async def test_stop_goes_from_the_highest_tier_to_the_lowest() -> None:
         await supervisor.wait_ready()
         await supervisor.stop()
         await task
-    assert [name for name, state in recorder.states if state is State.STOPPED] == ["tier2", "tier1", "tier0"]
+    assert [name for name, state in recorder.states if state is ChildState.STOPPED] == ["tier2", "tier1", "tier0"]
     assert recorder.deaths == []
 
 
@@ -223,7 +223,7 @@ async def test_stop_does_not_wait_for_a_child_that_waits_for_its_next_start() ->
     patient = RestartPolicy(first_backoff=1000.0, max_backoff=1000.0)
     supervisor = Supervisor([spec(recorder, "one", "import sys; sys.exit(1)")], recorder, patient)
     async with running(supervisor) as task:
-        await recorder.until(lambda: State.BACKING_OFF in recorder.of("one"))
+        await recorder.until(lambda: ChildState.BACKING_OFF in recorder.of("one"))
         await supervisor.stop()
         async with asyncio.timeout(5):
             await task

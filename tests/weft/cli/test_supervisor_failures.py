@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.weft.cli.test_supervisor import FOREVER, QUICK, Recorder, gone, running, spec
 
-from weft.cli.child_spec import ChildFailed, ChildSpec, State
+from weft.cli.child_spec import ChildFailed, ChildSpec, ChildState
 from weft.cli.supervisor import Supervisor
 
 
@@ -26,7 +26,7 @@ async def test_a_child_that_never_gets_ready_is_given_up_after_five_deaths() -> 
         await supervisor.run()
     assert failure.value.exit_code == 1
     assert failure.value.last_lines == ("no luck",)
-    assert recorder.of("bad").count(State.STARTING) == 5
+    assert recorder.of("bad").count(ChildState.STARTING) == 5
 
 
 async def test_exit_status_2_is_a_wrong_setting_and_ends_everything_at_once() -> None:
@@ -78,7 +78,7 @@ async def test_what_was_ready_once_and_cannot_be_started_is_tried_again(tmp_path
         supervisor._children["one"].signal_group(signal.SIGKILL)
         await recorder.until(lambda: len(recorder.deaths) == 3)
         program.symlink_to(sys.executable)
-        await recorder.until(lambda: recorder.of("one").count(State.READY) == 2)
+        await recorder.until(lambda: recorder.of("one").count(ChildState.READY) == 2)
     assert "No such file" in recorder.deaths[1][1]
 
 
@@ -93,21 +93,21 @@ async def test_those_beside_one_that_fails_are_stopped_as_by_hand() -> None:
     with pytest.raises(ChildFailed, match="bad: exit code 2"):
         await Supervisor(specs, recorder, QUICK).run()
     assert ("good", "tidied") in recorder.lines
-    assert State.STARTING not in recorder.of("waits")
+    assert ChildState.STARTING not in recorder.of("waits")
 
 
 async def test_one_that_was_ready_may_be_asked_less_when_it_comes_back() -> None:
     recorder = Recorder()
 
     async def once() -> bool:
-        return State.READY not in recorder.of("one")
+        return ChildState.READY not in recorder.of("one")
 
     async def always() -> bool:
         return True
 
     one = spec(recorder, "one", "import sys; sys.exit(0)", probe=once, probe_again=always)
     async with running(Supervisor([one], recorder, QUICK)):
-        await recorder.until(lambda: recorder.of("one").count(State.READY) == 2)
+        await recorder.until(lambda: recorder.of("one").count(ChildState.READY) == 2)
 
 
 async def test_a_command_that_does_not_exist_ends_everything() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from weft import log
 from weft.cli import timeline as timeline_module
-from weft.cli.child_spec import State
+from weft.cli.child_spec import ChildState
 from weft.cli.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,7 +26,7 @@ class Ears:
     def on_line(self, name: str, line: str) -> None:
         self.heard.append(f"{name}: {line}")
 
-    def on_state(self, name: str, state: State, detail: str) -> None:
+    def on_state(self, name: str, state: ChildState, detail: str) -> None:
         self.heard.append(f"{name} {state}")
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
@@ -39,15 +39,15 @@ def test_phases_are_what_the_processes_said_and_the_probes_saw() -> None:
     timeline = Timeline(ears, 100.0, lambda: now[0])
     for name, begin in (("one", 100.5), ("two", 101.0)):
         now[0] = begin
-        timeline.on_state(name, State.STARTING, "")
+        timeline.on_state(name, ChildState.STARTING, "")
     timeline.on_line("one", "2026-11-22T12:00:00+0000 I one startup imports at=101.500")
     timeline.on_line("one", "2026-11-22T12:00:00+0000 I one something else at=101.600")
     timeline.on_line("one", "2026-11-22T12:00:00+0000 I one startup weights at=103.000")
     now[0] = 103.5
-    timeline.on_state("one", State.READY, "")
+    timeline.on_state("one", ChildState.READY, "")
     timeline.on_death("one", "killed", (), 0.5)
     now[0] = 110.0
-    timeline.on_state("one", State.STARTING, "")
+    timeline.on_state("one", ChildState.STARTING, "")
     timeline.on_line("one", "2026-11-22T12:00:10+0000 I one startup imports at=111.000")
     found = {name: [(p.name, p.begin, p.end) for p in phases] for name, phases in timeline.phases()}
     assert found == {
@@ -72,15 +72,15 @@ def test_a_start_that_fails_is_drawn_until_its_end() -> None:
     now = [0.0]
     timeline = Timeline(Ears(), 0.0, lambda: now[0])
     for name in ("dies", "fails", "waits"):
-        timeline.on_state(name, State.STARTING, "")
+        timeline.on_state(name, ChildState.STARTING, "")
     timeline.on_line("dies", "startup imports at=1.000")
     now[0] = 2.0
     timeline.on_death("dies", "killed", (), 0.5)
-    timeline.on_state("dies", State.STARTING, "")
+    timeline.on_state("dies", ChildState.STARTING, "")
     timeline.on_line("dies", "startup imports at=2.500")
     now[0] = 3.0
-    timeline.on_state("dies", State.READY, "")
-    timeline.on_state("fails", State.FAILED, "exit code 2")
+    timeline.on_state("dies", ChildState.READY, "")
+    timeline.on_state("fails", ChildState.FAILED, "exit code 2")
     now[0] = 4.0
     found = {name: [(p.name, p.end) for p in phases] for name, phases in timeline.phases()}
     assert found == {
@@ -101,10 +101,10 @@ def test_a_worker_that_comes_back_is_drawn_from_when_it_had_died_or_was_woken() 
         return {name: [(p.name, round(p.end, 3)) for p in phases] for name, phases in timeline.phases()}
 
     timeline = Timeline(Ears(), 0.0, lambda: now[0], draw)
-    timeline.on_state("one", State.STARTING, "")
+    timeline.on_state("one", ChildState.STARTING, "")
     timeline.on_line("one", "startup joining at=1.000")
     now[0] = 2.0
-    timeline.on_state("one", State.READY, "")
+    timeline.on_state("one", ChildState.READY, "")
     start = {"one": [("joining", 1.0), ("until ready", 2.0)]}
     assert (told(), drawn) == (start, [0])
     timeline.on_line("one", "startup asleep at=50.000")
@@ -117,10 +117,10 @@ def test_a_worker_that_comes_back_is_drawn_from_when_it_had_died_or_was_woken() 
     now[0] = 60.0
     timeline.on_death("one", "killed", (), 0.5)
     now[0] = 60.5
-    timeline.on_state("one", State.STARTING, "")
+    timeline.on_state("one", ChildState.STARTING, "")
     timeline.on_line("one", "startup weights at=60.700")
     now[0] = 61.0
-    timeline.on_state("one", State.READY, "")
+    timeline.on_state("one", ChildState.READY, "")
     start |= {"one, again": [("until started again", 0.5), ("weights", 0.7), ("until ready", 1.0)]}
     assert (told(), drawn) == (start, [2])
     assert timeline.svg("x").count("one, ") == 2
@@ -130,8 +130,8 @@ def test_a_mesh_that_runs_for_long_keeps_its_own_start_and_the_last_ones(monkeyp
     monkeypatch.setattr(timeline_module, "MAX_LATER", 2)
     timeline = Timeline(Ears(), 0.0, lambda: 1.0)
     for _ in range(5):
-        timeline.on_state("one", State.STARTING, "")
-        timeline.on_state("one", State.READY, "")
+        timeline.on_state("one", ChildState.STARTING, "")
+        timeline.on_state("one", ChildState.READY, "")
         timeline.on_death("one", "killed", (), 0.5)
     assert [name for name, _ in timeline.phases()] == ["one", "one, again", "one, again"]
 

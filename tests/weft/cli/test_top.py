@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from weft.cli.rates import Count, History, Rates
-from weft.cli.top import render
+from weft.cli.top import RateHistory, Rates, WorkerCounts, render
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 
@@ -39,7 +38,7 @@ def fleet(generated: int, hand_offs: int) -> pb.ListWorkersResponse:
 
 
 def shown(width: int) -> str:
-    history = History()
+    history = RateHistory()
     history.take(fleet(1000, 7).workers, now=10.0)
     history.take((last := fleet(1300, 11)).workers, now=12.0)
     console = Console(file=io.StringIO(), width=width)
@@ -62,7 +61,7 @@ def test_the_map_says_what_the_fleet_does(width: int) -> None:
 
 def test_an_empty_fleet_is_a_map_too() -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(render(pb.ListWorkersResponse(), History(), 120))
+    console.print(render(pb.ListWorkersResponse(), RateHistory(), 120))
     assert isinstance(console.file, io.StringIO)
     assert "nobody" in console.file.getvalue()
     assert "no shared store" in console.file.getvalue()
@@ -74,7 +73,7 @@ def test_workers_that_load_are_counted() -> None:
 
 
 def printed(fleet: pb.ListWorkersResponse, width: int, height: int = 0) -> str:
-    console, history = Console(file=io.StringIO(), width=width), History()
+    console, history = Console(file=io.StringIO(), width=width), RateHistory()
     history.take(fleet.workers, now=1.0)
     console.print(render(fleet, history, width, height))
     assert isinstance(console.file, io.StringIO)
@@ -102,12 +101,12 @@ def test_workers_that_do_both_compute_prompts() -> None:
 def test_the_same_report_seen_twice_is_no_standstill() -> None:
     rates = Rates()
     for at, tokens in ((0.0, 0), (1.0, 100), (1.02, 100), (2.0, 200)):
-        rates.take(Count(at, 0, tokens, {}, 0))
+        rates.take(WorkerCounts(at, 0, tokens, {}, 0))
     assert list(rates.generated) == [0.0, 100.0, 100.0, 100.0]
 
 
 def test_a_worker_that_was_started_anew_begins_at_nothing() -> None:
-    history = History()
+    history = RateHistory()
     history.take(fleet(1000, 7).workers, now=1.0)
     again = fleet(10, 0)
     again.workers[1].hello.worker.boot_id = "another"

@@ -12,7 +12,15 @@ from typing import Any
 import httpx
 
 from weft.cli.bench.workload import Job
-from weft.cli.stream import CONNECT_SECONDS, THOUGHTS, MeshError, message_of, open_client, served_model, told
+from weft.cli.completion_client import (
+    CONNECT_SECONDS,
+    THOUGHTS,
+    MeshError,
+    error_text,
+    message_of,
+    open_client,
+    served_model,
+)
 from weft.file_descriptors import raise_fd_limit
 
 # the difference of two prompts is without what a chat template adds
@@ -224,7 +232,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
 
 def _take(event: dict[str, Any], record: Record, now: float) -> None:
     if error := event.get("error"):
-        record.error = told(error)
+        record.error = error_text(error)
     if usage := event.get("usage"):
         record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

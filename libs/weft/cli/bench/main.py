@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from weft.cli.bench.figures import Promise, summarize
 from weft.cli.bench.load import NEVER_SENT, OUT_OF_TIME, Load, Record, open_target
 from weft.cli.bench.report import page, tables
-from weft.cli.bench.workload import BadTrace, Job, Recipe, from_recipe, from_trace
-from weft.cli.stream import MeshError
+from weft.cli.bench.stats import LatencySlo, summarize
+from weft.cli.bench.workload import BadTrace, Job, WorkloadSpec, from_recipe, from_trace
+from weft.cli.completion_client import MeshError
 from weft.file_io import format_os_error
 
 
@@ -32,11 +32,11 @@ class BenchOptions:
     model: str = ""
     api_key: str = field(default="", repr=False)
     is_chat: bool = False
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: WorkloadSpec = field(default_factory=WorkloadSpec)
     trace: Path | None = None
     speed: float = 1.0
     max_seconds: float = 600.0
-    promise: Promise = field(default_factory=Promise)
+    promise: LatencySlo = field(default_factory=LatencySlo)
     report: Path | None = None
     raw: Path | None = None
 

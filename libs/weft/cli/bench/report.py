@@ -9,9 +9,9 @@ from html import escape
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.bench.figures import PERCENTILES, Figures, gaps
 from weft.cli.bench.load import Record
 from weft.cli.bench.plots import distribution, over_time, steps
+from weft.cli.bench.stats import PERCENTILES, BenchStats, gaps
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2024; --soft: #5f666e; --paper: #faf9f7; --card: #fff; --faint: #e2e0da;
@@ -39,7 +39,7 @@ dl { display: flex; flex-wrap: wrap; gap: .4rem 1.6rem; } dt { font-size: .8rem;
 """
 
 
-def rows(figures: Figures) -> list[tuple[str, str]]:
+def rows(figures: BenchStats) -> list[tuple[str, str]]:
     """Everything but the latencies."""
     errors = ", ".join(f"{count} x {error}" for error, count in figures.errors.items())
     short = [("shorter than asked for", f"{figures.short} answers")] if figures.short else []
@@ -54,7 +54,7 @@ def rows(figures: Figures) -> list[tuple[str, str]]:
     ]
 
 
-def tables(figures: Figures) -> tuple[Table, Table]:
+def tables(figures: BenchStats) -> tuple[Table, Table]:
     """For the terminal."""
     counts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows(figures):
@@ -67,7 +67,7 @@ def tables(figures: Figures) -> tuple[Table, Table]:
     return counts, times
 
 
-def page(title: str, options: Mapping[str, object], figures: Figures, records: Sequence[Record]) -> str:
+def page(title: str, options: Mapping[str, object], figures: BenchStats, records: Sequence[Record]) -> str:
     """The report."""
     done = [record for record in records if not record.error]
     first = [1000 * record.first_token for record in done]

@@ -32,7 +32,7 @@ class BadTrace(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class WorkloadSpec:
     """Requests of about the same size. `spread` 0.5 draws lengths from half to one and a half times as long.
 
     With `rate` requests come by chance at so many a second (open loop), else whenever one of `concurrency` clients is
@@ -62,7 +62,7 @@ class Job:
         return " ".join(_words(seed, round(tokens * chars_per_token)) for seed, tokens in self.pieces)
 
 
-def from_recipe(recipe: Recipe) -> Iterator[Job]:
+def from_recipe(recipe: WorkloadSpec) -> Iterator[Job]:
     """As many as it says."""
     dice, at = random.Random(recipe.seed), 0.0
 

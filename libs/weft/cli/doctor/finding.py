@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     """From good to bad."""
 
     OK = "ok"
@@ -21,7 +21,7 @@ class Finding:
     """One line. `advice` is what to do; empty where nothing has to be done."""
 
     check: str
-    level: Level
+    level: Severity
     says: str
     advice: str = ""
 

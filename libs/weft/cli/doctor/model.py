@@ -16,10 +16,10 @@ from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
 from weft.capacity.memory_budget import MemoryBudget, default_num_blocks
 from weft.capacity.sizes import RequestedSizes, Sizes, choose_sizes
-from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.fit import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory, stored_config
-from weft.cli.gpus import cards, chosen_cards, tell_memory, usable_gpus
-from weft.cli.record import running_meshes
+from weft.cli.doctor.finding import Finding, Severity, Subject
+from weft.cli.gpus import all_report_memory, cards, chosen_cards, usable_gpus
+from weft.cli.memory_check import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory, stored_config
+from weft.cli.mesh_registry import running_meshes
 from weft.config import ConfigError
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint, StorageUnavailable
@@ -41,22 +41,22 @@ def check_model(subject: Subject) -> Iterator[Finding]:
     for name, directory in subject.models.items():
         if trouble := _trouble(directory / SETTINGS):  # which also names an end token, part of the model's config
             says = f"{name}: {SETTINGS}: {trouble}: the gateway does not start"
-            yield Finding("settings", Level.FAILURE, says, "fetch the file again")
+            yield Finding("settings", Severity.FAILURE, says, "fetch the file again")
             continue
         try:
             checkpoint = read_checkpoint(directory)
         except BadCheckpoint as error:
             says, _, advice = str(error).partition("; ")
             advice = advice or "fetch the files again, or name another: --model"
-            yield Finding("model", Level.FAILURE, f"{name}: {says}", advice)
+            yield Finding("model", Severity.FAILURE, f"{name}: {says}", advice)
             continue
         except StorageUnavailable as error:
-            yield Finding("model", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
+            yield Finding("model", Severity.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
             continue
         files = {tensor.file.name for tensor in checkpoint.tensors}
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
         unread = f"; not read: {', '.join(checkpoint.unread)}" if checkpoint.unread else ""
-        yield Finding("model", Level.OK, f"{says}; sizes and offsets agree{unread}")
+        yield Finding("model", Severity.OK, f"{says}; sizes and offsets agree{unread}")
         if any(file.endswith(SUFFIX) for file in files):
             yield _verified(name, directory, subject.is_deep)
         try:
@@ -64,11 +64,11 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         except BadCheckpoint as error:
             says, _, advice = str(error).partition("; ")
             advice = advice or "fetch the file again"
-            yield Finding("tokenizer", Level.FAILURE, f"{name}: {says}: the gateway does not start", advice)
+            yield Finding("tokenizer", Severity.FAILURE, f"{name}: {says}: the gateway does not start", advice)
         except StorageUnavailable as error:
-            yield Finding("tokenizer", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
+            yield Finding("tokenizer", Severity.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
         if not _has_template(directory):
-            yield Finding("template", Level.WARNING, f"{name}: no chat template: only /v1/completions answers")
+            yield Finding("template", Severity.WARNING, f"{name}: no chat template: only /v1/completions answers")
 
 
 def _has_template(model: Path) -> bool:
@@ -94,20 +94,22 @@ def _verified(name: str, directory: Path, is_deep: bool) -> Finding:
     """A bundle keeps checksums of the tensors that it stands for."""
     if not is_deep:
         says = f"{name}: checksums were not compared"
-        return Finding("bundle", Level.OK, says, "weft doctor --deep decodes the bundle whole")
+        return Finding("bundle", Severity.OK, says, "weft doctor --deep decodes the bundle whole")
     command = [sys.executable, "-m", "weft.weights.bundle", "verify", str(directory)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=VERIFY_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Finding("bundle", Level.FAILURE, f"{name}: not decoded within {VERIFY_SECONDS:.0f} s")
+        return Finding("bundle", Severity.FAILURE, f"{name}: not decoded within {VERIFY_SECONDS:.0f} s")
     if ended.returncode < 0:
         says = f"{name}: decoding it was ended by a signal: {signal.strsignal(-ended.returncode)}"
-        return Finding("bundle", Level.FAILURE, says, "the system's log (dmesg) may say why: no memory left, for one")
+        return Finding(
+            "bundle", Severity.FAILURE, says, "the system's log (dmesg) may say why: no memory left, for one"
+        )
     if ended.returncode:
         last = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2]
         advice = LOOK_AT_THE_DISK if ended.returncode == 1 else "make it again: weft compress MODEL OUT"
-        return Finding("bundle", Level.FAILURE, f"{name}: {last}", advice)
-    return Finding("bundle", Level.OK, f"{name}: decodes to its checksums")
+        return Finding("bundle", Severity.FAILURE, f"{name}: {last}", advice)
+    return Finding("bundle", Severity.OK, f"{name}: decodes to its checksums")
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
@@ -121,12 +123,12 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     if free < needed:
         size = needed // GIB + 1
         advice = f"mount -o remount,size={size}G {SHARED_MEMORY} (compose: WEFT_SHM_SIZE={size}g)"
-        yield Finding("shared memory", Level.FAILURE, says, advice)
+        yield Finding("shared memory", Severity.FAILURE, says, advice)
     elif needed >= LARGE_PAGES_PAY and not in_large_pages(SHARED_MEMORY):
         advice = f"as root: mount -o remount,huge=within_size {SHARED_MEMORY}"
-        yield Finding("shared memory", Level.WARNING, f"{says}, in pages of 4 KiB: writing them slows loads", advice)
+        yield Finding("shared memory", Severity.WARNING, f"{says}, in pages of 4 KiB: writing them slows loads", advice)
     else:
-        yield Finding("shared memory", Level.OK, says)
+        yield Finding("shared memory", Severity.OK, says)
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
@@ -134,7 +136,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     try:
         wanted = read_settings(RequestedSizes)
     except ConfigError as error:
-        yield Finding("memory", Level.FAILURE, str(error), "set it anew, or not at all")
+        yield Finding("memory", Severity.FAILURE, str(error), "set it anew, or not at all")
         return
     checkpoints = _readable(subject)
     found = cards()
@@ -142,8 +144,10 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     sizes = choose_sizes(wanted, has_cuda=bool(usable) and not is_for_cpus_only())
     if sizes.machine.device == "cuda":
         found = chosen_cards(found, usable)
-        if not tell_memory(found):
-            yield Finding("memory", Level.OK, "nvidia-smi tells nothing of the GPUs' memory: workers look themselves")
+        if not all_report_memory(found):
+            yield Finding(
+                "memory", Severity.OK, "nvidia-smi tells nothing of the GPUs' memory: workers look themselves"
+            )
             return
         free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
     else:
@@ -151,9 +155,9 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         free = max(0, available_bytes() + held_bytes() - images) // subject.num_workers
     for name, checkpoint in checkpoints.items():
         found_room = _room(name, stored_config(checkpoint), sizes, free)
-        if found_room.level is not Level.OK and running_meshes():
+        if found_room.level is not Severity.OK and running_meshes():
             says = f"{found_room.says}; but a mesh runs here, whose workers have taken theirs"
-            found_room = Finding("memory", Level.OK, says, "weft doctor says more before a mesh is started")
+            found_room = Finding("memory", Severity.OK, says, "weft doctor says more before a mesh is started")
         yield found_room
 
 
@@ -165,11 +169,11 @@ def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:
     says = f"{name}: {_sum(room, machine.dtype)}"
     if room.available_for_kv <= 0 or longest < 1:
         advice = "`weft plan` says what it needs; fewer workers, a smaller WEFT_CHUNK_TOKENS, or more memory"
-        return Finding("memory", Level.FAILURE, f"{says}: the model does not fit", advice)
+        return Finding("memory", Severity.FAILURE, f"{says}: the model does not fit", advice)
     if longest < config.max_positions:
         advice = f"the model's own context is {config.max_positions:,}"
-        return Finding("memory", Level.WARNING, f"{says}: a context of {longest:,} tokens at most", advice)
-    return Finding("memory", Level.OK, f"{says}: sequences of {config.max_positions:,} tokens fit")
+        return Finding("memory", Severity.WARNING, f"{says}: a context of {longest:,} tokens at most", advice)
+    return Finding("memory", Severity.OK, f"{says}: sequences of {config.max_positions:,} tokens fit")
 
 
 def _sum(room: MemoryBudget, dtype: str) -> str:

@@ -9,13 +9,24 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.doctor.machine import check_clock, check_cores, check_gpu, check_ports, check_transport, check_versions
-from weft.cli.doctor.mesh import check_running
+from weft.cli.doctor.finding import Finding, Severity, Subject
+from weft.cli.doctor.machine import (
+    check_clock,
+    check_cores,
+    check_gpu,
+    check_ports,
+    check_running,
+    check_transport,
+    check_versions,
+)
 from weft.cli.doctor.model import check_memory, check_model, check_shared_memory
 from weft.cli.doctor.secrets import check_certificates, check_keys
 
-MARKS = {Level.OK: ("OK", "green"), Level.WARNING: ("warning", "yellow"), Level.FAILURE: ("failure", "bold red")}
+MARKS = {
+    Severity.OK: ("OK", "green"),
+    Severity.WARNING: ("warning", "yellow"),
+    Severity.FAILURE: ("failure", "bold red"),
+}
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     check_versions,
     check_gpu,
@@ -41,15 +52,15 @@ def run_doctor(subject: Subject, as_json: bool) -> int:
             findings.append(finding)
             if not as_json:
                 console.print(_line(finding))
-    worst = max((finding.level for finding in findings), key=list(Level).index)
+    worst = max((finding.level for finding in findings), key=list(Severity).index)
     if as_json:
         print(json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))
-    return int(worst is Level.FAILURE)
+    return int(worst is Severity.FAILURE)
 
 
 def _line(finding: Finding) -> Text:
     mark, style = MARKS[finding.level]
     line = Text.assemble((f"{mark:<8}", style), (f"{finding.check:<14}", "bold"), finding.says)
     if finding.advice:
-        line.append(f"\n{'':<22}-> {finding.advice}", style="dim" if finding.level is Level.OK else style)
+        line.append(f"\n{'':<22}-> {finding.advice}", style="dim" if finding.level is Severity.OK else style)
     return line

@@ -11,7 +11,7 @@ from pathlib import Path
 from cryptography import x509
 
 from weft.api_keys import BadKeys
-from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.doctor.finding import Finding, Severity, Subject
 from weft.cli.key_store import read_keys
 from weft.config import ConfigError, is_loopback
 from weft.rpc.tls import FILES, MESH_NAME, VARIABLE, read_folder, read_pem
@@ -27,21 +27,21 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
         try:
             number = len(read_keys(where))
         except (BadKeys, OSError) as error:
-            yield Finding("keys", Level.FAILURE, f"WEFT_KEYS: {error}", "weft keys add NAME --keys FILE makes one")
+            yield Finding("keys", Severity.FAILURE, f"WEFT_KEYS: {error}", "weft keys add NAME --keys FILE makes one")
         else:
-            yield Finding("keys", Level.OK, f"{number} API keys")
+            yield Finding("keys", Severity.OK, f"{number} API keys")
             if not is_loopback(subject.host) and not os.environ.get("WEFT_TLS_CERT"):
                 says = f"without TLS they would cross the network to {subject.host} in the clear"
                 advice = "WEFT_TLS_CERT and WEFT_TLS_KEY, or a proxy that has a certificate"
-                yield Finding("keys", Level.WARNING, says, advice)
+                yield Finding("keys", Severity.WARNING, says, advice)
     elif not is_loopback(subject.host) and os.environ.get("WEFT_ALLOW_UNAUTHENTICATED", "").lower() not in (
         "1",
         "true",
     ):
         advice = "weft keys add NAME --keys FILE, then WEFT_KEYS=FILE; or WEFT_ALLOW_UNAUTHENTICATED=1"
-        yield Finding("keys", Level.FAILURE, f"none: the gateway does not listen on {subject.host}", advice)
+        yield Finding("keys", Severity.FAILURE, f"none: the gateway does not listen on {subject.host}", advice)
     else:
-        yield Finding("keys", Level.OK, f"none: whoever reaches {subject.host} may use the model")
+        yield Finding("keys", Severity.OK, f"none: whoever reaches {subject.host} may use the model")
 
 
 def check_certificates(subject: Subject) -> Iterator[Finding]:
@@ -50,10 +50,10 @@ def check_certificates(subject: Subject) -> Iterator[Finding]:
     if folder:
         found = [_certificate(VARIABLE, Path(folder) / name) for name in FILES if name != "key.pem"]
         yield from found
-        if all(finding.level is not Level.FAILURE for finding in found):
+        if all(finding.level is not Severity.FAILURE for finding in found):
             yield from _key(Path(folder))
     else:
-        yield Finding("certificates", Level.OK, f"no {VARIABLE}: services talk to each other in the clear")
+        yield Finding("certificates", Severity.OK, f"no {VARIABLE}: services talk to each other in the clear")
     yield from _public()
 
 
@@ -62,16 +62,16 @@ def _public() -> Iterator[Finding]:
     cert, key = os.environ.get("WEFT_TLS_CERT", ""), os.environ.get("WEFT_TLS_KEY", "")
     if bool(cert) != bool(key):
         says = "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other"
-        yield Finding("certificates", Level.FAILURE, says, "name both, or neither")
+        yield Finding("certificates", Severity.FAILURE, says, "name both, or neither")
     elif cert:
         found = _certificate("WEFT_TLS_CERT", Path(cert))
         yield found
-        if found.level is not Level.FAILURE:
+        if found.level is not Severity.FAILURE:
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
             except (OSError, ssl.SSLError) as error:
                 says = f"WEFT_TLS_KEY: {key}: {error}"
-                yield Finding("certificates", Level.FAILURE, says, "name its key, without a password")
+                yield Finding("certificates", Severity.FAILURE, says, "name its key, without a password")
 
 
 def _names(certificate: x509.Certificate) -> list[str]:
@@ -88,27 +88,29 @@ def _key(folder: Path) -> Iterator[Finding]:
     try:
         read_folder(folder)
     except ConfigError as error:
-        yield Finding("certificates", Level.FAILURE, str(error), RENEW)
+        yield Finding("certificates", Severity.FAILURE, str(error), RENEW)
 
 
 def _certificate(variable: str, path: Path) -> Finding:
     try:
         found = x509.load_pem_x509_certificate(read_pem(path, variable))
     except (ConfigError, ValueError) as error:
-        return Finding("certificates", Level.FAILURE, str(error), "weft certs FOLDER makes new ones")
+        return Finding("certificates", Severity.FAILURE, str(error), "weft certs FOLDER makes new ones")
     advice = BEGIN_ANEW if path.name == "ca.pem" else RENEW
     left = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     says = f"{path.name} is valid until {found.not_valid_after_utc:%Y-%m-%d}"
     if left < datetime.timedelta():
         says = f"{path.name} ended on {found.not_valid_after_utc:%Y-%m-%d}"
-        return Finding("certificates", Level.FAILURE, says, advice)
+        return Finding("certificates", Severity.FAILURE, says, advice)
     if path.name != "ca.pem":
         names = _names(found)
         says += f", for {', '.join(names) or 'no name'}"
         if variable == VARIABLE and MESH_NAME not in names:  # no peer would believe it
-            return Finding("certificates", Level.FAILURE, f"{says}, and not for {MESH_NAME}", RENEW)
+            return Finding("certificates", Severity.FAILURE, f"{says}, and not for {MESH_NAME}", RENEW)
         if not names:
-            return Finding("certificates", Level.WARNING, f"{says}: clients refuse it", RENEW)
+            return Finding("certificates", Severity.WARNING, f"{says}: clients refuse it", RENEW)
     return (
-        Finding("certificates", Level.WARNING, says, advice) if left < SOON else Finding("certificates", Level.OK, says)
+        Finding("certificates", Severity.WARNING, says, advice)
+        if left < SOON
+        else Finding("certificates", Severity.OK, says)
     )

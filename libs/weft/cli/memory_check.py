@@ -16,7 +16,7 @@ from weft.capacity.footprint import footprint, with_stored_dtype
 from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
 from weft.capacity.sizes import RequestedSizes, Sizes, choose_sizes
-from weft.cli.gpus import VISIBLE, Card, cards, tell_memory
+from weft.cli.gpus import VISIBLE, Card, all_report_memory, cards
 from weft.cli.layout import MeshOptions
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
@@ -30,7 +30,7 @@ WORKER_BYTES, CUDA_HOST_BYTES = 3 * GIB // 2, 8 * GIB
 ADVICE = "take fewer workers (--both 1), a smaller WEFT_CHUNK_TOKENS or more memory; `weft plan` shows the arithmetic"
 
 
-def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int]:
+def check_memory(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int]:
     """Bytes of anonymous memory that each worker is to take, by name: weights as its kernels read them and activations;
     a pool is shared memory, or a GPU's. Raises BadCheckpoint for what does not fit or is not whole, ConfigError for a
     setting that cannot be."""
@@ -44,7 +44,7 @@ def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int
     found = {name: _read(directory) for name, directory in options.models.items()}
     models = {name: config for name, (config, _) in found.items()}
     total = sum(size_bytes for _, size_bytes in found.values())
-    images = min(total, read_settings(Limits, environ).weights_shm_bytes or total)
+    images = min(total, read_settings(WeightsLimit, environ).weights_shm_bytes or total)
     there = held_bytes()
     if SHARED_MEMORY.is_dir() and images > (free := shared_memory()[0] + there):
         what = f"the weights take {_gib(images)} of shared memory, and {SHARED_MEMORY} has {_gib(free)}"
@@ -64,7 +64,7 @@ def _worker_bytes(model: ModelConfig, sizes: Sizes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WeightsLimit:
     """What the images of all models may take together; 0: as much as there is."""
 
     weights_shm_bytes: int = 0
@@ -101,7 +101,7 @@ def _check_memory(
 def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes) -> None:
     """Each worker on the card that it is given, beside those who share it."""
     found = cards()
-    if not tell_memory(found):
+    if not all_report_memory(found):
         return  # nobody tells their memory here: the workers will
     for index, (name, model) in enumerate(options.workers.items()):
         share = options.worker_share(index)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.weft.cli.test_status import worker
 
-from weft.cli.steer import _woken
+from weft.cli.fleet_commands import _woken
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 
 

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli import up
+from weft.cli.config_check import check_settings
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.main import app
 from weft.cli.mesh import mesh_specs
-from weft.cli.settings import check_settings
 from weft.config import ConfigError
 from weft.errors import BadCheckpoint
 

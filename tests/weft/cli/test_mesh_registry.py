@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.record import MeshRecord, recorded, running_meshes, runtime_folder
+from weft.cli.mesh_registry import MeshRecord, recorded, running_meshes, runtime_folder
 
 NOTE = MeshRecord(os.getpid(), 10.0, 8000, "http://127.0.0.1:8000", "127.0.0.1:1", {"scheduler": "127.0.0.1:1"})
 

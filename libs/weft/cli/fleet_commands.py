@@ -24,7 +24,9 @@ REJOIN_SECONDS, RETRY_SECONDS = 3.0, 0.2
 def drain(scheduler: str, worker_id: str, undo: bool) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.DrainRequest(worker_id=worker_id, undo=undo)
-    lacking, is_parked = _steer("undrain" if undo else "drain", scheduler, lambda fleet: _drained(fleet, request))
+    lacking, is_parked = _call_scheduler(
+        "undrain" if undo else "drain", scheduler, lambda fleet: _drained(fleet, request)
+    )
     what = "takes requests again" if undo else "finishes what it has and is given nothing new"
     if is_parked:
         awake = f"`weft wake {worker_id}` has it load its model" if undo else "once awake it is given nothing new"
@@ -60,21 +62,21 @@ def _takes_work(report: pb.WorkerReport) -> bool:
 def sleep(scheduler: str, worker_id: str, even_last: bool) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.ParkRequest(worker_id=worker_id, even_last=even_last)
-    _steer("sleep", scheduler, lambda fleet: _patiently(fleet.Park, request))
+    _call_scheduler("sleep", scheduler, lambda fleet: _retry_until_joined(fleet.Park, request))
     typer.echo(f"{worker_id} finishes what it has and gives back its memory; `weft wake {worker_id}` has it load again")
 
 
 def wake(scheduler: str, worker_id: str) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.ParkRequest(worker_id=worker_id, undo=True)
-    is_parked = _steer("wake", scheduler, lambda fleet: _woken(fleet, request))
+    is_parked = _call_scheduler("wake", scheduler, lambda fleet: _woken(fleet, request))
     what = "loads its model again" if is_parked else "is not asleep, and stays so"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows when it is ready")
 
 
 async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
     """Had it been parked, or is about to be. One that drains or is full takes as little, and has its model."""
-    await _patiently(fleet.Park, request)
+    await _retry_until_joined(fleet.Park, request)
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each.report for each in workers if each.hello.worker.worker_id == request.worker_id]
     is_loaded = [report.ready or report.full or report.draining for report in own]
@@ -84,11 +86,11 @@ async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
 def set_role(scheduler: str, worker_id: str, role: str) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.SetRoleRequest(worker_id=worker_id, role=role_to_wire(WorkerRole(role)))
-    _steer("set-role", scheduler, lambda fleet: _patiently(fleet.SetRole, request))
+    _call_scheduler("set-role", scheduler, lambda fleet: _retry_until_joined(fleet.SetRole, request))
     typer.echo(f"{worker_id} is asked to play {role} from here on; `weft status --watch` shows it")
 
 
-async def _patiently(call: Callable[..., Awaitable[Any]], request: Any) -> None:
+async def _retry_until_joined(call: Callable[..., Awaitable[Any]], request: Any) -> None:
     """A worker that gives back its memory, or has just taken it, is nobody for a moment."""
     deadline = time.monotonic() + REJOIN_SECONDS
     while True:
@@ -101,7 +103,7 @@ async def _patiently(call: Callable[..., Awaitable[Any]], request: Any) -> None:
         await asyncio.sleep(RETRY_SECONDS)
 
 
-def _steer(command: str, scheduler: str, call: Callable[[Any], Awaitable[ResultT]]) -> ResultT:
+def _call_scheduler(command: str, scheduler: str, call: Callable[[Any], Awaitable[ResultT]]) -> ResultT:
     try:
         return asyncio.run(_ask(scheduler, call))
     except grpc.aio.AioRpcError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from weft.cli.record import DEFAULT_URL
+from weft.cli.mesh_registry import DEFAULT_URL
 from weft.config import MAX_PORT
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -35,7 +35,7 @@ class MeshError(Exception):
 
 
 @dataclass(slots=True)
-class Figures:
+class CompletionStats:
     """What an answer cost. Times in seconds from the sending of the request."""
 
     prompt_tokens: int = 0
@@ -93,7 +93,7 @@ def printable(text: str) -> str:
 
 
 async def stream_text(
-    client: httpx.AsyncClient, body: dict[str, Any], session: str, figures: Figures
+    client: httpx.AsyncClient, body: dict[str, Any], session: str, figures: CompletionStats
 ) -> AsyncIterator[str]:
     """POST a chat (`messages`) or completion (`prompt`) and yield its text; fills the figures. Raises MeshError."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -186,7 +186,7 @@ def message_of(response: httpx.Response, body: bytes) -> str:
         return response.reason_phrase if not said or said.startswith("<") else said
 
 
-def told(error: Any) -> str:
+def error_text(error: Any) -> str:
     """What an event's `error` says: OpenAI's object has a message, others' may be the text itself."""
     return str((error.get("message") or error.get("code") or error) if isinstance(error, dict) else error)
 
@@ -201,12 +201,12 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             return
         event = json.loads(data)
         if error := event.get("error"):
-            raise MeshError(f"failed: {told(error)}")
+            raise MeshError(f"failed: {error_text(error)}")
         yield event
     raise MeshError("the answer broke off: the stream ended before its last event")
 
 
-def _read(event: dict[str, Any], figures: Figures) -> tuple[str, bool]:
+def _read(event: dict[str, Any], figures: CompletionStats) -> tuple[str, bool]:
     """The event's text, and whether it brought any token, which a thought has too; usage and the reason of the end go
     into the figures."""
     if usage := event.get("usage"):

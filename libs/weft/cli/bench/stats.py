@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class LatencySlo:
     """What a request must keep to count as good; 0 promises nothing. Seconds."""
 
     first_token: float = 0.0
@@ -36,7 +36,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class BenchStats:
     """One run. Rates are a second; `goodput` counts the requests that kept the promise, `short` the answers of fewer
     tokens than were asked for."""
 
@@ -59,13 +59,13 @@ def gaps(record: Record) -> list[float]:
     return [after - before for before, after in itertools.pairwise(record.arrivals)]
 
 
-def summarize(records: Sequence[Record], promise: Promise) -> Figures:
+def summarize(records: Sequence[Record], promise: LatencySlo) -> BenchStats:
     """Requests that failed count in the rates and promises, not in the latencies."""
     done = [record for record in records if not record.error]
     seconds = max((record.ended for record in records), default=0.0) or math.nan
     good = sum(promise.is_kept(record) for record in done)
     prompt_tokens = sum(record.prompt_tokens for record in done)
-    return Figures(
+    return BenchStats(
         requests=len(records),
         answered=len(done),
         short=sum(record.output_tokens < record.asked_tokens for record in done),

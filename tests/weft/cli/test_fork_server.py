@@ -18,13 +18,13 @@ from tests.weft.cli.test_supervisor import FOREVER, Recorder, gone, running, spe
 
 from weft.cli.child import Child
 from weft.cli.child_spec import RestartPolicy
-from weft.cli.nursery import Nursery
+from weft.cli.fork_server_client import ForkServerClient
 from weft.cli.supervisor import Supervisor
 
-STANDBY = (sys.executable, "-m", "weft.cli.standby", "library")
+FORK_SERVER = (sys.executable, "-m", "weft.cli.fork_server", "library")
 PROGRAM = """
 import gc, os, signal, sys, library
-assert gc.isenabled() and gc.get_freeze_count() > 1000, "what the standby process imported is not looked at again"
+assert gc.isenabled() and gc.get_freeze_count() > 1000, "what the fork server imported is not looked at again"
 print(__name__, sys.argv[1:], os.environ["WHO"], "OLD" in os.environ, os.getppid() == library.PID, flush=True)
 print("up", flush=True)
 if os.environ["WHO"] == "brief":
@@ -64,13 +64,13 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "OLD": "1"}
 
 
-def order(who: str) -> bytes:
+def fork_request(who: str) -> bytes:
     return json.dumps({"module": "program", "environ": {"WHO": who}}).encode()
 
 
 @asynccontextmanager
-async def nursery(environ: dict[str, str]) -> AsyncIterator[Nursery]:
-    opened = await Nursery.open(STANDBY, environ)
+async def fork_server(environ: dict[str, str]) -> AsyncIterator[ForkServerClient]:
+    opened = await ForkServerClient.open(FORK_SERVER, environ)
     try:
         async with asyncio.timeout(30):
             yield opened
@@ -78,8 +78,8 @@ async def nursery(environ: dict[str, str]) -> AsyncIterator[Nursery]:
         await opened.close()
 
 
-async def born(opened: Nursery, who: str) -> Child:
-    child = await opened.bear(order(who))
+async def spawned(opened: ForkServerClient, who: str) -> Child:
+    child = await opened.spawn(fork_request(who))
     assert child is not None
     return child
 
@@ -91,8 +91,8 @@ async def heard_out(*children: Child) -> None:
 
 
 async def test_a_child_is_the_module_and_knows_nothing_of_its_siblings(environ: dict[str, str]) -> None:
-    async with nursery(environ) as opened:
-        children = {who: await born(opened, who) for who in ("one", "two", "brief")}
+    async with fork_server(environ) as opened:
+        children = {who: await spawned(opened, who) for who in ("one", "two", "brief")}
         assert await children["brief"].wait() == 7
         for who, child in children.items():
             assert who == "brief" or os.getsid(child.pid) == os.getpgid(child.pid) == child.pid
@@ -115,29 +115,29 @@ async def test_a_child_is_the_module_and_knows_nothing_of_its_siblings(environ: 
 
 
 async def test_when_it_dies_its_children_die_and_it_cannot_be_asked(environ: dict[str, str]) -> None:
-    async with nursery(environ) as opened:
-        child = await born(opened, "one")
+    async with fork_server(environ) as opened:
+        child = await spawned(opened, "one")
         os.kill(psutil.Process(child.pid).ppid(), signal.SIGKILL)
         assert await child.wait() == -signal.SIGKILL
         assert await gone(child.pid)
         assert not opened.is_open
-        assert await opened.bear(order("two")) is None
+        assert await opened.spawn(fork_request("two")) is None
         await heard_out(child)
 
 
 async def test_one_that_does_not_answer_is_not_waited_for_and_who_is_born_late_is_ended(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with nursery(environ) as opened:
-        child = await born(opened, "one")
-        standby = psutil.Process(psutil.Process(child.pid).ppid())
-        standby.suspend()
+    async with fork_server(environ) as opened:
+        child = await spawned(opened, "one")
+        server = psutil.Process(psutil.Process(child.pid).ppid())
+        server.suspend()
         with monkeypatch.context() as patch:
-            patch.setattr("weft.cli.nursery.BIRTH_SECONDS", 0.2)
-            assert await opened.bear(order("late")) is None
-        standby.resume()
-        later = await born(opened, "later")  # news come in order: the late one has been born by now
-        (late,) = {each.pid for each in standby.children()} - {child.pid, later.pid} or {0}
+            patch.setattr("weft.cli.fork_server_client.SPAWN_TIMEOUT_SECONDS", 0.2)
+            assert await opened.spawn(fork_request("late")) is None
+        server.resume()
+        later = await spawned(opened, "later")  # news come in fork_request: the late one has been born by now
+        (late,) = {each.pid for each in server.children()} - {child.pid, later.pid} or {0}
         assert not late or await gone(late)
     await heard_out(child, later)
 
@@ -147,20 +147,20 @@ async def test_a_child_that_the_system_refuses_costs_the_others_nothing(
 ) -> None:
     with (tmp_path / "library.py").open("a") as library:
         library.write(REFUSING)
-    async with nursery(environ) as opened:
-        child = await born(opened, "one")
-        assert await opened.bear(order("no fork")) is None
-        assert await opened.bear(order("no descriptor")) is None
-        later = await born(opened, "later")
+    async with fork_server(environ) as opened:
+        child = await spawned(opened, "one")
+        assert await opened.spawn(fork_request("no fork")) is None
+        assert await opened.spawn(fork_request("no descriptor")) is None
+        later = await spawned(opened, "later")
         assert await gone(int((tmp_path / "unwatched").read_text()))
         assert psutil.pid_exists(child.pid)
     await heard_out(child, later)
 
 
 async def test_one_that_cannot_import_bears_nobody(environ: dict[str, str]) -> None:
-    opened = await Nursery.open((*STANDBY, "no.such.library"), environ)
+    opened = await ForkServerClient.open((*FORK_SERVER, "no.such.library"), environ)
     async with asyncio.timeout(30):
-        assert await opened.bear(order("one")) is None
+        assert await opened.spawn(fork_request("one")) is None
         await opened.close()
 
 
@@ -171,24 +171,26 @@ def has_said(recorder: Recorder, times: int) -> bool:
 async def test_a_dead_child_is_forked_again_at_once_and_nothing_stays(environ: dict[str, str]) -> None:
     recorder = Recorder()
     policy = RestartPolicy(first_backoff=60.0, max_backoff=60.0, healthy_if_forked=0.0)
-    one = spec(recorder, "one", FOREVER, environ=environ, order=order("one"))
-    supervisor = Supervisor([one], recorder, policy, standby_command=STANDBY)
+    one = spec(recorder, "one", FOREVER, environ=environ, fork_request=fork_request("one"))
+    supervisor = Supervisor([one], recorder, policy, fork_server_command=FORK_SERVER)
     async with running(supervisor):
         await supervisor.wait_ready()
         for number in (2, 3):
             supervisor._children["one"].signal_group(signal.SIGKILL)
             await recorder.until(partial(has_said, recorder, number))
         pid = supervisor._children["one"].pid
-        standby = psutil.Process(pid).ppid()
+        server = psutil.Process(pid).ppid()
     assert [line for _, line in recorder.lines].count("__main__ [] one False True") == 3
     assert await gone(pid)
-    assert await gone(standby)
+    assert await gone(server)
 
 
 async def test_without_a_standby_process_a_child_is_started_by_itself(environ: dict[str, str]) -> None:
     recorder = Recorder()
-    one = spec(recorder, "one", f"import os; print(os.getppid(), flush=True); {FOREVER}", order=order("one"))
-    supervisor = Supervisor([one], recorder, standby_command=(sys.executable, "-c", ""))
+    one = spec(
+        recorder, "one", f"import os; print(os.getppid(), flush=True); {FOREVER}", fork_request=fork_request("one")
+    )
+    supervisor = Supervisor([one], recorder, fork_server_command=(sys.executable, "-c", ""))
     async with running(supervisor):
         await supervisor.wait_ready()
         await recorder.until(partial(recorder.lines.__contains__, ("one", str(os.getpid()))))
