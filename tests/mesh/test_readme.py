@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,7 @@ from weft.cli.main import app
 from weft.cli.mesh_registry import runtime_folder
 
 GRPCURL = re.compile(r"^grpcurl -plaintext -d '(.*)' \S+ (\S+)$", re.M)
+FIELD = re.compile(r'"(\w+)": ?')
 runner = CliRunner()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
@@ -45,6 +47,17 @@ def run(mesh: Mesh, *command: str) -> str:
 def test_the_first_request_with_curl(mesh: Mesh) -> None:
     answer = json.loads(run(mesh, "bash", "-c", block("curl ")))
     assert answer["choices"][0]["message"]["content"]
+
+
+def test_requests_of_the_api_page_have_the_fields_of_their_answers(mesh: Mesh) -> None:
+    blocks = BLOCK.findall((ROOT / "docs/reference/api.md").read_text())
+    pairs = [(text, shown) for (_, text), (_, shown) in pairwise(blocks) if text.startswith("curl ")]
+    assert len(pairs) == 5
+    for request, shown in pairs:
+        answer = run(mesh, "bash", "-c", request)
+        fields = set(FIELD.findall(shown))
+        assert len(fields) > 5, request
+        assert not fields - set(FIELD.findall(answer)), answer
 
 
 def test_the_first_request_with_the_openai_client(mesh: Mesh) -> None:
