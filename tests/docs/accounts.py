@@ -1,8 +1,8 @@
-"""Every command of README and docs: which test runs it as it stands there, or why none does."""
+"""For every command in README and docs: the test that runs it as written, or the reason why none does."""
 
 from __future__ import annotations
 
-# run by tests/mesh/test_readme.py against a mesh, and what is added so that they end soon
+# Run by tests/mesh/test_readme.py on a mesh, with options that make them end soon.
 ON_A_MESH: dict[str, list[str]] = {
     "chat": [],
     "generate": [],
@@ -15,14 +15,14 @@ ON_A_MESH: dict[str, list[str]] = {
     "wake": [],
     "bench": ["--requests", "4", "--prompt-tokens", "32", "--output-tokens", "4"],
 }
-# run by tests/docs/test_commands.py
+# Run by tests/docs/test_commands.py.
 ALONE: dict[str, list[str]] = {
     "plan": [],
     "doctor": [],
     "keys": [],
     "certs": [],
 }
-# by the program that these become
+# Run by the bundle program, to which these commands are passed on.
 BUNDLES: dict[str, list[str]] = {
     "compress": ["--threads", "1"],
     "decompress": ["--threads", "1"],
@@ -30,7 +30,7 @@ BUNDLES: dict[str, list[str]] = {
     "inspect": [],
 }
 TWO_NODES = "services/weights/test_two_nodes.py::test_the_second_node_loads_over_the_network_and_samples_its_disk"
-# the options of `weft up`, and what starts a mesh with them, or tries what they ask for
+# Options of `weft up`, and the fixture or test that uses each.
 UP: dict[str, str] = {
     "--model": "mesh/conftest.py::mesh",
     "--both": "clients/conftest.py::whole_mesh",
@@ -51,7 +51,7 @@ UP: dict[str, str] = {
     "--weights-from": TWO_NODES,
     "--weights-listen": TWO_NODES,
 }
-# targets of make, and what runs them, or why no test does
+# Targets of make: what runs each, or why no test does.
 MAKE: dict[str, str] = {
     "serve": "loadtest.quickstart does, from a clone; it installs for a minute",
     "test": ".ci/run",
@@ -60,26 +60,26 @@ MAKE: dict[str, str] = {
     "protos": "tests/contract/test_generated.py compiles them",
     "client-test": ".ci/run",
     "page-test": ".ci/run, by its script",
-    "agents": "installs 1 GB of other people's agents; its tests are in tests/agents",
-    "soak": "half an hour; the same for some hundreds of steps is in make test",
-    "chaos": "minutes; one round is in make test",
-    "pauses": "half an hour; tests/mesh/test_pauses.py has each kind of pause once",
+    "agents": "installs 1 GB of agents; its tests are in tests/agents",
+    "soak": "half an hour; make test runs some hundreds of the same steps",
+    "chaos": "minutes; make test runs one round",
+    "pauses": "half an hour; tests/mesh/test_pauses.py runs each kind of pause once",
 }
 OTHERS: dict[str, str] = {
-    "docker": "wants a daemon; tests/contract/test_compose.py starts what the compose files start, as processes",
+    "docker": "needs a daemon; tests/contract/test_compose.py starts the same services as processes",
     "curl": "tests/mesh/test_readme.py",
-    "grpcurl": "its calls by its own way, reflection: tests/mesh/test_readme.py",
+    "grpcurl": "tests/mesh/test_readme.py makes the same calls by reflection",
     "pip": "installs; `make serve` installs the same from constraints.txt",
     "git": "loadtest.quickstart",
-    "loadtest/engine/peers.sh": "downloads engines of other people",
-    "loadtest/gateway/peers.sh": "downloads routers of other people",
+    "loadtest/engine/peers.sh": "downloads other engines",
+    "loadtest/gateway/peers.sh": "downloads other routers",
 }
-# modules: benchmarks print figures and judge nothing, so what they measure with is run by these
+# Modules: benchmarks only print figures, so tests run the code that they measure with.
 MODULES: dict[str, str] = {
     "weft_services": "tests/mesh runs all of them as processes",
-    "weft_kernels.native": "scripts/install.sh, for whatever runs here",
+    "weft_kernels.native": "scripts/install.sh, for this processor",
     "loadtest.fleet": "tests/loadtest/test_fleet.py",
     "loadtest.gateway": "tests/loadtest/test_gateway.py",
-    "loadtest": "a benchmark, for a quiet machine; that it can be imported and has these options is tested here",
-    "training": "trains the shipped model, for hours; its parts: tests/training",
+    "loadtest": "benchmarks for a quiet machine; tests here import them and check their options",
+    "training": "trains the shipped model for hours; its parts: tests/training",
 }

@@ -1,4 +1,4 @@
-"""What README and docs would have one type, word by word. Knows pages, not what commands do."""
+"""Extracts the commands that README and docs show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHELL_END = {"|", "&&", ";", ">", "#", "\\"}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """What a page would have one type: lines of its code blocks and spans in its text, as words."""
+    """The commands of a page as words: lines of its code blocks, and code spans in its text."""
     text = page.read_text()
     typed = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     spans = [span.replace("\n", " ") for span in SPAN.findall(FENCE.sub("", text))]
@@ -31,13 +31,13 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def until_shell(words: list[str]) -> list[str]:
-    """One command's words: up to a pipe, a comma in a list of commands, or the line's end."""
+    """The words of one command, up to a pipe, a redirection, a comment or the end of the line."""
     end = next((i for i, word in enumerate(words) if word in SHELL_END), len(words))
     return words[:end]
 
 
 def named(program: str) -> list[tuple[str, list[str]]]:
-    """Every command of a program, by page; the words that follow it."""
+    """Every use of a program: its page, and the words that follow the program's name."""
     return [
         (str(page.relative_to(ROOT)), until_shell(words[1:]))
         for page in PAGES
@@ -47,6 +47,6 @@ def named(program: str) -> list[tuple[str, list[str]]]:
 
 
 def distinct(program: str, *subcommands: str) -> list[list[str]]:
-    """Of those the ones that begin with such a word, each once, in the order of the pages."""
+    """Distinct uses of a program that start with one of these words, in the order of the pages."""
     found = [tuple(words) for _, words in named(program) if words[0] in subcommands]
     return [list(words) for words in dict.fromkeys(found)]

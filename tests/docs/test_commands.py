@@ -1,4 +1,4 @@
-"""Commands of README and docs are run as they stand there, or `accounts.py` says where, or why not."""
+"""Runs the commands of README and docs as written; `accounts.py` lists those that run elsewhere or not at all."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from weft.cli.main import app
 from weft.weights.bundle.__main__ import app as bundle_program
 
 MODEL = ROOT / "models" / "weft-nano"
-# without arguments more than a mention; how it may end: a machine may lack something
+# Commands that run without arguments too, and their exit statuses: doctor may find a problem on this machine.
 ON_THEIR_OWN = {"doctor": {0, 1}}
 runner = CliRunner()
 
 
 def filled_in(words: list[str]) -> list[str]:
-    """With a model, names and files in place of those that the reader is to choose."""
+    """Replace the placeholders for a model and a name."""
     chosen = {"DIR": str(MODEL), "MODEL": str(MODEL), "NAME": "bob"}
     return [chosen.get(word, word) for word in words]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where commands are typed; no mesh runs there."""
+    """The working directory of the commands; no mesh is recorded there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path
 
 
 def run_all(program: Typer, extra: dict[str, list[str]]) -> None:
-    """Every one of these commands that a page has with its arguments."""
+    """Run every use of these commands that has arguments."""
     ran = set()
     for name, *rest in distinct("weft", *extra):
         if rest or name in ON_THEIR_OWN:
@@ -50,7 +50,7 @@ def run_all(program: Typer, extra: dict[str, list[str]]) -> None:
 
 
 def test_commands_that_need_no_mesh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "mooncake_trouble", lambda: "")  # which loads for seconds
+    monkeypatch.setattr(machine, "mooncake_trouble", lambda: "")  # loading takes seconds
     run_all(app, ALONE)
 
 
@@ -67,7 +67,7 @@ def test_every_weft_command_is_run_somewhere() -> None:
 
 
 @pytest.mark.parametrize("place", sorted(set(UP.values())))
-def test_what_is_named_here_is_there(place: str) -> None:
+def test_named_tests_and_fixtures_exist(place: str) -> None:
     path, _, name = place.partition("::")
     module = ast.parse((ROOT / "tests" / path).read_text())
     assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -85,8 +85,8 @@ def test_every_other_command_is_accounted_for() -> None:
     assert scripts <= set(OTHERS)
 
 
-def test_settings_that_are_there_are_added_to() -> None:
-    """An installation has others in its .env by then, or keys that it would lose."""
+def test_commands_append_to_env_files() -> None:
+    """Overwriting .env would lose an installation's other settings."""
     for page in PAGES:
         assert not [words for words in commands(page) if (">", ".env") in pairwise(words)], page
 

@@ -1,4 +1,4 @@
-"""What README and docs name exists: links, commands and their options, make targets, modules, settings."""
+"""Names in README and docs exist: links, commands, options, make targets, modules, settings, metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERS_OWN = {"PATH", "GRPC_VERBOSITY", "OTEL_SDK_DISABLED"}
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text())
-    # a test has no network
+    # Tests have no network.
     assert {link for link in links if "://" in link} <= OTHERS_PAGES
     for link in (link for link in links if "://" not in link):
         path, _, anchor = link.partition("#")
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them: letters, digits and hyphens, and a number where there are several."""
+    """Anchors of a page's headings as GitHub makes them, with a number for repeated headings."""
     headings = re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
     plain = (re.sub(r"[^\w\- ]", "", LINK_TEXT.sub(r"\1", heading).lower()).replace(" ", "-") for heading in headings)
     seen: dict[str, int] = {}
@@ -73,7 +73,7 @@ def test_every_weft_command_and_option_exists() -> None:
         while hasattr(command, "commands") and words and not words[0].startswith("-"):
             assert words[0] in command.commands, f"{page}: weft {' '.join(words)}"
             command = command.commands[words.pop(0)]
-        if isinstance(command, PassedOn):  # it becomes another program
+        if isinstance(command, PassedOn):  # passed on to the bundle program
             command = typer.main.get_command(bundle_program).commands[command.name]  # type: ignore[attr-defined]
         options = {"--help"}.union(*([*each.opts, *each.secondary_opts] for each in command.params))
         unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
@@ -112,7 +112,7 @@ def test_every_setting_is_read_somewhere() -> None:
 
 
 def test_every_variable_that_is_read_is_explained() -> None:
-    """Where no configuration has it as a field."""
+    """Variables that are read from the environment directly, not by a Config field."""
     code = [path.read_text() for top in ("libs", "kernels", "services") for path in (ROOT / top).rglob("*.py")]
     read = set(READ.findall("".join(code)))
     read |= {name for names in OPTION.findall("".join(code)) for name in re.findall(r"\w+", names)}
@@ -122,7 +122,7 @@ def test_every_variable_that_is_read_is_explained() -> None:
     assert not read - explained - OTHERS_OWN
 
 
-def test_every_name_of_an_answer_format_and_of_an_urgency_is_told() -> None:
+def test_answer_formats_and_priority_classes_are_explained() -> None:
     page = (ROOT / "docs" / "reference" / "generation.md").read_text()
     assert set(GUIDED) <= set(re.findall(r"`(\w+)`", page))
     (row,) = (line for line in page.splitlines() if line.startswith("| priorities |"))
