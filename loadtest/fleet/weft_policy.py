@@ -10,13 +10,14 @@ from loadtest.fleet.simulator import Chosen, Rejected
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 from weft.errors import Overloaded
+from weft.fleet_types import RouteQuery, WorkerHello, WorkerReport
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.request_stage import RequestStage
 from weft.worker_stats import EngineTimeStats, PrefixCacheStats, WorkerStats
-from weft_services.scheduler.fleet_state import Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.role_balancer import RoleBalancer
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, LocatedPrefix, RouteQuery, SessionAffinity
+from weft_services.scheduler.routing_types import NO_AFFINITY, LocatedPrefix, SessionAffinity
 from weft_services.scheduler.slo import DEFAULT_SLO, SloTargets
 
 MODEL = "model"
@@ -58,7 +59,7 @@ class WeftPolicy:
         """They join and report."""
         self._workers, self._store = list(workers), store if self._signals.store else None
         for worker in workers:
-            info = WorkerInfo(
+            info = WorkerHello(
                 address=WorkerAddress(f"{worker.slot:05d}", "boot", "127.0.0.1:1"),
                 role=WorkerRole(worker.role),
                 model=MODEL,
@@ -126,7 +127,7 @@ class WeftPolicy:
             ready=True,
             generated_tokens=int(worker.generated_tokens),
             computed_prompt_tokens=int(worker.computed_tokens),
-            tallies=WorkerStats(
+            stats=WorkerStats(
                 PrefixCacheStats(dram_tokens=worker.fetched_tokens, dram_seconds=worker.fetching_seconds),
                 engine_time=EngineTimeStats(
                     int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
-from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
+from weft.fleet_types import LoadingWorker, WorkerHello, WorkerReport
+from weft.request import WorkerRole
 from weft.rpc.client import cancelled_on_exit, open_channel, send_failures_raised
+from weft.rpc.fleet_wire import hello_to_wire, loading_to_wire, report_to_wire
 from weft.rpc.wire import (
-    address_to_wire,
-    fingerprint_to_wire,
-    prefix_stats_to_wire,
     role_from_wire,
-    role_to_wire,
     transfer_stats_to_wire,
 )
 from weft.worker_stats import WorkerStats
@@ -86,13 +84,11 @@ async def _announce(address: str, progress: LoadProgress) -> None:
 async def _messages(progress: LoadProgress) -> AsyncIterator[scheduler_service_pb2.AnnounceRequest]:
     while not progress.is_done:
         yield scheduler_service_pb2.AnnounceRequest(
-            arrival=scheduler_service_pb2.WorkerArrival(
-                worker_id=progress.worker_id,
-                role=role_to_wire(progress.role),
-                model=progress.model,
-                phase=progress.phase,
-                done_bytes=progress.done_bytes,
-                total_bytes=progress.total_bytes,
+            arrival=loading_to_wire(
+                LoadingWorker(
+                    *(progress.worker_id, progress.role, progress.model, progress.phase),
+                    *(progress.done_bytes, progress.total_bytes),
+                )
             )
         )
         await asyncio.sleep(INTERVAL_SECONDS)
@@ -100,22 +96,6 @@ async def _messages(progress: LoadProgress) -> AsyncIterator[scheduler_service_p
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
-    """What a worker says of itself when it joins; and whether it was asked to drain, which its reports say."""
-
-    worker: WorkerAddress
-    role: WorkerRole
-    model: str
-    fingerprint: ModelFingerprint
-    num_blocks: int
-    max_context_tokens: int
-    transport: str
-    metrics_address: str
-    can_change_role: bool = False
-    is_draining: bool = False
 
 
 class _SchedulerLink:
@@ -234,10 +214,10 @@ class Membership:
             self._role = role
 
     async def _messages(self, link: _SchedulerLink) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
-        yield scheduler_service_pb2.JoinRequest(hello=_hello_to_wire(self._hello, self._role))
+        yield scheduler_service_pb2.JoinRequest(hello=hello_to_wire(replace(self._hello, role=self._role)))
         while True:
             is_leaving = self._is_leaving.is_set()
-            yield scheduler_service_pb2.JoinRequest(report=self._report(is_leaving))
+            yield scheduler_service_pb2.JoinRequest(report=report_to_wire(self._report(is_leaving)))
             if is_leaving:
                 # being asked for the next message means that this one has been sent
                 link.has_left.set()
@@ -247,11 +227,11 @@ class Membership:
                 async with asyncio.timeout(link.interval_seconds):
                     await self._is_leaving.wait()
 
-    def _report(self, is_leaving: bool) -> scheduler_service_pb2.WorkerReport:
+    def _report(self, is_leaving: bool) -> WorkerReport:
         load, stats = self._load(), self._stats()
         is_serving = self._is_able() and not (is_leaving or self._is_draining or self._is_parked)
         has_room = load.free_blocks + load.cached_blocks > 0
-        return scheduler_service_pb2.WorkerReport(
+        return WorkerReport(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             queued_prefill_tokens=load.queued_prefill_tokens,
@@ -262,28 +242,11 @@ class Membership:
             quarantined_blocks=load.quarantined_blocks,
             ready=is_serving and has_room,
             full=is_serving and not has_room,
-            draining=self._is_draining,
-            parked=self._is_parked,
-            role=role_to_wire(self._role),
+            is_draining=self._is_draining,
+            is_parked=self._is_parked,
+            role=self._role,
             generated_tokens=load.generated_tokens,
             computed_prompt_tokens=load.computed_prompt_tokens,
-            generating_steps=stats.engine_time.generating_steps,
-            generating_seconds=stats.engine_time.generating_seconds,
-            computing_seconds=stats.engine_time.computing_seconds,
-            prefix=prefix_stats_to_wire(stats.prefix),
+            stats=stats,
             hand_offs=transfer_stats_to_wire(stats.transfers),
         )
-
-
-def _hello_to_wire(hello: WorkerHello, role: WorkerRole) -> scheduler_service_pb2.WorkerHello:
-    return scheduler_service_pb2.WorkerHello(
-        worker=address_to_wire(hello.worker),
-        role=role_to_wire(role),
-        model=hello.model,
-        fingerprint=fingerprint_to_wire(hello.fingerprint),
-        num_blocks=hello.num_blocks,
-        max_context_tokens=hello.max_context_tokens,
-        transport=hello.transport,
-        metrics_address=hello.metrics_address,
-        can_change_role=hello.can_change_role,
-    )

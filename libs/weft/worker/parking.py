@@ -11,8 +11,9 @@ import torch
 
 from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad
+from weft.fleet_types import WorkerHello
 from weft.rpc.server import until_signal
-from weft.worker.fleet_client import Membership, WorkerHello
+from weft.worker.fleet_client import Membership
 
 logger = logging.getLogger(__name__)
 

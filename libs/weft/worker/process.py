@@ -23,6 +23,7 @@ from weft.asyncio_compat import background_tasks
 from weft.config import format_config
 from weft.engine.engine import Engine
 from weft.errors import EngineFailed
+from weft.fleet_types import WorkerHello
 from weft.grammar import load_grammars
 from weft.kv.memory import BlockBytes
 from weft.kv.transfer_protocol import LEASE_SECONDS
@@ -36,7 +37,7 @@ from weft.startup_cache import lock_startup_files, mark_inherited_modules
 from weft.worker.config import StoreFetchPolicy, WorkerConfig
 from weft.worker.engine_client import EngineEvents, GrammarCompiler
 from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
-from weft.worker.fleet_client import LoadProgress, Membership, WorkerHello, reporting_progress
+from weft.worker.fleet_client import LoadProgress, Membership, reporting_progress
 from weft.worker.health import EngineHealth, WorkerHealth
 from weft.worker.kv_events import KvEventPublisher
 from weft.worker.kv_pull import advertised_endpoint, choose_transports, needs_checksums
@@ -227,7 +228,7 @@ def _hello(
     metrics_address = config.peer_address(config.metrics_port)
     logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, context.boot_id)
     return WorkerHello(
-        worker=WorkerAddress(context.worker_id, context.boot_id, address),
+        address=WorkerAddress(context.worker_id, context.boot_id, address),
         role=config.role,
         model=config.served_name,
         fingerprint=context.fingerprint,

@@ -21,9 +21,9 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from weft.errors import Overloaded, QueueFull
+from weft.fleet_types import Priority, RouteQuery
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
 from weft_services.scheduler.fleet_state import INFINITE
-from weft_services.scheduler.routing_types import Priority, RouteQuery
 from weft_services.scheduler.slo import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 
 # of an answer: more is not taken for certain

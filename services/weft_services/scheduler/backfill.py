@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weft.fleet_types import RouteQuery
 from weft.request import WorkerRole
 from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Worker
-from weft_services.scheduler.routing_types import RouteQuery
 from weft_services.scheduler.slo import is_ready
 
 # prompts that the others go past, each of which takes a look at the fleet

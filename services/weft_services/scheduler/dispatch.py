@@ -15,17 +15,18 @@ from dataclasses import replace
 from typing import Any
 
 from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
+from weft.fleet_types import Priority, RouteQuery, WorkerHello, WorkerReport
 from weft.metrics import OVER_SLO, PLACEMENTS, WAITING_REQUESTS
 from weft.request import WorkerRole
 from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import MAX_EXPECTED_WAIT_SHARE, AdmissionQueue, QueuedRequest, rank_of
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
-from weft_services.scheduler.fleet_state import INFINITE, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.fleet_state import INFINITE, Worker
 from weft_services.scheduler.kvstore_client import PrefixLocator
 from weft_services.scheduler.reservations import Reservation
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery, SessionAffinity
+from weft_services.scheduler.routing_types import PlacementDecision, SessionAffinity
 from weft_services.scheduler.slo import AllWorkersFull, DeadlineUnreachable, NoWorkerReady, TargetExceeded
 
 # for so many times as long as it was done in vain the work rests
@@ -96,7 +97,7 @@ class Dispatcher:
         # those who wait until a role of a model has a worker again, in the order in which they came
         self._worker_waits = defaultdict[tuple[str, WorkerRole], dict[asyncio.Future[None], RouteQuery]](dict)
 
-    def join(self, info: WorkerInfo) -> Worker:
+    def join(self, info: WorkerHello) -> Worker:
         """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
         return self._router.join(info, self._clock())
 
@@ -210,7 +211,7 @@ class Dispatcher:
         if (left := until - self._clock()) > 0 and not place.done():
             await asyncio.wait({place}, timeout=left)
 
-    def _wake_waiting(self, info: WorkerInfo) -> None:
+    def _wake_waiting(self, info: WorkerHello) -> None:
         """Who is woken first is placed first, and there may not be room for all."""
         for (model, role), waiting in self._worker_waits.items():
             if model == info.model and info.role.can(role):

@@ -10,22 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
 from weft.errors import Incompatible, InvalidRequest, NotFound, Overloaded
+from weft.fleet_types import LoadingWorker, WorkerHello, WorkerReport
 from weft.metrics import READY_WORKERS, ROLE_CHANGE_TIMEOUTS, WORKERS
 from weft.request import WorkerRole
-from weft_services.scheduler.fleet_state import (
-    NEVER,
-    ModelWorkers,
-    ReservedLoad,
-    Worker,
-    WorkerInfo,
-    WorkerReport,
-    measure_speed,
-    update_rates,
-)
+from weft_services.scheduler.fleet_state import NEVER, ModelWorkers, ReservedLoad, Worker, measure_speed, update_rates
 
 # a stream that broke is back sooner, if its gateway lives
 ABSENT_SECONDS = 10.0
@@ -61,24 +53,12 @@ class GatewayRegistry:
 MAX_ARRIVALS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """How far one is. `total_bytes` 0: what it does is not counted in bytes."""
-
-    worker_id: str
-    role: WorkerRole
-    model: str
-    phase: str
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-
 class Announcement:
     """One stream of a worker; of two with the same id the later one counts."""
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
-        self.arrival: Arrival | None = None
+        self.arrival: LoadingWorker | None = None
 
 
 class LoadingWorkers:
@@ -92,7 +72,7 @@ class LoadingWorkers:
         """A stream that has said nothing yet."""
         return Announcement(self._clock())
 
-    def update(self, announcement: Announcement, arrival: Arrival) -> None:
+    def update(self, announcement: Announcement, arrival: LoadingWorker) -> None:
         """Raises Overloaded where more come than anybody would read of."""
         if announcement.arrival is not None and announcement.arrival.worker_id != arrival.worker_id:
             self.end(announcement)
@@ -110,7 +90,7 @@ class LoadingWorkers:
         """Somebody loads that one."""
         return any(each.arrival and each.arrival.model == model for each in self._announcements.values())
 
-    def loading(self) -> list[tuple[Arrival, float]]:
+    def loading(self) -> list[tuple[LoadingWorker, float]]:
         """Each with the seconds since it was first announced, sorted by id."""
         now = self._clock()
         found = ((each.arrival, now - each.began_at) for each in self._announcements.values())
@@ -168,7 +148,7 @@ class Fleet:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.info.address.boot_id == boot_id else None
 
-    def join(self, info: WorkerInfo, now: float) -> tuple[Worker, Worker | None]:
+    def join(self, info: WorkerHello, now: float) -> tuple[Worker, Worker | None]:
         """A worker is live from here on. Returns it, and the one of the same id that it replaces."""
         replaced = self._workers.get(info.address.worker_id)
         if replaced is not None:
@@ -383,7 +363,7 @@ def _remove_ready_metric(model: str, role: WorkerRole) -> None:
         READY_WORKERS.remove(model, role)
 
 
-def _boot_of(info: WorkerInfo) -> tuple[str, str]:
+def _boot_of(info: WorkerHello) -> tuple[str, str]:
     return info.address.worker_id, info.address.boot_id
 
 

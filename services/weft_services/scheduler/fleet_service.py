@@ -6,30 +6,30 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Container
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
 
 from weft.errors import InvalidRequest
+from weft.fleet_types import LoadingWorker, WorkerHello, WorkerReport, WorkerStatus
 from weft.request import WorkerRole
-from weft.rpc.wire import (
-    address_from_wire,
-    address_to_wire,
-    fingerprint_from_wire,
-    fingerprint_to_wire,
-    prefix_stats_to_wire,
-    role_from_wire,
-    role_to_wire,
-    worker_stats_from_wire,
+from weft.rpc.fleet_wire import (
+    hello_from_wire,
+    loading_from_wire,
+    loading_to_wire,
+    report_from_wire,
+    status_to_wire,
+    usage_to_wire,
 )
+from weft.rpc.wire import role_from_wire, role_to_wire
 from weft.stall_clock import StallAwareTimeout
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.fleet import Arrival, LoadingWorkers
-from weft_services.scheduler.fleet_state import Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.fleet import LoadingWorkers
+from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.kvstore_client import StoreUsagePoller
 
 MAX_NAME_CHARS = 256
@@ -66,7 +66,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         hello = await self._next(request_iterator)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of a membership must be hello", "hello")
-        worker = self._dispatcher.join(_info(hello.hello))
+        worker = self._dispatcher.join(_hello(hello.hello))
         why = "stream broke"
         try:
             yield pb.JoinResponse(report_interval_ms=self._report_interval_ms)
@@ -94,7 +94,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         announcement = self._arrivals.begin()
         try:
             while (message := await self._next(request_iterator)) is not None:
-                self._arrivals.update(announcement, _arrival(message.arrival))
+                self._arrivals.update(announcement, _loading_worker(message.arrival))
         finally:
             self._arrivals.end(announcement)
         return pb.AnnounceResponse()
@@ -106,10 +106,10 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> pb.ListWorkersResponse:
         """See the proto."""
         workers, with_hand_offs = self._dispatcher.workers(), not request.without_hand_offs
-        use = self._store.usage if self._store is not None else None
+        usage = self._store.usage if self._store is not None else None
         return pb.ListWorkersResponse(
             workers=[_status(w, self._dispatcher.age_seconds(w), with_hand_offs) for w in workers],
-            store=pb.StoreStatus(**asdict(use)) if use is not None else None,
+            store=usage_to_wire(usage) if usage is not None else None,
             waiting_requests=self._dispatcher.num_waiting,
             arrivals=self._loading({worker.worker_id for worker in workers}),
         )
@@ -117,7 +117,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     def _loading(self, joined: Container[str]) -> list[pb.WorkerArrival]:
         """Those not joined: a worker ends its announcement a moment after it has."""
         return [
-            _arrival_to_wire(arrival, seconds)
+            loading_to_wire(replace(arrival, since_ms=round(seconds * 1000)))
             for arrival, seconds in self._arrivals.loading()
             if arrival.worker_id not in joined
         ]
@@ -166,119 +166,46 @@ def _check_id(param: str, worker_id: str) -> None:
         raise InvalidRequest(f"worker_id must match {_WORKER_ID.pattern}", param)
 
 
-def _arrival(arrival: pb.WorkerArrival) -> Arrival:
+def _loading_worker(arrival: pb.WorkerArrival) -> LoadingWorker:
     _check_id("arrival.worker_id", arrival.worker_id)
-    role = _role("arrival.role", arrival.role)
+    _role("arrival.role", arrival.role)
     _check_size("arrival.model", len(arrival.model), MAX_NAME_CHARS)
     _check_size("arrival.phase", len(arrival.phase), MAX_NAME_CHARS)
-    return Arrival(arrival.worker_id, role, arrival.model, arrival.phase, arrival.done_bytes, arrival.total_bytes)
-
-
-def _arrival_to_wire(arrival: Arrival, seconds: float) -> pb.WorkerArrival:
-    return pb.WorkerArrival(
-        worker_id=arrival.worker_id,
-        role=role_to_wire(arrival.role),
-        model=arrival.model,
-        phase=arrival.phase,
-        done_bytes=arrival.done_bytes,
-        total_bytes=arrival.total_bytes,
-        since_ms=round(seconds * 1000),
-    )
+    return loading_from_wire(arrival)
 
 
 def _role(param: str, role: common_pb2.WorkerRole.ValueType) -> WorkerRole:
     try:
         return role_from_wire(role)
-    except KeyError as error:  # not said, or newer than this code
-        raise InvalidRequest(f"{param}: {role} is none that is known here", param) from error
+    except KeyError as error:  # unspecified, or newer than this code
+        raise InvalidRequest(f"{param}: unknown role {role}; expected prefill, decode or both", param) from error
 
 
-def _info(hello: pb.WorkerHello) -> WorkerInfo:
+def _hello(hello: pb.WorkerHello) -> WorkerHello:
     _check_id("hello.worker.worker_id", hello.worker.worker_id)
     sizes = (hello.num_blocks, hello.max_context_tokens, hello.fingerprint.block_tokens)
     if not all(sizes) or not hello.worker.address:
         raise InvalidRequest("hello needs an address, num_blocks, max_context_tokens and block_tokens", "hello")
     _check_size("hello.model", len(hello.model), MAX_NAME_CHARS)
-    return WorkerInfo(
-        address=address_from_wire(hello.worker),
-        role=_role("hello.role", hello.role),
-        model=hello.model,
-        fingerprint=fingerprint_from_wire(hello.fingerprint),
-        num_blocks=hello.num_blocks,
-        max_context_tokens=hello.max_context_tokens,
-        transport=hello.transport,
-        metrics_address=hello.metrics_address,
-        can_change_role=hello.can_change_role,
-    )
-
-
-def _info_to_wire(info: WorkerInfo) -> pb.WorkerHello:
-    return pb.WorkerHello(
-        worker=address_to_wire(info.address),
-        role=role_to_wire(info.role),
-        model=info.model,
-        fingerprint=fingerprint_to_wire(info.fingerprint),
-        num_blocks=info.num_blocks,
-        max_context_tokens=info.max_context_tokens,
-        transport=info.transport,
-        metrics_address=info.metrics_address,
-        can_change_role=info.can_change_role,
-    )
+    _role("hello.role", hello.role)
+    return hello_from_wire(hello)
 
 
 def _report(report: pb.WorkerReport) -> WorkerReport:
-    return WorkerReport(
-        num_running=report.num_running,
-        num_waiting=report.num_waiting,
-        queued_prefill_tokens=report.queued_prefill_tokens,
-        active_tokens=report.active_tokens,
-        free_blocks=report.free_blocks,
-        cached_blocks=report.cached_blocks,
-        active_blocks=report.active_blocks,
-        quarantined_blocks=report.quarantined_blocks,
-        ready=report.ready,
-        generated_tokens=report.generated_tokens,
-        computed_prompt_tokens=report.computed_prompt_tokens,
-        is_draining=report.draining,
-        is_parked=report.parked,
-        full=report.full if report.HasField("full") else None,
-        tallies=worker_stats_from_wire(report, with_hand_offs=False),
-        hand_offs=report.hand_offs,
-        role=_role("report.role", report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
-    )
-
-
-def _report_to_wire(report: WorkerReport, with_hand_offs: bool) -> pb.WorkerReport:
-    return pb.WorkerReport(
-        num_running=report.num_running,
-        num_waiting=report.num_waiting,
-        queued_prefill_tokens=report.queued_prefill_tokens,
-        active_tokens=report.active_tokens,
-        free_blocks=report.free_blocks,
-        cached_blocks=report.cached_blocks,
-        active_blocks=report.active_blocks,
-        quarantined_blocks=report.quarantined_blocks,
-        ready=report.ready,
-        generated_tokens=report.generated_tokens,
-        computed_prompt_tokens=report.computed_prompt_tokens,
-        generating_steps=report.tallies.engine_time.generating_steps,
-        generating_seconds=report.tallies.engine_time.generating_seconds,
-        computing_seconds=report.tallies.engine_time.computing_seconds,
-        draining=report.is_draining,
-        parked=report.is_parked,
-        full=report.full,
-        prefix=prefix_stats_to_wire(report.tallies.prefix),
-        hand_offs=report.hand_offs if with_hand_offs else (),
-        role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
-    )
+    if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED:
+        _role("report.role", report.role)
+    return report_from_wire(report)
 
 
 def _status(worker: Worker, age_seconds: float, with_hand_offs: bool) -> pb.WorkerStatus:
-    return pb.WorkerStatus(
-        hello=_info_to_wire(worker.info),
-        report=_report_to_wire(worker.report, with_hand_offs),
-        booked_prefill_tokens=worker.reserved.prefill_tokens,
-        booked_decode_tokens=worker.reserved.decode_tokens,
-        booked_requests=worker.reserved.requests,
-        report_age_ms=round(age_seconds * 1000),
+    report, reserved = worker.report, worker.reserved
+    return status_to_wire(
+        WorkerStatus(
+            worker.info,
+            report if with_hand_offs else replace(report, hand_offs=()),
+            booked_prefill_tokens=reserved.prefill_tokens,
+            booked_decode_tokens=reserved.decode_tokens,
+            booked_requests=reserved.requests,
+            report_age_ms=round(age_seconds * 1000),
+        )
     )

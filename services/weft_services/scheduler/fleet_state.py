@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.fleet_types import WorkerHello, WorkerReport
 from weft.kv.block_keys import fingerprint_digest
-from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
-from weft.worker_stats import NO_STATS, WorkerStats
+from weft.request import WorkerRole
 from weft_services.scheduler.throughput import (
     DEFAULT_DECODE_RATE,
     DEFAULT_PREFILL_RATE,
@@ -36,62 +35,6 @@ MAX_WAIT_RATIO = 8.0
 NUM_ROWS = 7
 # a full pool costs much, and not without end
 MAX_KV_USE = 0.999
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """Who a worker is, as it said when it joined; `role` as it said last."""
-
-    address: WorkerAddress
-    role: WorkerRole
-    model: str
-    fingerprint: ModelFingerprint
-    num_blocks: int
-    max_context_tokens: int
-    transport: str = ""
-    metrics_address: str = ""
-    can_change_role: bool = False
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens whose KV fits into its pool."""
-        return self.num_blocks * self.fingerprint.block_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """A worker's own view of its load. A worker that has not reported yet is not ready. `hand_offs` is as it came, for
-    people who ask: here nobody looks into it."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    queued_prefill_tokens: int = 0
-    active_tokens: int = 0
-    free_blocks: int = 0
-    cached_blocks: int = 0
-    active_blocks: int = 0
-    quarantined_blocks: int = 0
-    ready: bool = False
-    generated_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    is_draining: bool = False
-    is_parked: bool = False
-    tallies: WorkerStats = NO_STATS
-    hand_offs: Sequence[Any] = ()
-    role: WorkerRole | None = None
-    full: bool | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """It holds no sequence at all."""
-        return self.num_running == 0 and self.num_waiting == 0
-
-    @property
-    def is_full(self) -> bool:
-        """Sequences hold the whole pool; a worker says "not ready" then as well. An older one does not say why."""
-        if self.full is None:
-            return self.active_blocks > 0 and self.free_blocks + self.cached_blocks == 0
-        return self.full
 
 
 @dataclass(slots=True)
@@ -123,7 +66,7 @@ class Worker:
     `Served` has all seven beside those of the others.
     """
 
-    info: WorkerInfo
+    info: WorkerHello
     reported_at: float
     report: WorkerReport = field(default_factory=WorkerReport)
     num_reports: int = 0
@@ -302,12 +245,12 @@ MIN_RATED_SECONDS = 0.2
 def measure_speed(worker: Worker, report: WorkerReport) -> None:
     """Update the worker's speed from two reports in a row: by the time in which it had work, as it counts itself."""
     before, speed = worker.report, worker.speed
-    old, new = before.tallies.engine_time, report.tallies.engine_time
+    old, new = before.stats.engine_time, report.stats.engine_time
     prompts = report.computed_prompt_tokens - before.computed_prompt_tokens
     speed.measure_prefill(prompts, new.computing_seconds - old.computing_seconds)
     tokens, steps = report.generated_tokens - before.generated_tokens, new.generating_steps - old.generating_steps
     speed.measure_decode(tokens, steps, new.generating_seconds - old.generating_seconds)
-    was, found = before.tallies.prefix, report.tallies.prefix
+    was, found = before.stats.prefix, report.stats.prefix
     speed.memory.add(found.dram_tokens - was.dram_tokens, found.dram_seconds - was.dram_seconds)
     speed.disk.add(found.nvme_tokens - was.nvme_tokens, found.nvme_seconds - was.nvme_seconds)
 

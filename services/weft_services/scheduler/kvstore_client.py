@@ -10,16 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from weft import trace
 from weft.errors import PeerLost, WeftError
+from weft.fleet_types import RouteQuery, StoreUsage
 from weft.metrics import KVSTORE_LOCATES, init_series
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb
 from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder, RouteQuery
+from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder
 
 # an answer that nobody waits for any more is still worth having for so long
 CALL_SECONDS = 0.5
@@ -53,16 +53,6 @@ class KvStoreClient:
 
 
 INTERVAL_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """Memory and disk of the store, and what blocks take of them; without a disk that is 0."""
-
-    memory_bytes: int
-    memory_used_bytes: int
-    disk_bytes: int
-    disk_used_bytes: int
 
 
 class StoreUsagePoller:

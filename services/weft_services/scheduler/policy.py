@@ -263,7 +263,7 @@ class _Chooser:
 
     def _is_eligible(self, role: WorkerRole, worker: Worker, fingerprints: Set[ModelFingerprint] | None) -> bool:
         query = self.routing.query
-        if query.excludes(worker) or query.prompt_tokens > worker.longest_prompt:
+        if query.excludes(worker.info.address) or query.prompt_tokens > worker.longest_prompt:
             return False
         if fingerprints is not None and worker.info.fingerprint not in fingerprints:
             return False

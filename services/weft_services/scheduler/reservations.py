@@ -11,11 +11,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from weft.errors import Cancelled
+from weft.fleet_types import RouteQuery
 from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey
 from weft.request_stage import RequestStage
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
-from weft_services.scheduler.routing_types import PlacementDecision, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 
 # what this process has booked, told when somebody asks: a gauge that is moved takes as long as half of a booking
 _TOTAL_RESERVED = ReservedLoad()

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import InvalidRequest, NoWorker
+from weft.fleet_types import Priority, RouteQuery, WorkerHello, WorkerReport
 from weft.kv.tiers import Tier
 from weft.request import RequestKey
 from weft.request_stage import RequestStage
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow, backfill_window
 from weft_services.scheduler.fleet import Fleet, GatewayRegistry, takes_requests
-from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.fleet_state import ModelWorkers, Worker
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.prefix_index import MAX_KEYS, PrefixIndex
 from weft_services.scheduler.reservations import Reservation, Reservations
@@ -25,8 +26,6 @@ from weft_services.scheduler.routing_types import (
     LocatedPrefix,
     PlacementDecision,
     PrefixLocations,
-    Priority,
-    RouteQuery,
     RoutingInput,
     SessionAffinity,
 )
@@ -73,7 +72,7 @@ class Router:
         self._backlogs = BacklogTracker()
         self._lengths = OutputLengths()
 
-    def join(self, info: WorkerInfo, now: float) -> Worker:
+    def join(self, info: WorkerHello, now: float) -> Worker:
         """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
         worker, replaced = self.fleet.join(info, now)
         if replaced is not None:
@@ -156,7 +155,7 @@ class Router:
         if not (query.excluded_worker_ids or query.excluded_boot_ids):
             return False
         members = self.fleet.models.get(query.model) or ModelWorkers()
-        return any(query.excludes(worker) and takes_requests(worker) for worker in members.workers)
+        return any(query.excludes(worker.info.address) and takes_requests(worker) for worker in members.workers)
 
     def reject(self, query: RouteQuery) -> None:
         """It is told that there is no place for it, and will not be settled."""

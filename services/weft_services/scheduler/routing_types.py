@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-from weft.request import RequestKey
+from weft.fleet_types import RouteQuery
 from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, StoreCredit
-
-# a request whose gateway names no deadline
-DEFAULT_REQUEST_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +24,6 @@ class SessionAffinity:
 
 
 NO_AFFINITY = SessionAffinity()
-
-
-class Priority(IntEnum):
-    """Who is served first when not all can be; lower is sooner."""
-
-    INTERACTIVE = 0
-    DEFAULT = 1
-    BATCH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class RouteQuery:
-    """A request, as much of it as routing needs. `remaining_seconds`: how long its client waits for the end;
-    `resumed_tokens`: how much of the prompt is the answer's own, by earlier attempts; `computes_prompt`: where it
-    decodes, and all of it, whatever is cached; `gateway_id`: who settles it."""
-
-    key: RequestKey
-    model: str
-    prompt_tokens: int
-    max_tokens: int
-    session: bytes = b""
-    excluded_worker_ids: frozenset[str] = frozenset()
-    excluded_boot_ids: frozenset[str] = frozenset()
-    block_keys: Sequence[bytes] = ()
-    remaining_seconds: float = DEFAULT_REQUEST_SECONDS
-    priority: Priority = Priority.DEFAULT
-    tenant: bytes = b""
-    reject_if_busy: bool = False
-    resumed_tokens: int = 0
-    computes_prompt: bool = False
-    gateway_id: str = ""
-
-    def excludes(self, worker: Worker) -> bool:
-        """Has the request failed on this worker, or on this boot of it."""
-        address = worker.info.address
-        return address.worker_id in self.excluded_worker_ids or address.boot_id in self.excluded_boot_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ from weft.errors import (
     QueueFull,
     WeftError,
 )
+from weft.fleet_types import DEFAULT_REQUEST_SECONDS, RouteQuery
 from weft.request import RequestKey
 from weft.request_stage import RequestStage
+from weft.rpc.fleet_wire import priority_from_wire
 from weft.rpc.status import as_weft_error
 from weft.rpc.wire import address_into_wire, key_from_wire
 from weft_mesh.v1 import common_pb2
@@ -39,7 +41,7 @@ from weft_services.scheduler.fleet import LoadingWorkers
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
 from weft_services.scheduler.kvstore_client import StoreUsagePoller
 from weft_services.scheduler.router import AttemptProgress
-from weft_services.scheduler.routing_types import DEFAULT_REQUEST_SECONDS, PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 
 
 def start_eagerly(group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
@@ -98,10 +100,6 @@ _STAGES = {
     pb.Settlement.STAGE_CANCELLED: RequestStage.CANCELLED,
 }
 NO_EXCLUSIONS: frozenset[str] = frozenset()
-_PRIORITIES = {
-    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
-    pb.PRIORITY_BATCH: Priority.BATCH,
-}
 
 
 class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
@@ -296,7 +294,7 @@ def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
         excluded_boot_ids=frozenset(boots) if boots else NO_EXCLUSIONS,
         block_keys=block_keys[:],
         remaining_seconds=request.remaining_ms / 1000 or DEFAULT_REQUEST_SECONDS,
-        priority=_PRIORITIES.get(request.priority, Priority.DEFAULT),
+        priority=priority_from_wire(request.priority),
         tenant=tenant,
         reject_if_busy=request.reject_if_busy,
         resumed_tokens=request.resumed_tokens,

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from weft.config import ConfigError
 from weft.errors import InvalidRequest, NoWorker, Overloaded, PeerLost, WeftError
+from weft.fleet_types import Priority, RouteQuery
 from weft.request import ModelFingerprint, WorkerRole
 from weft_services.scheduler.fleet import takes_requests
 from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Worker
-from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
@@ -51,7 +52,7 @@ def rejection(
         message = f"the prompt has {query.prompt_tokens} tokens; at most {max(w.longest_prompt for w in live)} fit"
         return InvalidRequest(message, "prompt", "context_length_exceeded")
     able = able or live
-    tried = [worker for worker in able if not query.excludes(worker)]
+    tried = [worker for worker in able if not query.excludes(worker.info.address)]
     ready = [worker for worker in tried if is_ready(worker)]
     who = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:

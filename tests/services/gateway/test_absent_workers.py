@@ -16,11 +16,12 @@ from tests.services.gateway.fakes import answering
 from tests.services.gateway.test_embeddings import with_prefill
 from tests.services.gateway.test_migrations import ask as moved
 from weft.errors import NoWorker
-from weft.request import WorkerAddress, WorkerRole
+from weft.fleet_types import WorkerHello, WorkerReport, WorkerStatus
+from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.stall_clock import TICK_SECONDS, StallAwareClock
 from weft_services.gateway.mesh import embeddings, fleet
 from weft_services.gateway.mesh.fleet import FleetWatcher
-from weft_services.gateway.mesh.scheduler_types import FleetReport, WorkerStatus
+from weft_services.gateway.mesh.scheduler_types import FleetReport
 
 NOBODY = (grpc.StatusCode.UNAVAILABLE, "no decode worker is live", (("weft-reason", NoWorker.reason),))
 LOADING = (grpc.StatusCode.UNAVAILABLE, "it is being loaded", (("weft-reason", "model_loading"),))
@@ -158,9 +159,14 @@ class Picture:
         return self.watch.was_served_recently(MODEL_NAME, 30.0)
 
 
-def worker(worker_id: str, role: WorkerRole, **changes: Any) -> WorkerStatus:
-    values: dict[str, Any] = {"is_ready": True, "block_tokens": 16, "max_context_tokens": 99, "weights_hash": ""}
-    return WorkerStatus(WorkerAddress(worker_id, "boot", "127.0.0.1:1"), role, MODEL_NAME, **{**values, **changes})
+def worker(worker_id: str, role: WorkerRole) -> WorkerStatus:
+    fingerprint = ModelFingerprint("", "bfloat16", 16, 1, "v1")
+    hello = WorkerHello(WorkerAddress(worker_id, "boot", "127.0.0.1:1"), role, MODEL_NAME, fingerprint, 10, 99)
+    return WorkerStatus(hello, WorkerReport(ready=True))
+
+
+def not_ready(status: WorkerStatus, is_draining: bool = False, is_parked: bool = False) -> WorkerStatus:
+    return replace(status, report=WorkerReport(is_draining=is_draining, is_parked=is_parked))
 
 
 PREFILL, DECODE = worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", WorkerRole.DECODE)
@@ -171,11 +177,11 @@ PREFILL, DECODE = worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", Wo
     [
         ((), True),
         ((PREFILL,), True),
-        ((PREFILL, replace(DECODE, is_ready=False)), True),
-        ((PREFILL, replace(DECODE, is_ready=False, is_draining=True)), False),
-        ((PREFILL, replace(DECODE, is_ready=False, is_parked=True)), False),
-        ((replace(PREFILL, is_ready=False, is_draining=True), DECODE), False),
-        ((replace(PREFILL, is_ready=False, is_draining=True),), True),
+        ((PREFILL, not_ready(DECODE)), True),
+        ((PREFILL, not_ready(DECODE, is_draining=True)), False),
+        ((PREFILL, not_ready(DECODE, is_parked=True)), False),
+        ((not_ready(PREFILL, is_draining=True), DECODE), False),
+        ((not_ready(PREFILL, is_draining=True),), True),
         ((PREFILL, DECODE), True),
     ],
     ids=["all", "one", "not ready", "drained", "parked", "other role drained", "one each", "none"],
@@ -192,7 +198,7 @@ async def test_watch_misses_the_lost_one_beside_a_drained_one() -> None:
     other = worker("decode-1", WorkerRole.DECODE)
     picture.workers.append(other)
     await picture.watch.poll()
-    assert await picture.misses(PREFILL, replace(other, is_ready=False, is_draining=True))
+    assert await picture.misses(PREFILL, not_ready(other, is_draining=True))
 
 
 async def test_watch_misses_no_worker_for_long() -> None:

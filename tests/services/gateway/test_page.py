@@ -89,7 +89,7 @@ async def test_the_fleet_is_told_as_it_changes_and_hand_offs_when_they_happen(be
         b.scheduler.store = pb.StoreStatus(memory_bytes=100, memory_used_bytes=40)
         await b.gateway.watch.poll()
         known = b.gateway.watch.report.workers
-        assert not any(worker.load.tallies.transfers for worker in known), "nobody listens yet"
+        assert not any(worker.report.stats.transfers for worker in known), "nobody listens yet"
         b.decode.script = speaking([100, 101])
         async with b.http.stream("GET", "/weft/fleet/events") as response, asyncio.timeout(20):
             told = events(response)

@@ -10,11 +10,11 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 from weft.errors import Overloaded, QueueFull
+from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey
 from weft_services.gateway.mesh.scheduler_client import MAX_REJECTIONS, RejectionCache
-from weft_services.gateway.mesh.scheduler_types import PlacementQuery
 
-ASKED = PlacementQuery(RequestKey("a"), "model", 100, 20, b"", (), tenant=b"tenant")
+ASKED = RouteQuery(RequestKey("a"), "model", 100, 20, b"", tenant=b"tenant")
 ASK = {"model": MODEL_NAME, "prompt": "x"}
 FULL = QueueFull("others wait", 7.0, 0.5)
 
@@ -45,8 +45,8 @@ def test_a_refusal_holds_as_long_as_was_said_and_the_newest_word_counts() -> Non
     [
         {"model": "other"},
         {"tenant": b"other"},
-        {"priority": 1},
-        {"num_prompt_tokens": 99},
+        {"priority": Priority.INTERACTIVE},
+        {"prompt_tokens": 99},
         {"max_tokens": 19},
         {"key": RequestKey("a", 1)},
     ],
@@ -57,7 +57,7 @@ def test_who_may_be_told_something_else_is_not_refused(change: dict[str, object]
     refusals.add(ASKED, FULL)
     refusals.check(replace(ASKED, **change))  # type: ignore[arg-type]
     with pytest.raises(Overloaded):
-        refusals.check(replace(ASKED, num_prompt_tokens=200, max_tokens=40, session=b"another"))
+        refusals.check(replace(ASKED, prompt_tokens=200, max_tokens=40, session=b"another"))
 
 
 def test_as_many_tenants_as_clients_make_up_are_not_all_remembered() -> None:

@@ -19,6 +19,7 @@ from tests.services.gateway.conftest import CONTEXT, MODEL_NAME
 from tests.services.gateway.fakes import FakeDecode, failing, speaking
 from tests.services.scheduler.fakes import FakeWorker, Scheduler, hello, serving
 from weft.errors import EngineFailed, Incompatible, Overloaded
+from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
@@ -31,7 +32,7 @@ from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.fleet_state import NEVER
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision
 
 FULL = {"ready": False, "free_blocks": 0, "active_blocks": 100, "num_running": 1}
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tests.services.scheduler.fakes import MODEL, ready_worker
+from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerRole
-from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerReport
+from weft_services.scheduler.fleet_state import ModelWorkers, Worker
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.routing_types import (
     NO_AFFINITY,
     PlacementDecision,
     PrefixLocations,
-    RouteQuery,
     RoutingInput,
     SessionAffinity,
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+from weft.fleet_types import WorkerHello, WorkerReport
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
@@ -19,7 +20,7 @@ from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.fleet_state import Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
 
@@ -37,7 +38,7 @@ class Clock:
         return self.now
 
 
-def worker_info(worker_id: str, role: WorkerRole, **changes: object) -> WorkerInfo:
+def worker_info(worker_id: str, role: WorkerRole, **changes: object) -> WorkerHello:
     values: dict[str, object] = {
         "address": WorkerAddress(worker_id, f"{worker_id}-boot", "127.0.0.1:1"),
         "role": role,
@@ -46,7 +47,7 @@ def worker_info(worker_id: str, role: WorkerRole, **changes: object) -> WorkerIn
         "num_blocks": 100,
         "max_context_tokens": 1000,
     }
-    return WorkerInfo(**{**values, **changes})  # type: ignore[arg-type]
+    return WorkerHello(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def ready_worker(worker_id: str, role: WorkerRole = WorkerRole.DECODE, **changes: object) -> Worker:

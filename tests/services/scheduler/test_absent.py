@@ -8,15 +8,16 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import InvalidRequest, Overloaded, PeerLost
+from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS
-from weft_services.scheduler.fleet_state import Worker, WorkerReport
+from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 
 MAX_WAITING = 2
 LONG_AGO = 60.0

@@ -6,15 +6,15 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, ready_worker, worker_info
 from weft.errors import Overloaded
+from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.metrics import OVER_SLO
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.fleet_state import WorkerReport
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision
 from weft_services.scheduler.slo import (
     DEFAULT_BURST_PROMPTS,
     DEFAULT_TARGET,

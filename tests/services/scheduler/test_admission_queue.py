@@ -10,9 +10,10 @@ import pytest
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
 from weft.config import ConfigError
 from weft.errors import Overloaded, QueueFull
+from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.admission_queue import MAX_HOLD_SECONDS, AdmissionQueue, QueuedRequest
-from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 from weft_services.scheduler.slo import DeadlineUnreachable, SloTarget, check_deadline, parse_targets
 
 BUSY = Overloaded("full", 3.0)

@@ -8,15 +8,15 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
+from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import BackfillWindow
 from weft_services.scheduler.dispatch import REST_RATIO, Dispatcher
-from weft_services.scheduler.fleet_state import WorkerReport
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import PlacementDecision, RouteQuery, SessionAffinity
+from weft_services.scheduler.routing_types import PlacementDecision, SessionAffinity
 
 VAIN_SECONDS = 0.01
 SEATS = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.services.scheduler.fakes import MODEL
+from weft.fleet_types import RouteQuery
 from weft.request import RequestKey
 from weft_services.scheduler import admission_queue as queue_module
 from weft_services.scheduler.admission_queue import MAX_ANSWER_TOKENS, FairQueue, QueuedRequest, cost_tokens
-from weft_services.scheduler.routing_types import RouteQuery
 
 
 def queued(tenant: bytes, prompt_tokens: int, max_tokens: int = 0, since: float = 0.0) -> QueuedRequest:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL
 from weft.errors import Overloaded
+from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey
 from weft_services.scheduler.admission_queue import (
     LOWER_CLASS_SHARE,
@@ -20,7 +21,6 @@ from weft_services.scheduler.admission_queue import (
     QueuedRequest,
 )
 from weft_services.scheduler.config import Config
-from weft_services.scheduler.routing_types import Priority, RouteQuery
 
 BUSY = Overloaded("full", 1.0)
 INTERACTIVE, DEFAULT, BATCH = Priority.INTERACTIVE, Priority.DEFAULT, Priority.BATCH

@@ -6,11 +6,12 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible
+from weft.fleet_types import WorkerReport
 from weft.metrics import READY_WORKERS, REGISTRY
 from weft.request import WorkerAddress, WorkerRole
 from weft.worker_stats import EngineTimeStats, PrefixCacheStats, WorkerStats
 from weft_services.scheduler.fleet import MAX_MODELS, READY_METRIC_SECONDS, Fleet
-from weft_services.scheduler.fleet_state import ReservedLoad, Worker, WorkerReport
+from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, FetchStats, StoreCredit, store_credit
 
 INFO = worker_info("d0", WorkerRole.DECODE)
@@ -89,7 +90,7 @@ def test_rates_are_those_of_the_time_in_which_there_was_work() -> None:
     assert (worker.speed.prompt_seconds, worker.speed.decode_rate) == (0.0, None)
     # four sequences at 50 tokens a second, and most of the ten seconds nothing to do
     work = WorkerStats(engine_time=EngineTimeStats(generating_steps=100, generating_seconds=2.0, computing_seconds=2.0))
-    fleet.report(worker, WorkerReport(computed_prompt_tokens=850, generated_tokens=409, tallies=work), 12.0)
+    fleet.report(worker, WorkerReport(computed_prompt_tokens=850, generated_tokens=409, stats=work), 12.0)
     assert (worker.speed.prompt_tokens, worker.speed.prompt_seconds) == (800.0, 2.0)
     assert worker.speed.decode_rate == pytest.approx(50.0)
     assert worker.speed.itl_seconds(4) == pytest.approx(0.02)
@@ -100,7 +101,7 @@ def test_too_little_work_measures_nothing() -> None:
     worker, _ = fleet.join(INFO, 0.0)
     fleet.report(worker, WorkerReport(), 1.0)
     work = WorkerStats(engine_time=EngineTimeStats(computing_seconds=1e-4))
-    fleet.report(worker, WorkerReport(computed_prompt_tokens=1, tallies=work), 2.0)
+    fleet.report(worker, WorkerReport(computed_prompt_tokens=1, stats=work), 2.0)
     assert worker.speed.prompt_tokens == 0
 
 
@@ -123,7 +124,7 @@ def test_what_a_token_in_the_store_saves_is_learned_from_what_fetching_took() ->
     # 1,000 prompt tokens a second are computed, ten times as many fetched from memory, twice from the disk
     prefix = PrefixCacheStats(dram_tokens=100_000, dram_seconds=10.0, nvme_tokens=50_000, nvme_seconds=25.0)
     work = WorkerStats(prefix, engine_time=EngineTimeStats(computing_seconds=1000.0))
-    fleet.report(first, WorkerReport(ready=True, computed_prompt_tokens=1_000_000, tallies=work), 2.0)
+    fleet.report(first, WorkerReport(ready=True, computed_prompt_tokens=1_000_000, stats=work), 2.0)
     fleet.refresh(2.0)
     credit = fleet.models[MODEL].credit
     assert credit.memory == pytest.approx(0.9, abs=0.02)
@@ -141,7 +142,7 @@ def test_a_worker_that_does_not_say_how_long_fetches_took_teaches_nothing() -> N
     fleet = Fleet(5.0)
     worker, _ = two_prefills(fleet)
     fleet.report(worker, WorkerReport(), 1.0)
-    fleet.report(worker, WorkerReport(tallies=WorkerStats(PrefixCacheStats(dram_tokens=10**6))), 2.0)
+    fleet.report(worker, WorkerReport(stats=WorkerStats(PrefixCacheStats(dram_tokens=10**6))), 2.0)
     fleet.refresh(2.0)
     assert fleet.models[MODEL].credit == DEFAULT_STORE_CREDIT
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, Clock, worker_info
 from weft.errors import DeadlineExceeded, PeerLost, WeftError
+from weft.fleet_types import RouteQuery, WorkerReport
 from weft.kv.block_keys import block_keys, fingerprint_digest
 from weft.request import RequestKey, WorkerRole
 from weft.rpc.server import RpcServer
@@ -21,7 +22,6 @@ from weft_services.kvstore.pool_index import BlockReport, PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.fleet_state import WorkerReport
 from weft_services.scheduler.kvstore_client import (
     MAX_LATE,
     MAX_LOOKUPS,
@@ -31,7 +31,7 @@ from weft_services.scheduler.kvstore_client import (
     PrefixLocator,
 )
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder, RouteQuery
+from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder
 
 DIGEST = fingerprint_digest(FINGERPRINT)
 KEYS = tuple(block_keys(range(320), 16))

@@ -10,11 +10,12 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, FakeWorker, Scheduler, code_of, hello, serving
 from weft.errors import Overloaded
+from weft.fleet_types import LoadingWorker
 from weft.request import WorkerRole
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.fleet import MAX_ARRIVALS, Arrival, LoadingWorkers
+from weft_services.scheduler.fleet import MAX_ARRIVALS, LoadingWorkers
 
 
 def arrival(worker_id: str = "decode-7", **changes: Any) -> pb.AnnounceRequest:
@@ -91,7 +92,7 @@ async def test_a_silent_announcement_is_given_up() -> None:
 def test_no_more_arrivals_are_kept_than_anybody_reads() -> None:
     arrivals = LoadingWorkers(lambda: 5.0)
     for number in range(MAX_ARRIVALS):
-        arrivals.update(arrivals.begin(), Arrival(f"w-{number}", WorkerRole.DECODE, MODEL, "starting"))
+        arrivals.update(arrivals.begin(), LoadingWorker(f"w-{number}", WorkerRole.DECODE, MODEL, "starting"))
     with pytest.raises(Overloaded):
-        arrivals.update(arrivals.begin(), Arrival("another", WorkerRole.DECODE, MODEL, "starting"))
+        arrivals.update(arrivals.begin(), LoadingWorker("another", WorkerRole.DECODE, MODEL, "starting"))
     assert len(arrivals.loading()) == MAX_ARRIVALS

@@ -10,8 +10,9 @@ import pytest
 from tests.services.scheduler.choosing import BOTH, DECODE, NOW, PREFILL, decide, four, pair, place, query
 from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import PeerLost
+from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey
-from weft_services.scheduler.fleet_state import MAX_WAIT_RATIO, ModelWorkers, WorkerReport
+from weft_services.scheduler.fleet_state import MAX_WAIT_RATIO, ModelWorkers
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.reservations import Reservations
 from weft_services.scheduler.router import Router
@@ -19,7 +20,6 @@ from weft_services.scheduler.routing_types import (
     NO_AFFINITY,
     PlacementDecision,
     PrefixLocations,
-    RouteQuery,
     RoutingInput,
     SessionAffinity,
 )

@@ -12,16 +12,17 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
+from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import RequestStage
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
 from weft_services.scheduler.dispatch import Dispatcher, DutyCycle
-from weft_services.scheduler.fleet_state import Worker, WorkerReport
+from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import PlacementDecision, Priority, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 
 STEPS = 150
 LONGEST_ANSWER = 40

@@ -22,11 +22,12 @@ from tests.services.scheduler.choosing import (
 )
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
+from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey
-from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerReport
+from weft_services.scheduler.fleet_state import ModelWorkers, Worker
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.reservations import Reservations
-from weft_services.scheduler.routing_types import RouteQuery, RoutingInput, SessionAffinity
+from weft_services.scheduler.routing_types import RoutingInput, SessionAffinity
 from weft_services.scheduler.slo import NoWorkerReady
 
 

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.errors import Cancelled
+from weft.fleet_types import DEFAULT_REQUEST_SECONDS, RouteQuery, WorkerReport
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
 from weft.request_stage import RequestStage
 from weft_services.scheduler import reservations as reservations_module
-from weft_services.scheduler.fleet_state import ReservedLoad, Worker, WorkerReport
+from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.reservations import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Reservation, Reservations
-from weft_services.scheduler.routing_types import DEFAULT_REQUEST_SECONDS, PlacementDecision, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 
 ENDS = (RequestStage.FINISHED, RequestStage.FAILED, RequestStage.CANCELLED)
 KEYS = st.builds(RequestKey, st.sampled_from(["a", "b", "c"]), st.integers(0, 2))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tests.services.scheduler.choosing import BOTH, DECODE, PREFILL
 from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.config import ConfigError
+from weft.fleet_types import WorkerReport
 from weft.metrics import ROLE_CHANGE_TIMEOUTS
 from weft_services.scheduler.fleet import ROLE_CHANGE_SECONDS
-from weft_services.scheduler.fleet_state import ModelWorkers, Worker, WorkerReport
+from weft_services.scheduler.fleet_state import ModelWorkers, Worker
 from weft_services.scheduler.role_balancer import (
     MIN_SHORTAGE_SECONDS,
     SPARE_PRESSURE,

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, worker_info
+from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.request_stage import RequestStage
 from weft_services.scheduler.fleet import ABSENT_SECONDS
-from weft_services.scheduler.fleet_state import NEVER, ReservedLoad, WorkerReport
+from weft_services.scheduler.fleet_state import NEVER, ReservedLoad
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, RouteQuery, SessionAffinity
+from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, SessionAffinity
 from weft_services.scheduler.slo import DeadlineUnreachable
 from weft_services.scheduler.throughput import DEFAULT_OUTPUT_TOKENS
 

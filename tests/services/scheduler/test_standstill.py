@@ -10,6 +10,7 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, hello, worker_info
 from weft.errors import NoWorker
+from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerRole
 from weft.stall_clock import TICK_SECONDS, StallAwareClock
 from weft_mesh.v1 import scheduler_service_pb2 as pb
@@ -18,9 +19,9 @@ from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS, LoadingWorkers
 from weft_services.scheduler.fleet_service import FleetServicer
-from weft_services.scheduler.fleet_state import Worker, WorkerReport
+from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import PlacementDecision, RouteQuery
+from weft_services.scheduler.routing_types import PlacementDecision
 
 SILENCE_SECONDS = 5.0
 LONG = 27.0

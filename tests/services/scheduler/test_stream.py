@@ -12,6 +12,7 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, Scheduler, join, route_request, serving
 from weft.errors import InvalidRequest, ModelLoading, NotFound, Overloaded, PeerLost, QueueFull, WeftError
+from weft.fleet_types import RouteQuery, WorkerHello
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.rpc.server import RpcServer
@@ -23,8 +24,8 @@ from weft_services.gateway.mesh.scheduler_client import RouteStream, StreamLost
 from weft_services.scheduler import dispatch, fleet, service
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.fleet_state import Worker, WorkerInfo
-from weft_services.scheduler.routing_types import PlacementDecision, RouteQuery
+from weft_services.scheduler.fleet_state import Worker
+from weft_services.scheduler.routing_types import PlacementDecision
 
 CANCELLED = pb.Settlement.STAGE_CANCELLED
 
@@ -189,7 +190,7 @@ async def test_an_answer_that_cannot_be_written_is_one_requests_failure() -> Non
     """An exception in its task would end the stream for all."""
     address = WorkerAddress("decode-0", "boot", "127.0.0.1:1")
     fingerprint = ModelFingerprint("w", "bfloat16", 16, 1, "v1")
-    worker = Worker(WorkerInfo(address, WorkerRole.DECODE, "m", fingerprint, 8, 128), 0.0)
+    worker = Worker(WorkerHello(address, WorkerRole.DECODE, "m", fingerprint, 8, 128), 0.0)
 
     async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[PlacementDecision, float]:
         seconds = float("inf") if request.key.request_id == "odd" else 1.0

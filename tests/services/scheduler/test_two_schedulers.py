@@ -19,10 +19,11 @@ from weft.asyncio_compat import background_tasks
 from weft.cli.ports import free_ports
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
+from weft.fleet_types import RouteQuery, WorkerHello
 from weft.request import RequestKey, WorkerAddress, WorkerRole
-from weft.worker.fleet_client import Membership, WorkerHello
+from weft.worker.fleet_client import Membership
 from weft_services.gateway.mesh.scheduler_client import SchedulerClient
-from weft_services.gateway.mesh.scheduler_types import PlacementQuery, SequencePlacement, Settlement
+from weft_services.gateway.mesh.scheduler_types import SequencePlacement, Settlement
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.quick_to_notice]
 SESSION = b"0123456789abcdef"
@@ -81,7 +82,7 @@ class Client:
         """One request, and its end. Raises when no scheduler has placed it."""
         self._number += 1
         key = RequestKey(f"r{self._number}")
-        placement = await self._scheduler.route(PlacementQuery(key, MODEL, 100, 10, session, ()), 20.0)
+        placement = await self._scheduler.route(RouteQuery(key, MODEL, 100, 10, session), 20.0)
         await self._settle(Settlement(key, end, generated_tokens=10))
         return placement
 
@@ -108,7 +109,7 @@ async def fleet(address: str, loads: dict[str, EngineLoad]) -> AsyncIterator[Non
     async with background_tasks() as tasks:
         for name in WORKERS:
             introduction = WorkerHello(
-                worker=WorkerAddress(name, f"{name}-boot", "127.0.0.1:1"),
+                address=WorkerAddress(name, f"{name}-boot", "127.0.0.1:1"),
                 role=WorkerRole(name.split("-")[0]),
                 model=MODEL,
                 fingerprint=FINGERPRINT,
@@ -131,7 +132,7 @@ async def until_known(port: int, loads: dict[str, EngineLoad]) -> None:
             while True:
                 with suppress(WeftError):  # nobody listens yet
                     workers = (await scheduler.fleet()).workers
-                    if {w.address.worker_id: (w.is_ready, w.load.num_running) for w in workers} == wanted:
+                    if {w.address.worker_id: (w.report.ready, w.report.num_running) for w in workers} == wanted:
                         return
                 await asyncio.sleep(0.1)
     finally:

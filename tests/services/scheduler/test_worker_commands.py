@@ -8,9 +8,9 @@ import pytest
 
 from tests.services.scheduler.fakes import worker_info
 from weft.errors import InvalidRequest, NotFound
+from weft.fleet_types import WorkerReport
 from weft.request import WorkerAddress, WorkerRole
 from weft_services.scheduler.fleet import DRAIN_REQUEST_SECONDS, Fleet
-from weft_services.scheduler.fleet_state import WorkerReport
 
 INFO = worker_info("d0", WorkerRole.DECODE)
 

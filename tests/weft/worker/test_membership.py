@@ -10,14 +10,15 @@ from typing import Any
 
 from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad
+from weft.fleet_types import WorkerHello
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.server import RpcServer
-from weft.worker.fleet_client import Membership, WorkerHello
+from weft.worker.fleet_client import Membership
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2_grpc
 from weft_mesh.v1 import scheduler_service_pb2 as pb2
 
 INTRODUCTION = WorkerHello(
-    worker=WorkerAddress("decode-3", "boot", "10.0.0.3:7000"),
+    address=WorkerAddress("decode-3", "boot", "10.0.0.3:7000"),
     role=WorkerRole.DECODE,
     model="nano",
     fingerprint=ModelFingerprint("cafe", "float32", 16, 4096, "v1"),

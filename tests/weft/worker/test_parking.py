@@ -17,7 +17,7 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb2
 async def test_it_sleeps_in_the_fleet_until_it_is_woken() -> None:
     async with start_fleet() as (fleet, address):
         sleeping = asyncio.create_task(run_parked(address, ParkedState(INTRODUCTION, is_asleep=True)))
-        assert (await fleet.next("hello")).worker.worker_id == INTRODUCTION.worker.worker_id
+        assert (await fleet.next("hello")).worker.worker_id == INTRODUCTION.address.worker_id
         report = await fleet.next("report")
         assert (report.parked, report.ready, report.free_blocks) == (True, False, 0)
         assert not sleeping.done()

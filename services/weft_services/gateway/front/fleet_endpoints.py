@@ -14,6 +14,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import InvalidRequest, NotFound, WeftError
+from weft.fleet_types import WorkerStatus
 from weft.request import WorkerRole
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.chat_translation import read_json_object
@@ -27,7 +28,7 @@ from weft_services.gateway.front.asgi_io import (
 )
 from weft_services.gateway.mesh.fleet import Subscription
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff, WorkerStatus
+from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff
 
 REFUSAL = (
     "operators only: use an operator's key, or without WEFT_KEYS and WEFT_ALLOW_UNAUTHENTICATED call from the "
@@ -168,40 +169,41 @@ def _failure(error: WeftError) -> bytes:
 
 
 def _state(worker: WorkerStatus) -> str:
-    if worker.is_parked:
+    report = worker.report
+    if report.is_parked:
         return "parked"
-    if worker.is_draining:
+    if report.is_draining:
         return "draining"
-    return "ready" if worker.is_ready else "full" if worker.is_full else "not ready"
+    return "ready" if report.ready else "full" if report.is_full else "not ready"
 
 
 def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
-    work = worker.load
+    hello, report = worker.hello, worker.report
     return {
         "id": worker.address.worker_id,
         "boot": worker.address.boot_id,
         "role": worker.role,
-        "can_change_role": worker.can_change_role,
+        "can_change_role": hello.can_change_role,
         "model": worker.model,
         "state": _state(worker),
-        "transport": worker.transport,
+        "transport": hello.transport,
         "blocks": {
-            "total": work.num_blocks,
-            "active": work.active_blocks,
-            "cached": work.cached_blocks,
-            "quarantined": work.quarantined_blocks,
-            "free": work.free_blocks,
+            "total": hello.num_blocks,
+            "active": report.active_blocks,
+            "cached": report.cached_blocks,
+            "quarantined": report.quarantined_blocks,
+            "free": report.free_blocks,
         },
-        "running": work.num_running,
-        "waiting": work.num_waiting,
-        "queued_prefill_tokens": work.queued_prefill_tokens,
-        "active_tokens": work.active_tokens,
-        "booked_tokens": work.booked_tokens,
-        "generated_tokens": work.generated_tokens,
-        "computed_prompt_tokens": work.computed_prompt_tokens,
-        "report_age_ms": work.report_age_ms,
-        "prefix": work.tallies.prefix,
-        "hand_offs": work.tallies.transfers,
+        "running": report.num_running,
+        "waiting": report.num_waiting,
+        "queued_prefill_tokens": report.queued_prefill_tokens,
+        "active_tokens": report.active_tokens,
+        "booked_tokens": worker.booked_prefill_tokens + worker.booked_decode_tokens,
+        "generated_tokens": report.generated_tokens,
+        "computed_prompt_tokens": report.computed_prompt_tokens,
+        "report_age_ms": worker.report_age_ms,
+        "prefix": report.stats.prefix,
+        "hand_offs": report.stats.transfers,
     }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weft.errors import BadCheckpoint, Cancelled, EngineFailed, NoWorker, Overloaded, PeerLost
+from weft.fleet_types import WorkerStatus
 from weft.ids import new_id
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.rpc import wire
@@ -21,7 +22,7 @@ from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from weft_services.gateway.mesh.fleet import FleetWatcher
 from weft_services.gateway.mesh.prepare import PreparedEmbedding
-from weft_services.gateway.mesh.scheduler_types import EmbedCommand, WorkerStatus
+from weft_services.gateway.mesh.scheduler_types import EmbedCommand
 
 
 class EmbeddingClient:
@@ -130,13 +131,13 @@ class EmbeddingRunner:
         able = [
             worker
             for worker in self._watch.of(model).workers
-            if worker.serves and worker.role.can(WorkerRole.PREFILL) and worker.address.boot_id not in failed
+            if worker.is_serving and worker.role.can(WorkerRole.PREFILL) and worker.address.boot_id not in failed
         ]
         return min(able, key=self._num_waiting, default=None)
 
     def _num_waiting(self, worker: WorkerStatus) -> tuple[bool, int]:
         """At one whose pool is full even the first waits."""
-        return not worker.is_ready, max(worker.load.queued_prefill_tokens, self._sent[worker.address.boot_id])
+        return not worker.report.ready, max(worker.report.queued_prefill_tokens, self._sent[worker.address.boot_id])
 
 
 def _unit(vector: Vector) -> Vector:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from weft.errors import Overloaded, PeerLost, WeftError
+from weft.fleet_types import LoadingWorker, WorkerStatus
 from weft.request import WorkerRole
 from weft_services.gateway.mesh.scheduler_client import SchedulerClient
-from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff, LoadingWorker, WorkerStatus
+from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff
 
 MAX_SUBSCRIBERS = 64
 MAX_UNREAD = 64
@@ -100,7 +101,7 @@ class ModelFleet:
         missing = []
         for role in (WorkerRole.DECODE, WorkerRole.PREFILL):
             able = [worker for worker in self.workers if worker.role.can(role)]
-            if not any(worker.serves for worker in able):
+            if not any(worker.is_serving for worker in able):
                 what = f"no {role} worker {'is ready' if able else 'has joined'}"
                 coming = sum(worker.role.can(role) for worker in self.loading)
                 missing.append(f"{what}, {coming} loading the model" if coming else what)
@@ -108,27 +109,28 @@ class ModelFleet:
 
     def serving(self, role: WorkerRole) -> frozenset[str]:
         """Ids of the workers that take requests in a role."""
-        return frozenset(w.address.worker_id for w in self.workers if w.role.can(role) and w.serves)
+        return frozenset(w.address.worker_id for w in self.workers if w.role.can(role) and w.is_serving)
 
     @property
     def withdrawn(self) -> frozenset[str]:
         """Ids of the workers that an operator has taken out of service."""
-        return frozenset(w.address.worker_id for w in self.workers if w.is_draining or w.is_parked)
+        return frozenset(w.address.worker_id for w in self.workers if w.report.is_draining or w.report.is_parked)
 
     @property
     def block_tokens(self) -> int | None:
         """Tokens per KV block; None while nobody has joined."""
-        return next((worker.block_tokens for worker in self.workers if worker.block_tokens), None)
+        return next((size for w in self.workers if (size := w.hello.fingerprint.block_tokens)), None)
 
     @property
     def max_context_tokens(self) -> int | None:
         """What the smallest worker can hold; None while nobody has joined."""
-        return min((worker.max_context_tokens for worker in self.workers if worker.max_context_tokens), default=None)
+        return min((size for w in self.workers if (size := w.hello.max_context_tokens)), default=None)
 
     @property
     def fingerprint(self) -> str | None:
         """OpenAI's system_fingerprint: changes with the weights."""
-        return next((f"fp_{worker.weights_hash[:12]}" for worker in self.workers if worker.weights_hash), None)
+        hashes = (worker.hello.fingerprint.weights_hash for worker in self.workers)
+        return next((f"fp_{each[:12]}" for each in hashes if each), None)
 
 
 def _of_model(model: str, report: FleetReport) -> ModelFleet:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from weft import metrics, trace
+from weft import metrics
 from weft.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -39,9 +39,11 @@ from weft.errors import (
     WeftError,
     from_code,
 )
+from weft.fleet_types import RouteQuery
 from weft.request import WorkerRole
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES, open_channel, rpc_errors_translated
+from weft.rpc.fleet_wire import loading_from_wire, query_to_wire, status_from_wire, usage_from_wire
 from weft.rpc.stream_writer import EagerStreamWriter, writing_to
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
@@ -50,13 +52,8 @@ from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerS
 from weft_services.gateway.mesh.scheduler_types import (
     FleetReport,
     Forecast,
-    LoadingWorker,
-    PlacementQuery,
     SequencePlacement,
     Settlement,
-    StoreUsage,
-    WorkerLoad,
-    WorkerStatus,
 )
 
 MAX_BATCH = 256
@@ -85,7 +82,7 @@ class RouteStream:
         self.num_answers = 0  # messages of them, over all streams
 
     async def route(
-        self, query: PlacementQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
+        self, query: RouteQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
     ) -> SequencePlacement:
         """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request. `meanwhile` is done
         while the scheduler looks for a place."""
@@ -199,32 +196,6 @@ def _to_error(refused: pb.RouteRefusal) -> WeftError:
     return error
 
 
-def query_to_wire(query: PlacementQuery, remaining_seconds: float) -> pb.RouteRequest:
-    """As much of an attempt as the scheduler wants to know."""
-    return pb.RouteRequest(
-        key=wire.key_to_wire(query.key),
-        model=query.model,
-        prompt_tokens=query.num_prompt_tokens,
-        max_tokens=query.max_tokens,
-        session=query.session,
-        block_keys=query.block_keys,
-        excluded_boot_ids=query.excluded_boot_ids,
-        remaining_ms=max(1, int(remaining_seconds * 1000)),
-        priority=_priority_to_wire(query.priority),
-        tenant=query.tenant,
-        reject_if_busy=query.reject_if_busy,
-        traceparent=trace.traceparent(),
-        resumed_tokens=query.num_resumed_tokens,
-        computes_prompt=query.computes_prompt,
-    )
-
-
-def _priority_to_wire(priority: int) -> pb.Priority.ValueType:
-    if priority == 0:
-        return pb.PRIORITY_DEFAULT
-    return pb.PRIORITY_INTERACTIVE if priority > 0 else pb.PRIORITY_BATCH
-
-
 def placement_from_wire(response: pb.RouteResponse) -> SequencePlacement:
     """Where it goes."""
     return SequencePlacement(
@@ -255,7 +226,7 @@ class SchedulerClient:
         self._routes = RouteStream(self._channel)
 
     async def route(
-        self, query: PlacementQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
+        self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
     ) -> SequencePlacement:
         """Raises Overloaded, StreamLost (no scheduler), PeerLost (no worker for it), DeadlineExceeded. `meanwhile` is
         done while a place is looked for, perhaps more than once."""
@@ -274,7 +245,7 @@ class SchedulerClient:
             raise StreamLost("the scheduler does not answer") from error
 
     async def _route(
-        self, query: PlacementQuery, timeout_seconds: float, meanwhile: Callable[[], None]
+        self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None]
     ) -> SequencePlacement:
         """Again where the stream breaks: another scheduler may answer at the same address, at the next try or the one
         after it, since a connection that ends can take one more stream with it."""
@@ -300,10 +271,10 @@ class SchedulerClient:
         with rpc_errors_translated():
             response = await self._fleet.ListWorkers(request, timeout=POLL_SECONDS)
         return FleetReport(
-            tuple(_worker_from_wire(status) for status in response.workers),
-            _store_from_wire(response.store) if response.HasField("store") else None,
+            tuple(status_from_wire(status) for status in response.workers),
+            usage_from_wire(response.store) if response.HasField("store") else None,
             response.waiting_requests,
-            tuple(_arrival_from_wire(arrival) for arrival in response.arrivals),
+            tuple(loading_from_wire(arrival) for arrival in response.arrivals),
         )
 
     async def drain(self, worker_id: str, undo: bool) -> None:
@@ -331,61 +302,6 @@ def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:
     )
 
 
-def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> WorkerStatus:
-    hello = status.hello
-    return WorkerStatus(
-        address=wire.address_from_wire(hello.worker),
-        role=wire.role_from_wire(hello.role),
-        model=hello.model,
-        is_ready=status.report.ready,
-        block_tokens=hello.fingerprint.block_tokens,
-        max_context_tokens=hello.max_context_tokens,
-        weights_hash=hello.fingerprint.weights_hash,
-        is_draining=status.report.draining,
-        is_parked=status.report.parked,
-        can_change_role=hello.can_change_role,
-        transport=hello.transport,
-        load=_work_from_wire(status),
-        is_full=status.report.full,
-    )
-
-
-def _work_from_wire(status: scheduler_pb.WorkerStatus) -> WorkerLoad:
-    report = status.report
-    return WorkerLoad(
-        num_blocks=status.hello.num_blocks,
-        free_blocks=report.free_blocks,
-        cached_blocks=report.cached_blocks,
-        active_blocks=report.active_blocks,
-        quarantined_blocks=report.quarantined_blocks,
-        num_running=report.num_running,
-        num_waiting=report.num_waiting,
-        queued_prefill_tokens=report.queued_prefill_tokens,
-        active_tokens=report.active_tokens,
-        generated_tokens=report.generated_tokens,
-        computed_prompt_tokens=report.computed_prompt_tokens,
-        booked_tokens=status.booked_prefill_tokens + status.booked_decode_tokens,
-        report_age_ms=status.report_age_ms,
-        tallies=wire.worker_stats_from_wire(report),
-    )
-
-
-def _arrival_from_wire(arrival: scheduler_pb.WorkerArrival) -> LoadingWorker:
-    return LoadingWorker(
-        worker_id=arrival.worker_id,
-        role=wire.role_from_wire(arrival.role),
-        model=arrival.model,
-        phase=arrival.phase,
-        done_bytes=arrival.done_bytes,
-        total_bytes=arrival.total_bytes,
-        since_ms=arrival.since_ms,
-    )
-
-
-def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUsage:
-    return StoreUsage(store.memory_bytes, store.memory_used_bytes, store.disk_bytes, store.disk_used_bytes)
-
-
 # there may be as many tenants as clients make up
 MAX_REJECTIONS = 4096
 metrics.init_series(metrics.PLACEMENTS, ("overloaded",))
@@ -409,25 +325,25 @@ class RejectionCache:
         self._clock = clock
         self._held: OrderedDict[tuple[str, bytes, int], _Rejection] = OrderedDict()
 
-    def add(self, query: PlacementQuery, refused: QueueFull) -> None:
+    def add(self, query: RouteQuery, refused: QueueFull) -> None:
         """The scheduler's newest word counts."""
         kind = _kind(query)
         until = self._clock() + refused.hold_seconds
-        sizes = query.num_prompt_tokens, query.max_tokens
+        sizes = query.prompt_tokens, query.max_tokens
         self._held[kind] = _Rejection(str(refused), refused.retry_after_seconds, until, *sizes)
         self._held.move_to_end(kind)
         if len(self._held) > MAX_REJECTIONS:
             self._held.popitem(last=False)
 
-    def check(self, query: PlacementQuery) -> None:
+    def check(self, query: RouteQuery) -> None:
         """Raises Overloaded. Who had a place before is for the scheduler to judge."""
         held = self._held.get(_kind(query))
         if held is None or query.key.generation > 0 or self._clock() >= held.until:
             return
-        if query.num_prompt_tokens >= held.prompt_tokens and query.max_tokens >= held.max_tokens:
+        if query.prompt_tokens >= held.prompt_tokens and query.max_tokens >= held.max_tokens:
             metrics.PLACEMENTS.labels("overloaded").inc()
             raise Overloaded(held.message, held.retry_after_seconds)
 
 
-def _kind(query: PlacementQuery) -> tuple[str, bytes, int]:
+def _kind(query: RouteQuery) -> tuple[str, bytes, int]:
     return query.model, query.tenant, query.priority

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from weft import metrics
 from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, QueueFull, WeftError
+from weft.fleet_types import Priority, RouteQuery
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey, WorkerAddress
 from weft.request_stage import RequestStage
 from weft.stall_clock import StallAwareClock
@@ -34,7 +35,6 @@ from weft_services.gateway.mesh.scheduler_client import RejectionCache, Schedule
 from weft_services.gateway.mesh.scheduler_types import (
     Forecast,
     HandOff,
-    PlacementQuery,
     SequencePlacement,
     StartCommand,
 )
@@ -358,19 +358,21 @@ class SequenceRunner:
         """Book and choose, passing over processes that have just failed this sequence."""
         now = asyncio.get_running_loop().time()
         num_generated, standing = len(self.choice.token_ids), self._shared.hints
-        query = PlacementQuery(
+        query = RouteQuery(
             key=self.key,
             model=self._shared.prepared.generation.model,
-            num_prompt_tokens=len(self._prompt.token_ids) + num_generated,
+            prompt_tokens=len(self._prompt.token_ids) + num_generated,
             max_tokens=self._sampling.max_tokens - num_generated,
             session=standing.session,
             block_keys=self._prompt.block_keys[:MAX_BLOCK_KEYS],
-            excluded_boot_ids=tuple(boot for boot, until in self._suspects.items() if now < until)[-MAX_EXCLUDED:],
+            excluded_boot_ids=frozenset(
+                [boot for boot, until in self._suspects.items() if now < until][-MAX_EXCLUDED:]
+            ),
             tenant=standing.tenant,
-            priority=standing.priority,
+            priority=Priority.from_engine(standing.priority),
             # whose answer has begun would rather wait than lose it
             reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
-            num_resumed_tokens=num_generated,
+            resumed_tokens=num_generated,
             computes_prompt=self._num_scored is not None,
         )
         self._mesh.rejections.check(query)

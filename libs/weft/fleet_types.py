@@ -1,0 +1,180 @@
+"""Values that workers, the scheduler and gateways exchange: descriptions and reports of workers, and route queries.
+
+`weft.rpc.fleet_wire` converts them to and from messages. A new field of a report is added here and there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft.worker_stats import NO_STATS, WorkerStats
+
+# deadline of a request whose gateway names none
+DEFAULT_REQUEST_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """Description of a worker, sent when it joins. The scheduler keeps `role` up to date with the reports.
+
+    `is_draining` is local to the worker: it joins while it drains. Its reports tell the scheduler.
+    """
+
+    address: WorkerAddress
+    role: WorkerRole
+    model: str
+    fingerprint: ModelFingerprint
+    num_blocks: int
+    max_context_tokens: int
+    transport: str = ""
+    metrics_address: str = ""
+    can_change_role: bool = False
+    is_draining: bool = False
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens whose KV fits into the worker's pool."""
+        return self.num_blocks * self.fingerprint.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's view of its own load. The defaults describe a worker that has not reported yet: it is not ready.
+
+    `hand_offs` holds wire messages that pass through the scheduler unread. `stats.transfers` has them as values, where
+    the reader asked for them. `role` None: the sender did not say. `full` None: the sender does not know the field.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    active_tokens: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    active_blocks: int = 0
+    quarantined_blocks: int = 0
+    ready: bool = False
+    generated_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    is_draining: bool = False
+    is_parked: bool = False
+    stats: WorkerStats = NO_STATS
+    hand_offs: Sequence[Any] = ()
+    role: WorkerRole | None = None
+    full: bool | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True while the worker holds no sequence."""
+        return self.num_running == 0 and self.num_waiting == 0
+
+    @property
+    def is_full(self) -> bool:
+        """True while sequences hold the whole pool; the worker then also reports that it is not ready."""
+        if self.full is None:
+            return self.active_blocks > 0 and self.free_blocks + self.cached_blocks == 0
+        return self.full
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the scheduler lists it: its description, its latest report, and the load reserved on it."""
+
+    hello: WorkerHello
+    report: WorkerReport
+    booked_prefill_tokens: int = 0
+    booked_decode_tokens: int = 0
+    booked_requests: int = 0
+    report_age_ms: int = 0
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Id, boot id and host:port."""
+        return self.hello.address
+
+    @property
+    def role(self) -> WorkerRole:
+        """The role it plays now."""
+        return self.hello.role
+
+    @property
+    def model(self) -> str:
+        """Served name of its model."""
+        return self.hello.model
+
+    @property
+    def is_serving(self) -> bool:
+        """True if it takes requests, also while a full pool makes them wait."""
+        return self.report.ready or self.report.is_full
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingWorker:
+    """A worker that loads its model and has not joined. `total_bytes` is 0 in phases that count no bytes."""
+
+    worker_id: str
+    role: WorkerRole
+    model: str
+    phase: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+    since_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Capacity of the shared store in memory and on disk, and the bytes that blocks use. No disk: 0."""
+
+    memory_bytes: int
+    memory_used_bytes: int
+    disk_bytes: int
+    disk_used_bytes: int
+
+
+class Priority(IntEnum):
+    """Priority class of a request; the lower number is placed first."""
+
+    INTERACTIVE = 0
+    DEFAULT = 1
+    BATCH = 2
+
+    @classmethod
+    def from_engine(cls, priority: int) -> Priority:
+        """Class of an engine priority, where the higher number goes first and 0 is the default."""
+        if priority == 0:
+            return cls.DEFAULT
+        return cls.INTERACTIVE if priority > 0 else cls.BATCH
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """What routing needs to know about one attempt of a request.
+
+    `remaining_seconds`: time until the client's deadline. `resumed_tokens`: tokens of the prompt that earlier attempts
+    generated. `computes_prompt`: the decode worker computes the whole prompt, whatever is cached. `gateway_id`: the
+    gateway that settles the attempt.
+    """
+
+    key: RequestKey
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    session: bytes = b""
+    excluded_worker_ids: frozenset[str] = frozenset()
+    excluded_boot_ids: frozenset[str] = frozenset()
+    block_keys: Sequence[bytes] = ()
+    remaining_seconds: float = DEFAULT_REQUEST_SECONDS
+    priority: Priority = Priority.DEFAULT
+    tenant: bytes = b""
+    reject_if_busy: bool = False
+    resumed_tokens: int = 0
+    computes_prompt: bool = False
+    gateway_id: str = ""
+
+    def excludes(self, address: WorkerAddress) -> bool:
+        """True if an earlier attempt failed on this worker or on this boot of it."""
+        return address.worker_id in self.excluded_worker_ids or address.boot_id in self.excluded_boot_ids
