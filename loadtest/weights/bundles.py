@@ -30,11 +30,11 @@ import torch
 from safetensors.torch import save_file
 
 from loadtest.weights.synthetic import KINDS, tensor
-from weft.weights.blobs import MemoryBlob, Scratch, fresh_memory
-from weft.weights.bundle.chunks import Wanted
+from weft.weights.bundle.chunks import ReadRequest
 from weft.weights.bundle.convert import unpack_file
 from weft.weights.bundle.pack import pack, pack_file
 from weft.weights.bundle.unpack import BundleFile
+from weft.weights.checkpoint_files import MemoryBlob, Scratch, map_huge_pages
 from weft_kernels import rans
 from weft_kernels.native import native
 
@@ -72,7 +72,7 @@ class Weft:
         self.kept: tuple[mmap.mmap, Scratch] | None = None  # memory that is used again
 
     def encode(self, original: bytes) -> memoryview:
-        memory = self.kept[0] if self.kept else fresh_memory(len(original) + (1 << 20))
+        memory = self.kept[0] if self.kept else map_huge_pages(len(original) + (1 << 20))
         memory.seek(0)
         pack(MemoryBlob("model.safetensors", original), 0, memory, None, lambda size: None)
         return memoryview(memory)[: memory.tell()]
@@ -83,9 +83,9 @@ class Weft:
             out = scratch.take(bundle.header.original.size_bytes)
             header = bundle.original_header()
             out[: len(header)] = header
-            data, done, wanted = np.frombuffer(out, np.uint8), len(header), list[Wanted]()
+            data, done, wanted = np.frombuffer(out, np.uint8), len(header), list[ReadRequest]()
             for each in bundle.header.tensors:
-                wanted.append(Wanted(each.name, 0, data[done : done + each.original_bytes]))
+                wanted.append(ReadRequest(each.name, 0, data[done : done + each.original_bytes]))
                 done += each.original_bytes
             bundle.read_all(wanted)
             return out
@@ -193,7 +193,7 @@ def _give_memory(coder: Coder, is_fresh: bool, size: int) -> None:
     libc.mallopt(M_TRIM_THRESHOLD, 128 * 1024 if is_fresh else 1 << 30)
     libc.malloc_trim(0)
     if isinstance(coder, Weft):
-        coder.kept = None if is_fresh else (fresh_memory(size + (1 << 20)), Scratch())
+        coder.kept = None if is_fresh else (map_huge_pages(size + (1 << 20)), Scratch())
 
 
 def _synced(convert: Callable[[Path, Path], None], source: Path, target: Path) -> None:

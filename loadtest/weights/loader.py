@@ -36,13 +36,13 @@ from typing import NoReturn, Self
 
 from loadtest.weights.checkpoints import make_checkpoint
 from loadtest.weights.held import HeldMemory, can_hold
-from weft.weights.blobs import FileBlob
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint_files import FileBlob
 from weft.weights.image import SHARED_MEMORY, write_image
-from weft.weights.layout import PIECE_BYTES
-from weft.weights.source import ReadingMemory
-from weft.weights.writing import write_all
+from weft.weights.image_layout import PIECE_BYTES
+from weft.weights.image_writer import write_all
+from weft.weights.readers import ReadBuffers
 
 PEERS = Path(__file__).with_name("peers.py")
 PEER_SECONDS = 600
@@ -180,7 +180,7 @@ def raw(directory: Path, num_threads: int, is_kept: bool) -> float:
 
         def read(number: int) -> None:
             if not hasattr(local, "memory"):
-                local.memory = ReadingMemory()
+                local.memory = ReadBuffers()
             blob, offset = plan[number]
             data = blob.read(offset, min(PIECE_BYTES, blob.size_bytes - offset), local.memory.stored)
             if is_kept:

@@ -23,7 +23,7 @@ from weft_services.gateway.dialects.answer_format import GUIDED
 from weft_services.gateway.mesh.routing_hints import CLASSES
 from weft_services.kvstore.config import Config as KvStoreConfig
 from weft_services.scheduler.config import Config as SchedulerConfig
-from weft_services.weights.config import Config as WeightsConfig
+from weft_services.weights.config import WeightsConfig as WeightsConfig
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LINK_TEXT = re.compile(r"\[([^\]]*)\]\([^)]*\)")

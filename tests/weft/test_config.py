@@ -13,7 +13,7 @@ import pytest
 from weft.config import ConfigError, CpuKernels, format_config, model_name, read_config, read_models
 from weft.worker.config import WorkerConfig
 from weft_kernels.native.build import FLAGS
-from weft_services.weights.config import Config as WeightsConfig
+from weft_services.weights.config import WeightsConfig as WeightsConfig
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
     """As with transformers; the other set is named, and not counted."""
     make_checkpoint(tmp_path)
     plain = read_checkpoint(tmp_path)
-    assert plain.unread == ()
+    assert plain.unread_files == ()
     for name in (*SHARDS, "model.fp16.safetensors", "consolidated.safetensors"):
         shutil.copy(tmp_path / "model.safetensors", tmp_path / name)
     (tmp_path / "original").mkdir()
@@ -207,7 +207,7 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
     both = read_checkpoint(tmp_path)
     assert {tensor.file.name for tensor in both.tensors} == {"model.safetensors"}
     assert both.total_bytes == plain.total_bytes
-    assert both.unread == ("consolidated.safetensors", *SHARDS, "model.fp16.safetensors")
+    assert both.unread_files == ("consolidated.safetensors", *SHARDS, "model.fp16.safetensors")
     says = [finding.says for finding in doctor.check_model(Subject({"m": tmp_path}))]
     assert any("not read: consolidated.safetensors" in each for each in says)
 
@@ -223,4 +223,4 @@ def test_an_index_leaves_out_stale_shards(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     found = read_checkpoint(tmp_path)
     assert found.total_bytes == plain.total_bytes
-    assert found.unread == tuple(sorted(stale))
+    assert found.unread_files == tuple(sorted(stale))

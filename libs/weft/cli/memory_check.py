@@ -22,7 +22,7 @@ from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, read_config
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
-from weft.weights.objects import is_remote
+from weft.weights.object_store import is_remote
 
 SHARED_MEMORY = Path("/dev/shm")
 # beside weights and activations: imports, sequences that wait, grammars, what malloc keeps; on a GPU its libraries too

@@ -34,7 +34,7 @@ from weft.foreign_files import foreign_path
 from weft.model.config import read_config
 from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
-from weft.weights.objects import is_url, local_model, with_local_model
+from weft.weights.object_store import is_store_url, local_model, with_local_model
 
 MOONCAKE_SECONDS = 30.0
 # of the extras `engine` and `local`
@@ -59,7 +59,7 @@ def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
     models: dict[str, Path] = {}
     for text in given:
         served, equals, directory = text.partition("=")
-        if not equals or is_url(text) or os.path.isdir(text):
+        if not equals or is_store_url(text) or os.path.isdir(text):
             served, directory = "", text
         path = _checked(directory, f"--model {text}")
         served = name or served or model_name(path)
@@ -89,7 +89,7 @@ def _usual_models(name: str) -> dict[str, Path]:
 
 def _checked(place: str, given: str) -> Path:
     try:
-        path = local_model(place) if is_url(place) else Path(place)
+        path = local_model(place) if is_store_url(place) else Path(place)
         if (path / "config.json").is_file():
             return path.resolve()
         raise UsageError(f"{given}: {foreign_path(path)}")

@@ -22,11 +22,10 @@ from weft.foreign_files import PICKLE_SUFFIXES, foreign_names
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
 from weft.model.quantization import stored_dtypes
-from weft.weights.blobs import WeightsFile
-from weft.weights.bundle.layout import SUFFIX, bundle_header_of
+from weft.weights.bundle.format import SUFFIX, bundle_header_of
+from weft.weights.checkpoint_files import Origin, WeightsFile
 from weft.weights.header import TensorEntry, header_of, is_text
-from weft.weights.objects import origin_of
-from weft.weights.origin import Origin
+from weft.weights.object_store import origin_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,7 +46,7 @@ class Checkpoint:
     `config_json` is config.json with the end tokens of generation_config.json, the file that chat tuning updates.
     `source_id` changes when a file is written anew, and when config.json asks for other tensors; `directory_id` names
     the directory alone. `second_head`: an output matrix beside the embedding to which config.json ties it, see
-    `weft.weights.head`; none of `tensors`. `unread`: further files of weights there, of another set or left over.
+    `weft.weights.tied_head`; none of `tensors`. `unread`: further files of weights there, of another set or left over.
     """
 
     directory: Path
@@ -55,8 +54,8 @@ class Checkpoint:
     tensors: tuple[TensorSource, ...]
     directory_id: str
     source_id: str
-    second_head: TensorSource | None = None
-    unread: tuple[str, ...] = ()
+    untied_head: TensorSource | None = None
+    unread_files: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -111,7 +110,7 @@ def while_unchanged(checkpoint: Checkpoint) -> Iterator[None]:
 
 def _is_changed(checkpoint: Checkpoint) -> bool:
     try:
-        return source_id(checkpoint.directory, checkpoint.tensors, checkpoint.second_head) != checkpoint.source_id
+        return source_id(checkpoint.directory, checkpoint.tensors, checkpoint.untied_head) != checkpoint.source_id
     except BadCheckpoint:
         return True  # one of them is gone
 

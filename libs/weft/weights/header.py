@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.foreign_files import foreign_content
-from weft.weights.blobs import Blob, FileBlob, Scratch
+from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

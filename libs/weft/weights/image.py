@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +24,13 @@ from weft.errors import BadCheckpoint, NotFound, Overloaded
 from weft.file_io import open_regular, to_weft_error
 from weft.weights.checkpoint import Checkpoint, while_unchanged
 from weft.weights.header import TensorEntry, read_header
-from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
-from weft.weights.load import Report, RunReader, files_reader, fill
-from weft.weights.users import is_used
-from weft.weights.writing import free_bytes, unwritable, write_all
+from weft.weights.image_layout import DIGEST_BYTES, FORMAT, image_layout, num_pieces, root_hash
+from weft.weights.image_writer import free_bytes, shm_write_error, write_all
+from weft.weights.load import Report, RunReader, files_reader, fill_image
 
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
-Around = Callable[[RunReader], RunReader]
+ReaderWrapper = Callable[[RunReader], RunReader]
 PUBLISH_TRIES, PUBLISH_PAUSE_SECONDS = 10, 0.01
 """Somebody who looks at a file of our name, or removes it, has it for microseconds."""
 NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
@@ -55,7 +55,7 @@ class Image:
         """Can others still open it by name."""
         return _is_same_file(self.path, self.fd)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Let go; the file stays, to be found again."""
         os.close(self.fd)
 
@@ -129,7 +129,7 @@ def remove_abandoned(prefix: str = "weft-weights-") -> str:
     return ""
 
 
-def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around: Around | None = None) -> Image:
+def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around: ReaderWrapper | None = None) -> Image:
     """Read the checkpoint into a new image and publish it; `around` may put another reader before that of the files.
 
     `report(num_bytes, file)` is called from reading threads after every piece; what it raises ends the reading.
@@ -138,7 +138,7 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around
     layout = image_layout(checkpoint)
     with _unpublished(image_name(checkpoint), layout.size_bytes) as (fd, place):
         with while_unchanged(checkpoint), files_reader(layout) as read:
-            leaves = fill(fd, layout, around(read) if around else read, report, num_threads)
+            leaves = fill_image(fd, layout, around(read) if around else read, report, num_threads)
         weights_hash = root_hash(layout.entries, leaves)
         write_all(fd, layout.header(weights_hash, leaves), 0)
         return _publish(fd, place, checkpoint, weights_hash)
@@ -156,7 +156,7 @@ def _publish(fd: int, place: Path, checkpoint: Checkpoint, weights_hash: str) ->
                 return image
             time.sleep(PUBLISH_PAUSE_SECONDS)
         except OSError as error:
-            raise unwritable(error) from error
+            raise shm_write_error(error) from error
         else:
             return Image(path.name, os.fstat(fd).st_size, weights_hash, os.dup(fd))
     raise BadCheckpoint(f"{path} is in the way and is not an image of ours")
@@ -168,7 +168,7 @@ def image_content(image: Image) -> tuple[tuple[TensorEntry, ...], dict[str, byte
     digests = bytes.fromhex(header.metadata["leaves"])
     leaves, done = {}, 0
     for entry in header.tensors:
-        size = LEAF_BYTES * num_pieces(entry)
+        size = DIGEST_BYTES * num_pieces(entry)
         leaves[entry.name] = digests[done : done + size]
         done += size
     return header.tensors, leaves
@@ -188,7 +188,7 @@ def _unpublished(name: str, size: int) -> Iterator[tuple[int, Path]]:
     try:
         fd, partial = _new_file(name)
     except OSError as error:
-        raise unwritable(error) from error
+        raise shm_write_error(error) from error
     try:
         if (free := free_bytes(SHARED_MEMORY)) < size:
             raise Overloaded(f"{SHARED_MEMORY}: no room: {size} bytes needed, {free} free")
@@ -235,7 +235,7 @@ def _remove_unheld(path: Path, if_used: bool = True) -> bool:
         return False
     try:
         is_ours = os.fstat(fd).st_uid == os.geteuid()
-        is_free = if_used or not is_used(fd)
+        is_free = if_used or not is_mapped(fd)
         if is_ours and is_free and _try_lock(fd, fcntl.LOCK_EX) and _is_same_file(path, fd):
             path.unlink(missing_ok=True)
             return True
@@ -257,3 +257,18 @@ def _is_same_file(path: Path, fd: int) -> bool:
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
         return False
+
+
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, process; 64-bit Linux
+
+
+def mark_mapped(fd: int) -> None:
+    """For as long as this open file, or a mapping made of it, exists."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+
+
+def is_mapped(fd: int) -> bool:
+    """By anybody who opened the file on their own."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    kind, *_ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    return bool(kind != fcntl.F_UNLCK)

@@ -21,9 +21,9 @@ from typing import Protocol
 import xxhash
 
 from weft.errors import Incompatible, PeerLost, StorageUnavailable
-from weft.weights.layout import LEAF_BYTES, ImageLayout, Leaves, Run, num_pieces
-from weft.weights.source import ReadingMemory, Source, open_source
-from weft.weights.writing import ImageFile, write_all
+from weft.weights.image_layout import DIGEST_BYTES, ImageLayout, PieceDigests, PieceRun, num_pieces
+from weft.weights.image_writer import ImageWriter, write_all
+from weft.weights.readers import BundleReader, ReadBuffers, SafetensorsReader, open_reader
 
 logger = logging.getLogger(__name__)
 Report = Callable[[int, str], None]
@@ -37,7 +37,7 @@ PAUSES_SECONDS = (0.1, 0.5, 2.0)
 class RunReader(Protocol):
     """Gives a run's bytes, from wherever; called by several threads."""
 
-    def __call__(self, run: Run, memory: ReadingMemory) -> memoryview:
+    def __call__(self, run: PieceRun, memory: ReadBuffers) -> memoryview:
         """They last until this thread's next call. Raises WeftError."""
 
 
@@ -45,18 +45,18 @@ class RunReader(Protocol):
 def files_reader(layout: ImageLayout) -> Iterator[RunReader]:
     """Reads from the checkpoint's own files. Raises BadCheckpoint, StorageUnavailable."""
     with ExitStack() as stack:
-        sources: dict[str, Source] = {}
+        readers: dict[str, SafetensorsReader | BundleReader] = {}
         for tensor in layout.tensors:
-            if tensor.file.name not in sources:
-                sources[tensor.file.name] = stack.enter_context(closing(open_source(tensor.file)))
+            if tensor.file.name not in readers:
+                readers[tensor.file.name] = stack.enter_context(closing(open_reader(tensor.file)))
 
-        def read(run: Run, memory: ReadingMemory) -> memoryview:
-            return _tried_again(lambda: sources[run.file.name].read(run, memory))
+        def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
+            return _with_retries(lambda: readers[run.file.name].read(run, memory))
 
         yield read
 
 
-def _tried_again(read: Callable[[], memoryview]) -> memoryview:
+def _with_retries(read: Callable[[], memoryview]) -> memoryview:
     for pause in PAUSES_SECONDS:
         try:
             return read()
@@ -66,7 +66,7 @@ def _tried_again(read: Callable[[], memoryview]) -> memoryview:
     return read()
 
 
-class PeerFirst:
+class PeerFirstReader:
     """A RunReader: another node's image for as long as that node is there, then the checkpoint's files, compared."""
 
     def __init__(self, peer: RunReader, leaves: Mapping[str, bytes], files: RunReader) -> None:
@@ -76,12 +76,12 @@ class PeerFirst:
         self._files = files
         self.trouble = ""
 
-    def __call__(self, run: Run, memory: ReadingMemory) -> memoryview:
+    def __call__(self, run: PieceRun, memory: ReadBuffers) -> memoryview:
         """Raises Incompatible when the files hold other weights than the node that is gone."""
         if not self.trouble:
             try:
                 data = self._peer(run, memory)
-                check_leaves(run, data, self._leaves)
+                check_digests(run, data, self._leaves)
             except (PeerLost, Incompatible) as error:
                 if not self.trouble:
                     logger.warning("the rest of the weights comes from files: %s", error)
@@ -89,61 +89,61 @@ class PeerFirst:
             else:
                 return data
         data = self._files(run, memory)
-        check_leaves(run, data, self._leaves)
+        check_digests(run, data, self._leaves)
         return data
 
 
 def check_samples(layout: ImageLayout, theirs: RunReader, ours: RunReader, num_threads: int) -> None:
     """Raises Incompatible naming a tensor that another node has otherwise, as far as samples of it tell."""
     samples = layout.samples()
-    parts = tuple(part for run in samples for part in run.parts)
-    asked = theirs(Run(samples[0].file, 0, parts), ReadingMemory())
+    parts = tuple(part for run in samples for part in run.pieces)
+    asked = theirs(PieceRun(samples[0].file, 0, parts), ReadBuffers())
     places = list(accumulate((run.size for run in samples), initial=0))
 
-    def compare(run: Run, place: int) -> None:
-        if ours(run, ReadingMemory()) != asked[place : place + run.size]:
-            raise Incompatible(f"tensor {run.parts[0].entry.name} is another one in these files")
+    def compare(run: PieceRun, place: int) -> None:
+        if ours(run, ReadBuffers()) != asked[place : place + run.size]:
+            raise Incompatible(f"tensor {run.pieces[0].entry.name} is another one in these files")
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
         for _ in threads.map(compare, samples, places):
             pass
 
 
-def check_leaves(run: Run, data: memoryview, leaves: Mapping[str, bytes]) -> None:
+def check_digests(run: PieceRun, data: memoryview, leaves: Mapping[str, bytes]) -> None:
     """Raises Incompatible naming the first tensor and piece whose digest is not what it should be."""
     done = 0
-    for part in run.parts:
-        expected = leaves[part.entry.name][LEAF_BYTES * part.number : LEAF_BYTES * (part.number + 1)]
+    for part in run.pieces:
+        expected = leaves[part.entry.name][DIGEST_BYTES * part.number : DIGEST_BYTES * (part.number + 1)]
         if xxhash.xxh3_128_digest(data[done : done + part.size]) != expected:
             raise Incompatible(f"tensor {part.entry.name}: piece {part.number} has another checksum than it should")
         done += part.size
 
 
-def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_threads: int) -> Leaves:
+def fill_image(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_threads: int) -> PieceDigests:
     """Write every tensor to its place in the file `fd`; returns the digests of their pieces.
 
     Raises what reading and reporting raise, and Overloaded when shared memory is full.
     """
-    leaves: Leaves = [[b""] * num_pieces(entry) for entry in layout.entries]
+    leaves: PieceDigests = [[b""] * num_pieces(entry) for entry in layout.entries]
     local, processors = threading.local(), threading.Semaphore(len(os.sched_getaffinity(0)))
 
-    def carry(run: Run) -> None:
+    def carry(run: PieceRun) -> None:
         if not hasattr(local, "memory"):
-            local.memory = ReadingMemory(processors, image)
-        memory: ReadingMemory = local.memory
+            local.memory = ReadBuffers(processors, image)
+        memory: ReadBuffers = local.memory
         try:
-            memory.first = run.place
+            memory.image_offset = run.place
             data = read(run, memory)
-            memory.turn.take()
+            memory.slot.acquire()
             _digest(run, data, leaves)
             if not memory.is_in_place(data):
                 write_all(fd, data, run.place)
         finally:
-            memory.turn.give()
+            memory.slot.release()
         report(run.size, run.file.name)
 
     with (
-        ImageFile(fd, layout.size_bytes) as image,
+        ImageWriter(fd, layout.size_bytes) as image,
         ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads,
     ):
         pending: deque[Future[None]] = deque()
@@ -160,8 +160,8 @@ def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_thre
     return leaves
 
 
-def _digest(run: Run, data: memoryview, leaves: Leaves) -> None:
+def _digest(run: PieceRun, data: memoryview, leaves: PieceDigests) -> None:
     done = 0
-    for part in run.parts:
+    for part in run.pieces:
         leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
         done += part.size

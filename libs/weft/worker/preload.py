@@ -9,7 +9,7 @@ import encodings.idna  # noqa: F401  for a look-up of a host's name
 
 import uvloop  # noqa: F401
 
-import weft.weights.objects  # noqa: F401
+import weft.weights.object_store  # noqa: F401
 from weft_kernels.native import preload
 
 preload()

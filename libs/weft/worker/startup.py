@@ -38,7 +38,7 @@ from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.loading import DTYPE_NAMES
 from weft.request import ModelFingerprint
 from weft.rpc.client import cancelled_on_exit, open_channel
-from weft.weights.shared import open_image
+from weft.weights.image_tensors import open_image
 from weft.worker.config import DeviceChoice, Dtype, WorkerConfig
 from weft.worker.fleet_client import LoadProgress
 from weft.worker.memory_profile import cached_peak, free_bytes, measure_peak, peak_identity

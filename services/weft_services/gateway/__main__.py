@@ -7,7 +7,7 @@ import logging
 from weft import log, trace
 from weft.config import format_config, read_config
 from weft.rpc.server import run
-from weft.weights.objects import with_local_model
+from weft.weights.object_store import with_local_model
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.process import serve
 

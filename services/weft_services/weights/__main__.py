@@ -8,24 +8,24 @@ from weft.config import ConfigError, format_config, read_config
 from weft.errors import Overloaded, StorageUnavailable
 from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, run, until_signal
-from weft.weights.objects import with_local_model
+from weft.weights.object_store import with_local_model
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights.config import Config
-from weft_services.weights.fetch import Progress, WeightLoader
+from weft_services.weights.config import WeightsConfig
+from weft_services.weights.loader import ReadProgress, WeightLoader
 from weft_services.weights.peers import WeightsPeer
-from weft_services.weights.room import Room
 from weft_services.weights.service import SERVICE_NAME, WeightServicer
+from weft_services.weights.shm_budget import ShmBudget
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 TELL_SECONDS = 5.0
 
 
-async def serve(config: Config) -> None:
+async def serve(config: WeightsConfig) -> None:
     """Load before being asked, then answer until cancelled."""
     rpc = RpcServer([SERVICE_NAME])
     async with asyncio.TaskGroup() as tasks:
         peers = {name: WeightsPeer(config.weights_from, name) for name in config.models if config.weights_from}
-        room = Room(config.weights_shm_bytes)
+        room = ShmBudget(config.weights_shm_bytes)
         loaders = {
             name: WeightLoader(path, config.num_readers(path), tasks, peers.get(name), room)
             for name, path in config.models.items()
@@ -71,7 +71,7 @@ async def _load(name: str, loader: WeightLoader) -> None:
     clock = asyncio.get_running_loop().time
     told_at = clock()
     async for event in loader.load(is_ahead=True):
-        if isinstance(event, Progress) and clock() - told_at >= TELL_SECONDS:
+        if isinstance(event, ReadProgress) and clock() - told_at >= TELL_SECONDS:
             told_at = clock()
             log.progress(f"weights of {name}", event.read_bytes, event.total_bytes)
 
@@ -79,7 +79,7 @@ async def _load(name: str, loader: WeightLoader) -> None:
 async def main() -> None:
     """Until SIGTERM or SIGINT."""
     raise_fd_limit()  # a load has all files of its model open, and several models may be loaded at once
-    config = read_config(Config, with_local_model())
+    config = read_config(WeightsConfig, with_local_model())
     logging.info(format_config(config))
     log.startup_phase("imports")
     await until_signal(serve(config))

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.config import MAX_THREADS, ConfigError, CpuKernels, read_models
-from weft.weights.objects import is_remote
+from weft.weights.object_store import is_remote
 
 REMOTE_READERS = 24  # an object store answers each request late, and many at a time
 READERS = 8  # whatever the cores: they wait for the disk most of the time, and more gain nothing from one
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class WeightsConfig:
     """`model` is a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR; `threads` read each, 0 = 8 of them, 24 from
     an object store.
 

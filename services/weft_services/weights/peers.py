@@ -10,9 +10,9 @@ import grpc
 
 from weft.errors import Incompatible, Overloaded, PeerLost, WeftError
 from weft.rpc.client import cancelled_on_exit, open_channel, rpc_errors_translated
-from weft.weights.layout import LEAF_BYTES, PIECE_BYTES, ImageLayout, Run, num_pieces
+from weft.weights.image_layout import DIGEST_BYTES, PIECE_BYTES, ImageLayout, PieceRun, num_pieces
 from weft.weights.load import RunReader
-from weft.weights.source import ReadingMemory
+from weft.weights.readers import ReadBuffers
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 
@@ -55,7 +55,7 @@ class WeightsPeer:
         if theirs != {entry.name: (entry.dtype, entry.shape) for entry in layout.entries}:
             raise Incompatible(f"{self.address} holds another model under the name {self._model!r}")
         leaves = {tensor.name: tensor.leaves for tensor in answer.tensors}
-        is_cut_alike = all(len(leaves[entry.name]) == LEAF_BYTES * num_pieces(entry) for entry in layout.entries)
+        is_cut_alike = all(len(leaves[entry.name]) == DIGEST_BYTES * num_pieces(entry) for entry in layout.entries)
         if answer.piece_bytes != PIECE_BYTES or not is_cut_alike:
             raise Incompatible(
                 f"{self.address} cuts tensors into pieces of {answer.piece_bytes} bytes, not {PIECE_BYTES}"
@@ -65,15 +65,15 @@ class WeightsPeer:
     def reader(self, image: PeerImage) -> RunReader:
         """Reads from the image that was described, on other threads than the loop's; raises PeerLost."""
 
-        def read(run: Run, memory: ReadingMemory) -> memoryview:
+        def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
             # not in its place: pages would be touched for the first time on the loop, which others wait for
-            target = memory.beside(run.size)
+            target = memory.reusable(run.size)
             asyncio.run_coroutine_threadsafe(self._read(image.weights_hash, run, target), self._loop).result()
             return target
 
         return read
 
-    async def _read(self, weights_hash: str, run: Run, target: memoryview) -> None:
+    async def _read(self, weights_hash: str, run: PieceRun, target: memoryview) -> None:
         """When it is our turn: it reads for so many at a time. Raises PeerLost."""
         deadline, pause = self._loop.time() + TURN_SECONDS, FIRST_PAUSE_SECONDS
         while True:
@@ -85,9 +85,9 @@ class WeightsPeer:
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # those who were refused together come back apart
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _read_once(self, weights_hash: str, run: Run, target: memoryview) -> None:
+    async def _read_once(self, weights_hash: str, run: PieceRun, target: memoryview) -> None:
         """Raises PeerLost, Overloaded."""
-        parts = [pb2.TensorPart(tensor=part.entry.name, first=part.first, size=part.size) for part in run.parts]
+        parts = [pb2.TensorPart(tensor=part.entry.name, first=part.first, size=part.size) for part in run.pieces]
         request = pb2.ReadImageRequest(model=self._model, weights_hash=weights_hash, parts=parts)
         done = 0
         try:

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from weft.errors import NotFound
-from weft.weights.layout import PIECE_BYTES
+from weft.weights.image_layout import PIECE_BYTES
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights.fetch import Progress, WeightLoader
-from weft_services.weights.lending import Lender, Slice, check_parts
+from weft_services.weights.image_server import ImageServer, TensorSlice, check_parts
+from weft_services.weights.loader import ReadProgress, WeightLoader
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 
@@ -20,13 +20,13 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
 
     def __init__(self, loaders: Mapping[str, WeightLoader]) -> None:
         self._loaders = loaders
-        self._lenders = {name: Lender(loader) for name, loader in loaders.items()}
+        self._lenders = {name: ImageServer(loader) for name, loader in loaders.items()}
 
     async def Load(self, request: pb2.LoadRequest, context: Any) -> AsyncIterator[pb2.LoadResponse]:
         """Progress first, the ready message last."""
         self._check(request.model)
         async for event in self._loaders[request.model].load():
-            if isinstance(event, Progress):
+            if isinstance(event, ReadProgress):
                 progress = pb2.LoadProgress(read_bytes=event.read_bytes, total_bytes=event.total_bytes, file=event.file)
                 yield pb2.LoadResponse(progress=progress)
             else:
@@ -43,7 +43,7 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
     async def DescribeImage(self, request: pb2.DescribeImageRequest, context: Any) -> pb2.DescribeImageResponse:
         """For another node that wants to read it."""
         self._check(request.model)
-        held = await self._lenders[request.model].holding()
+        held = await self._lenders[request.model].held_image()
         tensors = [
             pb2.ImageTensor(name=name, dtype=entry.dtype, shape=entry.shape, leaves=held.leaves[name])
             for name, entry in held.entries.items()
@@ -54,7 +54,7 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
         """Its bytes."""
         self._check(request.model)
         check_parts(len(request.parts))
-        slices = [Slice(part.tensor, part.first, part.size) for part in request.parts]
+        slices = [TensorSlice(part.tensor, part.first, part.size) for part in request.parts]
         async for data in self._lenders[request.model].read(request.weights_hash, slices):
             yield pb2.ReadImageResponse(data=data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft import log
 from weft.config import read_config
 from weft.rpc.server import run
-from weft.weights.objects import with_local_model
+from weft.weights.object_store import with_local_model
 from weft.worker.config import WorkerConfig
 from weft.worker.os_tuning import freeze_gc
 from weft.worker.process import serve_worker

@@ -16,7 +16,7 @@ from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.rpc.server import RpcServer
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights.fetch import WeightLoader
+from weft_services.weights.loader import WeightLoader
 from weft_services.weights.peers import WeightsPeer
 from weft_services.weights.service import SERVICE_NAME, WeightServicer
 

@@ -19,11 +19,12 @@ from weft.rpc.server import RpcServer
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.header import TensorEntry
-from weft.weights.image import Around, Image, image_content, image_name, write_image
+from weft.weights.image import Image, ReaderWrapper, image_content, image_name, write_image
 from weft.weights.load import Report
-from weft_services.weights import fetch, lending, peers
+from weft_services.weights import image_server, peers
+from weft_services.weights import loader as loader_module
 from weft_services.weights.__main__ import serve
-from weft_services.weights.config import Config
+from weft_services.weights.config import WeightsConfig
 
 
 @pytest.fixture
@@ -47,13 +48,13 @@ async def test_an_image_that_goes_while_it_is_looked_at_is_not_lent(
         loader.release()
         return content
 
-    monkeypatch.setattr(lending, "image_content", then_gone)
+    monkeypatch.setattr(image_server, "image_content", then_gone)
     async with asyncio.TaskGroup() as tasks:
-        loader = fetch.WeightLoader(directory, 1, tasks)
+        loader = loader_module.WeightLoader(directory, 1, tasks)
         async for _ in loader.load():
             pass
         assert loader.image is not None
-        lender, part = lending.Lender(loader), lending.Slice("model.norm.weight", 0, 4)
+        lender, part = image_server.ImageServer(loader), image_server.TensorSlice("model.norm.weight", 0, 4)
         with pytest.raises(NotFound, match="not loaded here yet"):
             assert [data async for data in lender.read(loader.image.weights_hash, [part])] == []
 
@@ -64,7 +65,7 @@ async def test_weights_that_are_whole_when_the_service_ends_go_with_it(
     """While the way to the other node is taken down the last byte may arrive."""
     is_read, may_end = threading.Event(), threading.Event()
 
-    def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: Around | None) -> Image:
+    def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: ReaderWrapper | None) -> Image:
         image = write_image(checkpoint, report, num_threads)
         is_read.set()
         assert may_end.wait(PATIENCE_SECONDS)
@@ -82,10 +83,10 @@ async def test_weights_that_are_whole_when_the_service_ends_go_with_it(
         await close_peer(peer)
 
     stop_listening, close_peer = RpcServer.stop, peers.WeightsPeer.close
-    monkeypatch.setattr(fetch, "write_image", slowly)
+    monkeypatch.setattr(loader_module, "write_image", slowly)
     monkeypatch.setattr(RpcServer, "stop", stop)
     monkeypatch.setattr(peers.WeightsPeer, "close", close)
-    service = asyncio.create_task(serve(Config(str(directory), MODEL, weights_from="127.0.0.1:1")))
+    service = asyncio.create_task(serve(WeightsConfig(str(directory), MODEL, weights_from="127.0.0.1:1")))
     assert await asyncio.to_thread(is_read.wait, PATIENCE_SECONDS)
     service.cancel()
     await asyncio.wait({service})
@@ -100,17 +101,17 @@ async def test_a_read_that_does_not_end_keeps_no_other_image(
     held = image_module.SHARED_MEMORY / image_name(read_checkpoint(tmp_path / "other"))
     (port,), may_end, is_stuck = free_ports(1), threading.Event(), threading.Event()
 
-    def stuck(checkpoint: Checkpoint, report: Report, num_threads: int, around: Around | None) -> Image:
+    def stuck(checkpoint: Checkpoint, report: Report, num_threads: int, around: ReaderWrapper | None) -> Image:
         is_stuck.set()
         assert may_end.wait(PATIENCE_SECONDS)
         return write_image(checkpoint, report, num_threads)
 
     models = f"{MODEL}={directory},other={tmp_path / 'other'}"
-    service = asyncio.create_task(serve(Config(models, port=port)))
+    service = asyncio.create_task(serve(WeightsConfig(models, port=port)))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         await load(channel, "other")
         (image_module.SHARED_MEMORY / (await load(channel))[-1].ready.shm_name).unlink()
-        monkeypatch.setattr(fetch, "write_image", stuck)
+        monkeypatch.setattr(loader_module, "write_image", stuck)
         asked = asyncio.create_task(load(channel))
         assert await asyncio.to_thread(is_stuck.wait, PATIENCE_SECONDS)
         service.cancel()

@@ -22,12 +22,13 @@ from weft.errors import InvalidRequest, NotFound, Overloaded
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights import image as image_module
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.image import Around, Image, write_image
-from weft.weights.layout import image_layout
+from weft.weights.image import Image, ReaderWrapper, write_image
+from weft.weights.image_layout import image_layout
 from weft.weights.load import Report
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights import fetch, lending, peers
+from weft_services.weights import image_server, peers
+from weft_services.weights import loader as loader_module
 from weft_services.weights import service as service_module
 
 
@@ -55,7 +56,7 @@ def wipe(directory: Path) -> None:
     header = 8 + int.from_bytes(content[:8], "little")
     wiped = bytearray(content[:header].ljust(len(content), b"\0"))
     for run in image_layout(read_checkpoint(directory)).samples():
-        place = slice(run.parts[0].offset, run.parts[0].offset + run.size)
+        place = slice(run.pieces[0].offset, run.pieces[0].offset + run.size)
         wiped[place] = content[place]
     assert wiped.count(0) > len(content) // 2
     path.write_bytes(wiped)
@@ -113,8 +114,8 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
     wipe(two)
     was_refused, numbers = asyncio.Event(), count()
 
-    class BusyLender(lending.Lender):
-        async def read(self, weights_hash: str, slices: Sequence[lending.Slice]) -> AsyncIterator[bytes]:
+    class BusyLender(image_server.ImageServer):
+        async def read(self, weights_hash: str, slices: Sequence[image_server.TensorSlice]) -> AsyncIterator[bytes]:
             are_samples = next(numbers) == 0
             try:
                 async for data in super().read(weights_hash, slices):
@@ -125,8 +126,8 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
                 was_refused.set()
                 raise
 
-    monkeypatch.setattr(service_module, "Lender", BusyLender)
-    monkeypatch.setattr(lending, "MAX_READS", 1)
+    monkeypatch.setattr(service_module, "ImageServer", BusyLender)
+    monkeypatch.setattr(image_server, "MAX_READS", 1)
     async with listening(one) as address:
         async with open_channel(address) as channel:
             held = (await load(channel))[-1].ready.weights_hash
@@ -134,7 +135,7 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
             ready = (await load(second))[-1].ready
         assert (ready.source, ready.weights_hash) == (address, held)
         assert was_refused.is_set()
-        monkeypatch.setattr(lending, "MAX_READS", 0)
+        monkeypatch.setattr(image_server, "MAX_READS", 0)
         monkeypatch.setattr(peers, "TURN_SECONDS", 0.2)
         async with serving(two, address) as second:
             assert (await load(second))[-1].ready.source == "files"
@@ -154,7 +155,7 @@ async def test_a_second_process_says_where_its_weights_are_from(nodes: tuple[Pat
 def killing(process: subprocess.Popen[str], after_bytes: int) -> Callable[..., Image]:
     """`write_image` during which the process is killed."""
 
-    def write(checkpoint: object, report: Report, num_threads: int, around: Around | None) -> Image:
+    def write(checkpoint: object, report: Report, num_threads: int, around: ReaderWrapper | None) -> Image:
         done = 0
 
         def told(size: int, file: str) -> None:
@@ -175,7 +176,7 @@ async def test_when_the_first_node_dies_half_way_the_rest_comes_from_files(
 ) -> None:
     one, two = nodes
     async with first_node(one) as (process, address):
-        monkeypatch.setattr(fetch, "write_image", killing(process, 1_000_000))
+        monkeypatch.setattr(loader_module, "write_image", killing(process, 1_000_000))
         async with serving(two, address) as channel:
             ready = (await load(channel))[-1].ready
             assert ready.read_from_disk
@@ -191,7 +192,7 @@ async def test_a_node_with_other_weights_that_dies_leaves_nothing_of_them(
     one, two = nodes
     wipe(two)
     async with first_node(one) as (process, address):
-        monkeypatch.setattr(fetch, "write_image", killing(process, 1_000_000))
+        monkeypatch.setattr(loader_module, "write_image", killing(process, 1_000_000))
         async with serving(two, address) as channel:
             ready = (await load(channel))[-1].ready
             assert ready.read_from_disk
@@ -238,9 +239,9 @@ async def test_what_is_lent_is_bounded(nodes: tuple[Path, Path], monkeypatch: py
         with pytest.raises(InvalidRequest, match="bytes at a time"):
             await read(channel, held, *[(name, 0, 1_000_000)] * 9)
         with monkeypatch.context() as patch:
-            patch.setattr(service_module, "Slice", None)
+            patch.setattr(service_module, "TensorSlice", None)
             with pytest.raises(InvalidRequest, match="at most 10000 parts at a time"):
-                await read(channel, held, *[(name, 0, 1)] * (lending.MAX_PARTS + 1))
-        monkeypatch.setattr(lending, "MAX_READS", 0)
+                await read(channel, held, *[(name, 0, 1)] * (image_server.MAX_PARTS + 1))
+        monkeypatch.setattr(image_server, "MAX_READS", 0)
         with pytest.raises(Overloaded):
             await read(channel, held, (name, 0, 1))

@@ -19,12 +19,12 @@ from weft.rpc.client import cancelled_on_exit
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import image_name
+from weft.weights.image_tensors import open_image
 from weft.weights.load import Report
-from weft.weights.shared import open_image
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights import __main__ as main_module
-from weft_services.weights import fetch
+from weft_services.weights import loader as loader_module
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def test_loads_at_the_same_time_share_one_reading_and_all_see_progress(
         assert may_finish.wait(PATIENCE_SECONDS)
         return image
 
-    monkeypatch.setattr(fetch, "write_image", slowly)
+    monkeypatch.setattr(loader_module, "write_image", slowly)
     async with serving(directory) as channel:
         stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
 
@@ -106,7 +106,7 @@ async def test_a_caller_that_leaves_does_not_end_the_reading_for_others(
         assert may_finish.wait(PATIENCE_SECONDS)
         return image_module.write_image(checkpoint, report, num_threads)
 
-    monkeypatch.setattr(fetch, "write_image", slowly)
+    monkeypatch.setattr(loader_module, "write_image", slowly)
     async with serving(directory) as channel:
         leaver = asyncio.create_task(load(channel))
         assert await asyncio.to_thread(began.wait, PATIENCE_SECONDS)
@@ -137,7 +137,7 @@ async def test_a_stop_in_the_middle_of_the_reading_leaves_nothing(
         async with serving(directory) as channel:
             await load(channel)
 
-    monkeypatch.setattr(fetch, "write_image", slowly)
+    monkeypatch.setattr(loader_module, "write_image", slowly)
     service = asyncio.create_task(serve())
     assert await asyncio.to_thread(began.wait, PATIENCE_SECONDS)
     service.cancel()
@@ -169,8 +169,8 @@ class Stumbling:
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
 
-    async def load(self, is_ahead: bool) -> AsyncIterator[fetch.Progress]:
-        yield fetch.Progress(100 << 20, 300 << 20, "model.safetensors")
+    async def load(self, is_ahead: bool) -> AsyncIterator[loader_module.ReadProgress]:
+        yield loader_module.ReadProgress(100 << 20, 300 << 20, "model.safetensors")
         self.num_failures -= 1
         if self.num_failures >= 0:
             raise StorageUnavailable("s3://models/tiny/model.safetensors: connection reset")

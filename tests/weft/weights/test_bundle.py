@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
-from weft.weights.blobs import FileBlob, Scratch
-from weft.weights.bundle import convert, layout
-from weft.weights.bundle.inspection import picture, rows_of, total_entropy
+from weft.weights.bundle import convert, format
+from weft.weights.bundle.inspection import svg_chart, tensor_rows, total_entropy
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint_files import FileBlob, Scratch
 from weft.weights.image import write_image
-from weft.weights.shared import open_image
+from weft.weights.image_tensors import open_image
 
 NANO = Path(__file__).parents[3] / "models/weft-nano"
 ZIPNN_SHARE = 0.6701  # of the same file, by ZipNN 0.5.4: docs/results/bundles.md
@@ -89,7 +89,7 @@ def test_a_rank_reads_the_chunks_of_its_rows_and_no_others(tmp_path: Path, degre
         file.read_into("weight", rank * len(out), out)
     rows = weight.chunk(degree)[rank].contiguous()
     assert out.tobytes() == rows.view(torch.uint8).numpy().tobytes()
-    first, end = rank * len(out) // layout.CHUNK_BYTES, -(-(rank + 1) * len(out) // layout.CHUNK_BYTES)
+    first, end = rank * len(out) // format.CHUNK_BYTES, -(-(rank + 1) * len(out) // format.CHUNK_BYTES)
     tables = blob.asked[:-1]  # all the tensor's chunks share them
     assert sum(map(len, tables)) < 8 * 1024
     assert len(blob.asked[-1]) == pytest.approx(tensor.size_bytes * (end - first) / tensor.num_chunks, rel=0.02)
@@ -120,7 +120,7 @@ def test_what_is_not_coded_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
-    codecs = {tensor.name: tensor.codec for tensor in layout.read_bundle_header(tmp_path / "bundle/model.weft").tensors}
+    codecs = {tensor.name: tensor.codec for tensor in format.read_bundle_header(tmp_path / "bundle/model.weft").tensors}
     assert codecs == {name: "rans" if name == "half" else "raw" for name in tensors}
     convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "model")
@@ -182,14 +182,14 @@ def test_the_commands(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_inspection_shows_the_bound(bundle: Path) -> None:
     heard: list[int] = []
-    rows = list(rows_of(bundle, lambda name, size: heard.append(size)))
+    rows = list(tensor_rows(bundle, lambda name, size: heard.append(size)))
     assert sum(heard) == sum(row.original_bytes for row in rows)
     coded = [row for row in rows if row.codec == "rans"]
     assert coded
     assert all(row.entropy is not None and row.share < row.entropy + 0.03 for row in coded)
     assert all(row.entropy is not None for row in rows), "small ones, which stay as they are, have a bound too"
     assert max(row.entropy or 0 for row in rows) > total_entropy(rows) > 0.6
-    assert picture("a <bundle>", rows).count("<rect") == 2 * len(rows)
+    assert svg_chart("a <bundle>", rows).count("<rect") == 2 * len(rows)
 
 
 def test_inspection_takes_little_memory_for_a_large_tensor(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_inspection_takes_little_memory_for_a_large_tensor(tmp_path: Path) -> No
     save_file({"large": torch.zeros(1 << 25, dtype=torch.bfloat16)}, tmp_path / "model" / "model.safetensors")
     convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
     with PeakMemory() as memory:
-        (row,) = rows_of(tmp_path / "bundle", nothing)
+        (row,) = tensor_rows(tmp_path / "bundle", nothing)
     assert (row.original_bytes, row.entropy) == (1 << 26, 0)
     assert memory.extra_bytes < row.original_bytes
 

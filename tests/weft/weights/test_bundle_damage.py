@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.weights import blobs
-from weft.weights.blobs import LocalFile, Scratch
-from weft.weights.bundle import convert, layout
-from weft.weights.bundle.making import NOTE
+from weft.weights import checkpoint_files
+from weft.weights.bundle import convert, format
+from weft.weights.bundle.atomic_directory import NOTE
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint_files import LocalFile, Scratch
 from weft.weights.image import write_image
-from weft.weights.source import open_source
+from weft.weights.readers import open_reader
 
 
 def flip(path: Path, at: int) -> None:
@@ -36,30 +36,30 @@ def flip(path: Path, at: int) -> None:
 
 
 def a_coded_chunk(path: Path) -> tuple[str, int]:
-    header = layout.read_bundle_header(path)
+    header = format.read_bundle_header(path)
     tensor = next(tensor for tensor in header.tensors if tensor.codec == "rans")
     return tensor.name, tensor.offset + tensor.size_bytes // 2
 
 
-def with_tensors(path: Path, change: Callable[[layout.PackedTensor], layout.PackedTensor], times: int = 1) -> None:
+def with_tensors(path: Path, change: Callable[[format.PackedTensor], format.PackedTensor], times: int = 1) -> None:
     """A header that says so of every tensor, so many times, and is whole."""
-    header = layout.read_bundle_header(path)
+    header = format.read_bundle_header(path)
     write_header(path, replace(header, tensors=tuple(change(tensor) for tensor in header.tensors) * times))
 
 
 def with_original(path: Path, is_checked: bool = True, **said: Any) -> None:
     """A header that says so of the file that it was made of, and is whole."""
-    header = layout.read_bundle_header(path)
+    header = format.read_bundle_header(path)
     with pytest.MonkeyPatch.context() as patch:
         if not is_checked:
-            patch.setattr(layout, "MAX_UNPACKED_BYTES", 1 << 40)
+            patch.setattr(format, "MAX_UNPACKED_BYTES", 1 << 40)
         write_header(path, replace(header, original=replace(header.original, **said)))
 
 
-def write_header(path: Path, header: layout.BundleHeader) -> None:
+def write_header(path: Path, header: format.BundleHeader) -> None:
     with path.open("r+b") as file:
         file.seek(0, os.SEEK_END)
-        layout.write_header(file, header)
+        format.write_header(file, header)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -86,7 +86,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "a size is not a whole number, or there are more than 16",
     ),
     "a header that is much longer than it looks": (
-        lambda path: with_original(path, name=" " * layout.MAX_UNPACKED_BYTES, is_checked=False),
+        lambda path: with_original(path, name=" " * format.MAX_UNPACKED_BYTES, is_checked=False),
         "the header is not one of format 2: cut off, or longer than 33554432 bytes",
     ),
     "twice": (lambda path: with_tensors(path, lambda tensor: tensor, 2), "names a tensor twice"),
@@ -108,7 +108,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 def test_a_header_that_no_reader_would_take_is_not_written(bundle: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"tensors are too many for one file of a bundle"):
-        with_original(next(bundle.glob("*-00002-*")), name=" " * layout.MAX_UNPACKED_BYTES)
+        with_original(next(bundle.glob("*-00002-*")), name=" " * format.MAX_UNPACKED_BYTES)
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -147,7 +147,7 @@ def test_of_several_chunks_that_are_damaged_the_first_is_named(tmp_path: Path) -
     with closing(BundleFile.open(path)) as bundle:
         opened = bundle._open("w", Scratch())
     flip(path, opened.begin + int(opened.ends[0]) - 16)
-    flip(path, opened.begin + int(opened.ends[0]) + layout.CHUNK_HEAD.size)
+    flip(path, opened.begin + int(opened.ends[0]) + format.CHUNK_HEAD.size)
     with pytest.raises(BadCheckpoint, match="tensor w: chunk 0 is damaged"):
         convert.verify(tmp_path / "bundle", 1, nothing)
 
@@ -174,7 +174,7 @@ def test_places_of_chunks_beyond_the_tensor_are_refused(tmp_path: Path, ends: tu
     save_file({"w": torch.randn(1024, 768).bfloat16()}, source / "model.safetensors")
     convert.compress(source, tmp_path / "bundle", 1, nothing)
     path = tmp_path / "bundle" / "model.weft"
-    (tensor,) = layout.read_bundle_header(path).tensors
+    (tensor,) = format.read_bundle_header(path).tensors
     assert tensor.num_chunks == 3
     assert tensor.codec == "rans"
     with path.open("r+b") as file:
@@ -195,7 +195,7 @@ def test_a_name_that_no_file_can_have_is_refused(bundle: Path, tmp_path: Path, n
 def test_what_is_served_is_what_is_restored(bundle: Path, tmp_path: Path, change: str) -> None:
     """A loader goes by the bundle's own header, decompression by the kept one of the original."""
     path = next(bundle.glob("*-00002-*"))
-    header = layout.read_bundle_header(path)
+    header = format.read_bundle_header(path)
     *others, last = header.tensors
     altered = {
         "name": [replace(last, name="another")], "dtype": [replace(last, dtype="F16")],
@@ -221,17 +221,17 @@ def test_two_files_that_would_become_one_are_refused(bundle: Path, tmp_path: Pat
 
 def test_a_tensor_of_few_bytes_that_stands_for_very_many_is_refused(tmp_path: Path) -> None:
     """Else a file of a megabyte has every thread make room for scales of billions of rows."""
-    chunks = (1 << 26) // (layout.CHUNK_BYTES // 2)
+    chunks = (1 << 26) // (format.CHUNK_BYTES // 2)
     shares = np.zeros(256, "<u2")
     shares[[0, 1, 100]] = 4, 4, 256 * 256 - 8
     packed = zlib.compress(shares.view(np.uint8).reshape(-1, 2).T.tobytes())
     ends = (np.arange(1, chunks + 1) * 16).astype("<i8").tobytes()
     stored = (ends + packed).ljust(-(-(len(ends) + len(packed)) // 8) * 8, b"\0") + bytes(16 * chunks)
-    tensor = layout.PackedTensor("w", "BF16", (1 << 26, 1), "rans", 64, len(stored), 100, 0, len(packed))
+    tensor = format.PackedTensor("w", "BF16", (1 << 26, 1), "rans", 64, len(stored), 100, 0, len(packed))
     with (path := tmp_path / "model.weft").open("wb") as file:
         file.write(bytes(64) + stored)
-        layout.write_header(
-            file, layout.BundleHeader(layout.Original("model.safetensors", 1 << 27, 0, "", 64, 0), (tensor,))
+        format.write_header(
+            file, format.BundleHeader(format.Original("model.safetensors", 1 << 27, 0, "", 64, 0), (tensor,))
         )
     with closing(BundleFile.open(path)) as bundle, pytest.raises(BadCheckpoint, match="its table of chunks is damaged"):
         bundle.read_into("w", 0, np.empty(2, np.uint8))
@@ -283,7 +283,7 @@ def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:
     assert found > 0.97 * len(range(0, len(whole), 97))
 
 
-@pytest.mark.parametrize("opened", [BundleFile.open, lambda path: open_source(LocalFile(path))])
+@pytest.mark.parametrize("opened", [BundleFile.open, lambda path: open_reader(LocalFile(path))])
 def test_a_bundle_that_there_is_no_memory_to_open_is_closed(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[Path], Any]
 ) -> None:
@@ -292,7 +292,7 @@ def test_a_bundle_that_there_is_no_memory_to_open_is_closed(
     def no_memory(size: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(blobs, "fresh_memory", no_memory)
+    monkeypatch.setattr(checkpoint_files, "map_huge_pages", no_memory)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Cannot allocate memory"):
         opened(next(bundle.glob("*-00001-*")))

@@ -10,8 +10,8 @@ import pytest
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership
-from weft.weights.bundle import convert, making
-from weft.weights.bundle.making import NOTE
+from weft.weights.bundle import atomic_directory, convert
+from weft.weights.bundle.atomic_directory import NOTE
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_what_is_whole_and_has_its_name_may_be_read_by_whom_its_source_may(
             raise KeyboardInterrupt
         copy_ownership(of, made)
 
-    monkeypatch.setattr(making, "copy_ownership", share)
+    monkeypatch.setattr(atomic_directory, "copy_ownership", share)
     with suppress(KeyboardInterrupt):
         convert.compress(source, target, 1, nothing)
     assert not (target / NOTE).exists()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import Tensors, nothing, safetensors_bytes
-from weft.weights.bundle import convert, layout
+from weft.weights.bundle import convert, format
 from weft.weights.header import DTYPE_BYTES
 
 
@@ -36,7 +36,7 @@ def test_a_tensor_that_is_not_like_its_sample_stays_as_it_is(tmp_path: Path, kin
         convert.compress(tmp_path / "model", tmp_path / f"bundle{threads}", threads, lambda _, size: heard.append(size))
     one, other = (tmp_path / f"bundle{threads}/model.weft" for threads in (1, 3))
     assert one.read_bytes() == other.read_bytes()
-    unlike, like = layout.read_bundle_header(one).tensors
+    unlike, like = format.read_bundle_header(one).tensors
     assert (unlike.codec, like.codec) == ("raw", "rans")
     assert unlike.size_bytes < 1.0001 * unlike.original_bytes
     assert sum(heard) == 2 * (unlike.original_bytes + like.original_bytes), "each byte once, though written twice"

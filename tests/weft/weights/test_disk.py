@@ -14,10 +14,10 @@ import pytest
 from tests.weft.weights.checkpoints import make_checkpoint, nothing
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights.bundle import convert
-from weft.weights.bundle.inspection import rows_of
+from weft.weights.bundle.inspection import tensor_rows
 from weft.weights.checkpoint import INDEX_FILE, read_checkpoint
-from weft.weights.objects import ORIGIN_FILE
-from weft_services.weights import fetch
+from weft.weights.object_store import ORIGIN_FILE
+from weft_services.weights import loader as loader_module
 
 
 def failing(real: Callable[..., Any], name: str, number: int) -> Callable[..., Any]:
@@ -67,13 +67,13 @@ async def test_names_in_no_encoding_are_names_like_others(
         raise StorageUnavailable("the disk fails")
 
     async with asyncio.TaskGroup() as tasks:
-        loader = fetch.WeightLoader(directory, 1, tasks)
+        loader = loader_module.WeightLoader(directory, 1, tasks)
         with monkeypatch.context() as patch:
-            patch.setattr(fetch, "write_image", fail)
+            patch.setattr(loader_module, "write_image", fail)
             with pytest.raises(StorageUnavailable, match="the disk fails"):
                 async for _ in loader.load():
                     pass
-        assert isinstance([event async for event in loader.load()][-1], fetch.Loaded)
+        assert isinstance([event async for event in loader.load()][-1], loader_module.LoadedWeights)
         loader.release()
 
 
@@ -86,16 +86,16 @@ async def test_no_error_of_a_disk_ends_the_service(
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(fetch, step, fail)
+    monkeypatch.setattr(loader_module, step, fail)
     async with asyncio.TaskGroup() as tasks:
-        loader = fetch.WeightLoader(tmp_path / "model", 1, tasks)
+        loader = loader_module.WeightLoader(tmp_path / "model", 1, tasks)
         with pytest.raises(StorageUnavailable, match="model: Input/output error"):
             async for _ in loader.load():
                 pass
-    monkeypatch.setattr(fetch, "read_checkpoint", fail)
+    monkeypatch.setattr(loader_module, "read_checkpoint", fail)
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(StorageUnavailable, match="model: Input/output error"):
-            await fetch.WeightLoader(tmp_path / "model", 1, tasks).fits()
+            await loader_module.WeightLoader(tmp_path / "model", 1, tasks).fits()
 
 
 Report = Callable[[str, int], None]
@@ -103,7 +103,7 @@ TOOLS: dict[str, Callable[[Path, Path, Report], object]] = {
     "compress": lambda directory, out, report: convert.compress(directory, out, 1, report),
     "decompress": lambda directory, out, report: convert.decompress(directory, out, 1, report),
     "verify": lambda directory, out, report: convert.verify(directory, 1, report),
-    "inspect": lambda directory, out, report: list(rows_of(directory, report)),
+    "inspect": lambda directory, out, report: list(tensor_rows(directory, report)),
 }
 
 
@@ -174,13 +174,13 @@ async def test_files_that_are_being_written_are_waited_for(
         raise StorageUnavailable("files were written anew while they were read")
 
     async with asyncio.TaskGroup() as tasks:
-        loader = fetch.WeightLoader(tmp_path / "model", 1, tasks)
+        loader = loader_module.WeightLoader(tmp_path / "model", 1, tasks)
 
         async def load() -> list[object]:
             return [event async for event in loader.load()]
 
         with monkeypatch.context() as patch:
-            patch.setattr(fetch, "write_image", overtaken)
+            patch.setattr(loader_module, "write_image", overtaken)
             with pytest.raises(StorageUnavailable):
                 await load()
         for size in (2000, 3000):
@@ -190,5 +190,5 @@ async def test_files_that_are_being_written_are_waited_for(
         with pytest.raises(BadCheckpoint, match="truncated: "):
             await load()
         file.write_bytes(whole)
-        assert isinstance((await load())[-1], fetch.Loaded)
+        assert isinstance((await load())[-1], loader_module.LoadedWeights)
         loader.release()

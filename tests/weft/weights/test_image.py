@@ -20,12 +20,11 @@ from tests.weft.weights.checkpoints import (
 )
 from weft.errors import NotFound, Overloaded, StorageUnavailable
 from weft.weights import image as image_module
-from weft.weights import layout
+from weft.weights import image_layout
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.header import ALIGNMENT_BYTES, read_header
-from weft.weights.image import Image, find_image, image_name, remove_stale, write_image
-from weft.weights.shared import open_image
-from weft.weights.users import is_used
+from weft.weights.image import Image, find_image, image_name, is_mapped, remove_stale, write_image
+from weft.weights.image_tensors import open_image
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 torch.set_num_threads(1)
@@ -43,7 +42,7 @@ def write(checkpoint: Checkpoint) -> Image:
 def test_an_image_holds_every_tensor_bit_for_bit(
     tmp_path: Path, num_shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "PIECE_BYTES", 100)
+    monkeypatch.setattr(image_layout, "PIECE_BYTES", 100)
     tensors = make_checkpoint(tmp_path / "model", num_shards)
     progress: list[int] = []
     image = write_image(read_checkpoint(tmp_path / "model"), lambda size, _: progress.append(size), 3)
@@ -138,18 +137,18 @@ def test_a_worker_that_is_killed_while_it_maps_an_image_holds_nothing(tmp_path: 
     make_checkpoint(tmp_path / "model")
     image = write(read_checkpoint(tmp_path / "model"))
     program = (
-        "import pathlib, sys; from weft.weights import image, shared\n"
+        "import pathlib, sys; from weft.weights import image, image_tensors\n"
         "image.SHARED_MEMORY = pathlib.Path(sys.argv[1])\n"
-        "tensors = shared.open_image(sys.argv[2], int(sys.argv[3])); print('mapped', flush=True); input()"
+        "tensors = image_tensors.open_image(sys.argv[2], int(sys.argv[3])); print('mapped', flush=True); input()"
     )
     arguments = (str(shared_memory), image.name, str(image.size_bytes))
     command = [sys.executable, "-c", program, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "mapped\n"
-        assert is_used(image.fd)
+        assert is_mapped(image.fd)
         worker.kill()
-    assert not is_used(image.fd)
+    assert not is_mapped(image.fd)
     image.release()
     assert not image.path.exists()
 

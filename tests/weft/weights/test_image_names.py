@@ -12,7 +12,7 @@ from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint, NotFound
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import find_image, image_name, image_path, remove_stale, write_image
-from weft.weights.shared import open_image
+from weft.weights.image_tensors import open_image
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 

@@ -18,30 +18,30 @@ from loadtest.weights.loader import PeakMemory
 
 from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes, write_config
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.weights import blobs as blobs_module
+from weft.weights import checkpoint_files as blobs_module
 from weft.weights import image as image_module
-from weft.weights import layout
+from weft.weights import image_layout as layout_module
 from weft.weights import load as load_module
-from weft.weights.blobs import Blob, FileBlob, LocalFile, Scratch, SharedOutBlob
 from weft.weights.checkpoint import INDEX_FILE, TensorSource, read_checkpoint, source_id
+from weft.weights.checkpoint_files import Blob, FileBlob, LocalFile, ParallelFileBlob, Scratch
 from weft.weights.header import TensorEntry, header_bytes
 from weft.weights.image import write_image
-from weft.weights.layout import image_layout
+from weft.weights.image_layout import image_layout
 from weft.weights.load import files_reader
-from weft.weights.source import ReadingMemory
-from weft_services.weights.lending import MAX_PARTS
+from weft.weights.readers import ReadBuffers
+from weft_services.weights.image_server import MAX_PARTS
 
 
 @pytest.mark.parametrize("size", [1, 511, 4096, 100_000])
 def test_any_part_of_a_file_is_read_past_the_cache_and_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(blobs_module, "SHARE_BYTES", 1000)
+    monkeypatch.setattr(blobs_module, "PARALLEL_READ_BYTES", 1000)
     content = os.urandom(size)
     path = tmp_path / "file"
     path.write_bytes(content)
     scratch, threads = Scratch(), ThreadPoolExecutor(3)
-    blobs: list[Blob] = [FileBlob(path), FileBlob(path, direct=False), SharedOutBlob(path, threads)]
+    blobs: list[Blob] = [FileBlob(path), FileBlob(path, direct=False), ParallelFileBlob(path, threads)]
     for blob in blobs:
         with closing(blob):
             for begin in {0, 1, size // 2, min(4095, size - 1), size - 1}:
@@ -67,7 +67,7 @@ def test_a_kernel_without_large_pages_gives_small_ones(tmp_path: Path, monkeypat
 def test_the_plan_reads_every_byte_once_and_neighbours_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shards: int, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(layout, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(layout_module, "PIECE_BYTES", piece_bytes)
     make_checkpoint(tmp_path / "model", num_shards)
     planned = image_layout(read_checkpoint(tmp_path / "model"))
     runs = list(planned.runs())
@@ -76,29 +76,31 @@ def test_the_plan_reads_every_byte_once_and_neighbours_together(
         assert run.place == place
         assert run.size <= piece_bytes
         place += run.size
-        starts = [run.parts[0].offset + sum(part.size for part in run.parts[:n]) for n in range(len(run.parts))]
-        assert [part.offset for part in run.parts] == starts
+        starts = [run.pieces[0].offset + sum(part.size for part in run.pieces[:n]) for n in range(len(run.pieces))]
+        assert [part.offset for part in run.pieces] == starts
     assert place == planned.size_bytes
     if piece_bytes == 1 << 20:
         assert len(runs) <= 2 * max(1, num_shards)  # two sizes of elements
 
 
 def test_very_many_small_tensors_are_read_in_runs_that_another_node_takes(tmp_path: Path) -> None:
-    file, num_tensors = LocalFile(tmp_path / "model.safetensors"), 2 * layout.MAX_RUN_PARTS + 1
+    file, num_tensors = LocalFile(tmp_path / "model.safetensors"), 2 * layout_module.MAX_RUN_PIECES + 1
     entries = [TensorEntry(f"scale.{number}", "F32", (4,), 16 * number, 16) for number in range(num_tensors)]
-    runs = list(layout.ImageLayout(tuple(TensorSource(file, entry) for entry in entries), 0, 16 * num_tensors).runs())
-    assert [len(run.parts) for run in runs] == [layout.MAX_RUN_PARTS, layout.MAX_RUN_PARTS, 1]
-    assert [run.place for run in runs] == [0, 16 * layout.MAX_RUN_PARTS, 32 * layout.MAX_RUN_PARTS]
-    assert layout.MAX_RUN_PARTS <= MAX_PARTS >= layout.MAX_SAMPLES
+    runs = list(
+        layout_module.ImageLayout(tuple(TensorSource(file, entry) for entry in entries), 0, 16 * num_tensors).runs()
+    )
+    assert [len(run.pieces) for run in runs] == [layout_module.MAX_RUN_PIECES, layout_module.MAX_RUN_PIECES, 1]
+    assert [run.place for run in runs] == [0, 16 * layout_module.MAX_RUN_PIECES, 32 * layout_module.MAX_RUN_PIECES]
+    assert layout_module.MAX_RUN_PIECES <= MAX_PARTS >= layout_module.MAX_SAMPLES
 
 
 def test_runs_are_the_bytes_of_their_tensors(tmp_path: Path) -> None:
     tensors = make_checkpoint(tmp_path / "model", 2)
     planned = image_layout(read_checkpoint(tmp_path / "model"))
-    memory = ReadingMemory()
+    memory = ReadBuffers()
     with files_reader(planned) as read:
         for run in planned.runs():
-            expected = b"".join(tensors[part.entry.name][2][part.first : part.first + part.size] for part in run.parts)
+            expected = b"".join(tensors[part.entry.name][2][part.first : part.first + part.size] for part in run.pieces)
             assert bytes(read(run, memory)) == expected
 
 
@@ -178,7 +180,7 @@ def test_a_load_takes_little_memory_beside_its_image(tmp_path: Path) -> None:
     with PeakMemory() as memory:
         image = write_image(large, lambda *_: None, 8)
     image.release()
-    assert memory.extra_bytes < 8 * 3 * layout.PIECE_BYTES
+    assert memory.extra_bytes < 8 * 3 * layout_module.PIECE_BYTES
 
 
 @pytest.mark.parametrize("name", ["a\0b.safetensors", "\ud800.safetensors", "../model.safetensors", "model.bin", 1])

@@ -24,13 +24,12 @@ from tests.weft.weights.checkpoints import (
     write_config,
 )
 from weft.errors import BadCheckpoint, Overloaded, StorageUnavailable
-from weft.weights import shared
-from weft.weights.blobs import LocalFile, stamp_of
+from weft.weights import image_tensors
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint_files import LocalFile, LocalOrigin, stamp_of
 from weft.weights.image import image_name, write_image
-from weft.weights.origin import LocalOrigin
-from weft.weights.shared import open_image
+from weft.weights.image_tensors import open_image
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 PATIENCE_SECONDS = 20.0
@@ -167,7 +166,7 @@ def test_shared_memory_that_takes_no_file_is_said(
 def test_an_image_that_goes_while_it_is_mapped_is_mapped_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_checkpoint(tmp_path / "model")
     image = write_image(read_checkpoint(tmp_path / "model"), lambda *_: None, 1)
-    monkeypatch.setattr(shared, "mark_used", lambda fd: image.release())
+    monkeypatch.setattr(image_tensors, "mark_mapped", lambda fd: image.release())
     assert set(open_image(image.name, image.size_bytes)) == set(tensors)
 
 

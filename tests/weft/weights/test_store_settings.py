@@ -12,9 +12,9 @@ import pytest
 
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint
-from weft.weights import objects
+from weft.weights import object_store
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.objects import ORIGIN_FILE, local_model
+from weft.weights.object_store import ORIGIN_FILE, local_model
 from weft_kernels.cache_dir import UNUSABLE_DIR
 
 
@@ -58,7 +58,7 @@ def test_a_bucket_of_another_region_is_final(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_user_who_has_no_place_for_caches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "user_cache_dir", lambda: UNUSABLE_DIR)
+    monkeypatch.setattr(object_store, "user_cache_dir", lambda: UNUSABLE_DIR)
     with pytest.raises(BadCheckpoint, match=rf"^{UNUSABLE_DIR}/models/.*/x: cannot be kept here: Not a directory$"):
         local_model("s3://models/x")
 

@@ -26,9 +26,9 @@ from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
 from weft.tokenizer import SETTINGS, check_tokenizer
-from weft.weights.bundle.layout import SUFFIX
+from weft.weights.bundle.format import SUFFIX
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
-from weft.weights.writing import in_large_pages
+from weft.weights.image_writer import uses_huge_pages
 
 LARGE_PAGES_PAY = GIB
 LOOK_AT_THE_DISK = "look at the disk, mount or network that the files are on, then try again"
@@ -55,7 +55,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             continue
         files = {tensor.file.name for tensor in checkpoint.tensors}
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
-        unread = f"; not read: {', '.join(checkpoint.unread)}" if checkpoint.unread else ""
+        unread = f"; not read: {', '.join(checkpoint.unread_files)}" if checkpoint.unread_files else ""
         yield Finding("model", Severity.OK, f"{says}; sizes and offsets agree{unread}")
         if any(file.endswith(SUFFIX) for file in files):
             yield _verified(name, directory, subject.is_deep)
@@ -124,7 +124,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         size = needed // GIB + 1
         advice = f"mount -o remount,size={size}G {SHARED_MEMORY} (compose: WEFT_SHM_SIZE={size}g)"
         yield Finding("shared memory", Severity.FAILURE, says, advice)
-    elif needed >= LARGE_PAGES_PAY and not in_large_pages(SHARED_MEMORY):
+    elif needed >= LARGE_PAGES_PAY and not uses_huge_pages(SHARED_MEMORY):
         advice = f"as root: mount -o remount,huge=within_size {SHARED_MEMORY}"
         yield Finding("shared memory", Severity.WARNING, f"{says}, in pages of 4 KiB: writing them slows loads", advice)
     else:

@@ -21,8 +21,8 @@ from weft.errors import StorageUnavailable, WeftError
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
 from weft.file_io import TRANSIENT, with_filename
 from weft.weights.bundle import convert
-from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
-from weft.weights.bundle.layout import SUFFIX, read_bundle_header
+from weft.weights.bundle.format import SUFFIX, read_bundle_header
+from weft.weights.bundle.inspection import TensorRow, svg_chart, tensor_rows, total_entropy
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 PIPE_COLUMNS = 1 << 20
@@ -43,14 +43,14 @@ class Settings:
 def compress(model: Path, out: Path, threads: Threads = 0) -> None:
     """Make a bundle of a checkpoint: the same weights to the bit, about a third smaller."""
     with _progress(model, convert.WEIGHTS_SUFFIX) as report:
-        _tell(convert.compress(model, out, _count(threads), report), out)
+        _print_result(convert.compress(model, out, _count(threads), report), out)
 
 
 @app.command()
 def decompress(bundle: Path, out: Path, threads: Threads = 0) -> None:
     """Make the checkpoint again that a bundle was made of, byte for byte."""
     with _progress(bundle, SUFFIX) as report:
-        _tell(convert.decompress(bundle, out, _count(threads), report), out)
+        _print_result(convert.decompress(bundle, out, _count(threads), report), out)
 
 
 @app.command()
@@ -70,12 +70,12 @@ def inspect(
         with with_filename(plot):
             plot.open("a").close()  # told before the bundle is read, and not after
     with _progress(bundle, SUFFIX) as report:
-        rows = list(rows_of(bundle, report))
+        rows = list(tensor_rows(bundle, report))
     screen = console if sys.stdout.isatty() else Console(width=PIPE_COLUMNS, **AS_IT_IS)
     screen.print(_table(rows), soft_wrap=False)
     if plot:
         with with_filename(plot):
-            plot.write_text(picture(str(bundle), rows), encoding="utf-8")
+            plot.write_text(svg_chart(str(bundle), rows), encoding="utf-8")
         console.print(f"plot: {plot}")
 
 
@@ -108,7 +108,7 @@ def _original_size(path: Path) -> int:
     return path.stat().st_size
 
 
-def _tell(outcome: convert.Outcome, out: Path) -> None:
+def _print_result(outcome: convert.ConversionResult, out: Path) -> None:
     kept = f", {outcome.num_kept} of them from an earlier run" if outcome.num_kept else ""
     share = 100 * outcome.stored_bytes / max(1, outcome.original_bytes)
     console.print(
@@ -117,7 +117,7 @@ def _tell(outcome: convert.Outcome, out: Path) -> None:
     )
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[TensorRow]) -> Table:
     titles = ("tensor", "dtype", "shape", "codec", "bytes", "stored", "entropy")
     table = Table(*(Column(title, overflow="fold") for title in titles))
     for row in rows:

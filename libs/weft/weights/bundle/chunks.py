@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.weights.bundle.layout import CHUNK_BYTES, CHUNK_HEAD, PackedTensor
+from weft.weights.bundle.format import CHUNK_BYTES, CHUNK_HEAD, PackedTensor
 from weft_kernels import rans
 from weft_kernels.rans import AddressedBytes, DecodeTask, RunDecoder
 
@@ -18,7 +18,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenTensor:
     """What all chunks of a tensor share."""
 
     tensor: PackedTensor
@@ -30,7 +30,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """A run of a tensor's original bytes, from byte `first` on, and where they go."""
 
     name: str
@@ -39,11 +39,11 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ChunkRange:
     """The chunks that hold what is wanted; `edges`: where the first one begins in the file, and each one's end."""
 
-    opened: Opened
-    wanted: Wanted
+    opened: OpenTensor
+    wanted: ReadRequest
     number: int
     edges: tuple[int, ...]
 
@@ -79,7 +79,7 @@ class StoredChunk(NamedTuple):
     """A chunk as it is stored: its head, the checksum being of what it decodes to; its body, which is `body_bytes` of
     `read` from byte `body` on; and where it goes: `size` bytes of `out` from byte `place` on."""
 
-    stretch: Stretch
+    stretch: ChunkRange
     number: int
     num_words: int
     num_escapes: int
@@ -95,7 +95,7 @@ class StoredChunk(NamedTuple):
         """What is, or will be, in its place."""
         return self.out.data.data[self.place : self.place + self.size]
 
-    def piece(self, decoder: RunDecoder) -> DecodeTask:
+    def decode_task(self, decoder: RunDecoder) -> DecodeTask:
         """To be decoded."""
         first = self.number * CHUNK_BYTES // 2
         words, escapes = self.num_words, self.num_escapes
@@ -103,7 +103,7 @@ class StoredChunk(NamedTuple):
             decoder, first, self.size // 2, words, escapes, self.read, self.body, self.body_bytes, self.out, self.place
         )
 
-    def hand_over(self) -> None:
+    def copy_out(self) -> None:
         """After it was found right: what is wanted of it lies where it is wanted."""
         wanted = self.stretch.wanted
         if self.out.data is wanted.out:
@@ -113,7 +113,7 @@ class StoredChunk(NamedTuple):
         wanted.out[low - wanted.first : high - wanted.first] = self.out.data[low - begin : high - begin]
 
 
-def are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
+def are_valid_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
     """Of chunks of the tensor, which take `size` bytes; each is aligned, and has room for what any chunk has at least.
 
     So what a reader makes room for is no more than a few times what is stored.

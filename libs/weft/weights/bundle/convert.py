@@ -19,15 +19,15 @@ import xxhash
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership, fsync_path, os_errors_translated
 from weft.foreign_files import foreign_names
-from weft.weights.ahead import ahead
-from weft.weights.blobs import stamp_of
+from weft.weights.bundle.atomic_directory import atomic_directory, stamps_of
 from weft.weights.bundle.chunks import Bytes
-from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
-from weft.weights.bundle.making import making, stamps_of
+from weft.weights.bundle.format import SUFFIX, BundleHeader, read_bundle_header
 from weft.weights.bundle.pack import pack_file
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import INDEX_FILE, read_weight_map
+from weft.weights.checkpoint_files import stamp_of
 from weft.weights.header import read_header
+from weft.weights.map_ahead import map_ahead
 
 WEIGHTS_SUFFIX = ".safetensors"
 PIECE_BYTES = 4 * 1024 * 1024
@@ -38,7 +38,7 @@ Report = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ConversionResult:
     """What a run did; sizes are of the weights only."""
 
     original_bytes: int
@@ -84,7 +84,7 @@ def _tensor_names(file: Path) -> set[str]:
     return {tensor.name for tensor in tensors}
 
 
-def compress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
+def compress(source: Path, target: Path, num_threads: int, report: Report) -> ConversionResult:
     """Make the bundle `target` of the checkpoint `source`. Raises BadCheckpoint, OSError (disk full names the file)."""
     files = weight_files(source, WEIGHTS_SUFFIX)
     before = stamps_of(source)
@@ -92,7 +92,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
     names = {file: file.stem + SUFFIX for file in files}
     headers, kept = [], 0
     with (
-        making(names, target, before) as place,
+        atomic_directory(names, target, before) as place,
         ThreadPoolExecutor(num_threads, thread_name_prefix="compress") as threads,
     ):
         for file in files:
@@ -106,10 +106,10 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
                     _check_same(file, before.get(file.name))
             headers.append(header)
     stored = sum((target / name).stat().st_size for name in names.values())
-    return Outcome(sum(header.original.size_bytes for header in headers), stored, len(files), kept)
+    return ConversionResult(sum(header.original.size_bytes for header in headers), stored, len(files), kept)
 
 
-def decompress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
+def decompress(source: Path, target: Path, num_threads: int, report: Report) -> ConversionResult:
     """Make the checkpoint that `source` was made of, byte for byte. Raises BadCheckpoint, OSError."""
     files = weight_files(source, SUFFIX)
     before = stamps_of(source)
@@ -117,7 +117,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
     names = _original_names(files)
     original_bytes = kept = 0
     with (
-        making(names, target, before) as place,
+        atomic_directory(names, target, before) as place,
         ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads,
     ):
         for file in files:
@@ -130,10 +130,10 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
                 else:
                     with _whole(made, file) as part:
                         unpack_file(bundle, part, threads, report)
-    return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), kept)
+    return ConversionResult(original_bytes, sum(file.stat().st_size for file in files), len(files), kept)
 
 
-def verify(source: Path, num_threads: int, report: Report) -> Outcome:
+def verify(source: Path, num_threads: int, report: Report) -> ConversionResult:
     """Decode every chunk and compare the checksums, and the files with the index.
 
     Raises BadCheckpoint naming file, tensor and chunk.
@@ -151,7 +151,7 @@ def verify(source: Path, num_threads: int, report: Report) -> Outcome:
                         digest.update(piece.data)
                 if digest.hexdigest() != bundle.header.original.xxh3_128:
                     raise BadCheckpoint(f"{file}: its tensors do not add up to {bundle.header.original.name}")
-    return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), 0)
+    return ConversionResult(original_bytes, sum(file.stat().st_size for file in files), len(files), 0)
 
 
 def unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, report: Report) -> None:
@@ -182,7 +182,7 @@ def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> 
         for tensor in bundle.header.tensors
         for first in range(0, tensor.original_bytes, PIECE_BYTES)
     ]
-    yield from ahead(threads, read, plan, PIECES_AHEAD)
+    yield from map_ahead(threads, read, plan, PIECES_AHEAD)
 
 
 @contextmanager

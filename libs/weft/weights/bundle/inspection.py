@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.weights.bundle.convert import PIECE_BYTES, Report, weight_files
-from weft.weights.bundle.layout import SUFFIX, PackedTensor
+from weft.weights.bundle.format import SUFFIX, PackedTensor
 from weft.weights.bundle.unpack import BundleFile
 from weft_kernels import rans
 
@@ -20,7 +20,7 @@ BAR_WIDTH, ROW_HEIGHT, LABEL_WIDTH, VALUE_WIDTH = 520, 18, 420, 150
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorRow:
     """A tensor; `entropy` is the share that its 16-bit patterns would need if each were drawn by itself, None where its
     elements are others."""
 
@@ -47,7 +47,7 @@ def _printable(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def rows_of(directory: Path, report: Report) -> Iterator[Row]:
+def tensor_rows(directory: Path, report: Report) -> Iterator[TensorRow]:
     """Reads every tensor of 16-bit numbers. Raises BadCheckpoint."""
     for path in weight_files(directory, SUFFIX):
         with closing(BundleFile.open(path)) as bundle:
@@ -57,7 +57,7 @@ def rows_of(directory: Path, report: Report) -> Iterator[Row]:
                     entropy = _entropy(bundle, tensor, partial(report, path.name))
                 else:
                     report(path.name, tensor.original_bytes)
-                yield Row(
+                yield TensorRow(
                     path.name, tensor.name, tensor.dtype, tensor.shape, tensor.codec,
                     tensor.original_bytes, tensor.size_bytes, entropy,
                 )  # fmt: skip
@@ -74,13 +74,13 @@ def _entropy(bundle: BundleFile, tensor: PackedTensor, report: Callable[[int], o
     return rans.entropy_of(counts) / 16
 
 
-def total_entropy(rows: Sequence[Row]) -> float:
+def total_entropy(rows: Sequence[TensorRow]) -> float:
     """Of all tensors together; one that has none counts as it is stored."""
     needed = sum(row.stored_bytes if row.entropy is None else row.entropy * row.original_bytes for row in rows)
     return needed / max(1, sum(row.original_bytes for row in rows))
 
 
-def picture(title: str, rows: list[Row]) -> str:
+def svg_chart(title: str, rows: list[TensorRow]) -> str:
     """An SVG: a bar for every tensor, its stored share filled, the entropy of its weights as a mark."""
     height = ROW_HEIGHT * (len(rows) + 3)
     width = LABEL_WIDTH + BAR_WIDTH + VALUE_WIDTH

@@ -16,9 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from weft.weights.ahead import ahead
-from weft.weights.blobs import Blob, Scratch, SharedOutBlob
-from weft.weights.bundle.layout import (
+from weft.weights.bundle.format import (
     ALIGNMENT,
     CHUNK_BYTES,
     CHUNK_HEAD,
@@ -29,7 +27,9 @@ from weft.weights.bundle.layout import (
     Sink,
     write_header,
 )
+from weft.weights.checkpoint_files import Blob, ParallelFileBlob, Scratch
 from weft.weights.header import TensorEntry, header_of
+from weft.weights.map_ahead import map_ahead
 from weft_kernels import rans
 
 MIN_CODED_BYTES = 16 * 1024
@@ -46,7 +46,7 @@ def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor | None, re
 
     Raises BadCheckpoint, OSError.
     """
-    with closing(SharedOutBlob(source, threads)) as blob, target.open("wb") as file:
+    with closing(ParallelFileBlob(source, threads)) as blob, target.open("wb") as file:
         return pack(blob, source.stat().st_mtime_ns, file, threads, report)
 
 
@@ -168,7 +168,7 @@ class _Packer:
         if self._threads is None or len(plan) == 1:
             yield from itertools.starmap(encode, plan)
             return
-        yield from ahead(self._threads, encode, plan, CHUNKS_AHEAD)
+        yield from map_ahead(self._threads, encode, plan, CHUNKS_AHEAD)
 
 
 def _measure(entry: TensorEntry, values: Bytes) -> rans.CodingChoice | None:

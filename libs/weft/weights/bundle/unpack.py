@@ -14,9 +14,9 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.weights.blobs import Blob, FileBlob, Scratch
-from weft.weights.bundle.chunks import Bytes, Opened, StoredChunk, Stretch, Wanted, are_ends
-from weft.weights.bundle.layout import CHUNK_BYTES, BundleHeader, PackedTensor, bundle_header_of, inflate
+from weft.weights.bundle.chunks import Bytes, ChunkRange, OpenTensor, ReadRequest, StoredChunk, are_valid_ends
+from weft.weights.bundle.format import CHUNK_BYTES, BundleHeader, PackedTensor, bundle_header_of, inflate
+from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
 from weft.weights.header import LENGTH_BYTES, MAX_HEADER_BYTES, header_in
 from weft_kernels import rans
 from weft_kernels.rans.coding import SYMBOLS
@@ -36,7 +36,7 @@ class BundleFile:
         self.header: BundleHeader = bundle_header_of(path, blob)
         self._blob = blob
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
-        self._opened: OrderedDict[str, Opened] = OrderedDict()
+        self._opened: OrderedDict[str, OpenTensor] = OrderedDict()
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -80,11 +80,11 @@ class BundleFile:
 
     def read_into(self, name: str, first: int, out: Bytes, scratch: Scratch | None = None) -> None:
         """Fill `out` with the tensor's original bytes from byte `first` on. Raises BadCheckpoint naming the chunk."""
-        self.read_all([Wanted(name, first, out)], scratch)
+        self.read_all([ReadRequest(name, first, out)], scratch)
 
     def read_all(
         self,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[ReadRequest],
         scratch: Scratch | None = None,
         on_read: Callable[[], None] = lambda: None,
     ) -> None:
@@ -110,16 +110,16 @@ class BundleFile:
         scratch: Scratch = self._local.scratch
         return scratch
 
-    def _stretch(self, wanted: Wanted, scratch: Scratch) -> Stretch:
+    def _stretch(self, wanted: ReadRequest, scratch: Scratch) -> ChunkRange:
         opened, last = self._open(wanted.name, scratch), wanted.first + len(wanted.out)
         if last > opened.tensor.original_bytes:  # the file is another one than whoever asks has looked at
             raise BadCheckpoint(f"{self.path}: tensor {wanted.name} ends before byte {last}")
         number, end = wanted.first // CHUNK_BYTES, -(-last // CHUNK_BYTES)
         edges = [opened.begin + int(opened.ends[number - 1]) if number else opened.begin]
         edges += [opened.begin + int(each) for each in opened.ends[number:end]]
-        return Stretch(opened, wanted, number, tuple(edges))
+        return ChunkRange(opened, wanted, number, tuple(edges))
 
-    def _open(self, name: str, scratch: Scratch) -> Opened:
+    def _open(self, name: str, scratch: Scratch) -> OpenTensor:
         with self._lock:
             if name in self._opened:
                 self._opened.move_to_end(name)
@@ -131,7 +131,7 @@ class BundleFile:
                 self._opened.popitem(last=False)
         return opened
 
-    def _read_tables(self, tensor: PackedTensor, scratch: Scratch) -> Opened:
+    def _read_tables(self, tensor: PackedTensor, scratch: Scratch) -> OpenTensor:
         num_scales = sum(tensor.rows_columns) if tensor.class_bits else 0
         ends_bytes = 8 * tensor.num_chunks
         used = ends_bytes + tensor.shares_bytes + num_scales
@@ -142,10 +142,10 @@ class BundleFile:
         stored: Bytes = np.frombuffer(bytes(self._blob.read(tensor.offset, used, scratch)), np.uint8)
         ends = stored[:ends_bytes].view("<i8")
         size = tensor.size_bytes - begin
-        if not are_ends(ends, size, tensor):
+        if not are_valid_ends(ends, size, tensor):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
         decoder = rans.RunDecoder(self._coding(tensor, stored[ends_bytes:])) if tensor.codec == "rans" else None
-        return Opened(tensor, ends, tensor.offset + begin, decoder)
+        return OpenTensor(tensor, ends, tensor.offset + begin, decoder)
 
     def _coding(self, tensor: PackedTensor, stored: Bytes) -> rans.Coding:
         rows, columns = tensor.rows_columns
@@ -172,7 +172,7 @@ class BundleFile:
         pieces = []
         for chunk in chunks:
             if (decoder := chunk.stretch.opened.decoder) is not None:
-                pieces.append(chunk.piece(decoder))
+                pieces.append(chunk.decode_task(decoder))
             else:
                 self._copy(chunk)
         are_whole = iter(rans.decode(pieces))
@@ -180,7 +180,7 @@ class BundleFile:
             is_whole = chunk.stretch.opened.decoder is None or next(are_whole)
             if not is_whole or xxhash.xxh3_64_intdigest(chunk.decoded()) != chunk.checksum:
                 raise self._damaged(chunk)
-            chunk.hand_over()
+            chunk.copy_out()
 
     def _copy(self, chunk: StoredChunk) -> None:
         """One that is stored as it is."""

@@ -18,14 +18,15 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing, replace_with_another
 from weft.errors import BadCheckpoint
-from weft.weights.bundle import convert, layout, pack
-from weft.weights.bundle.making import NOTE, making, stamps_of
+from weft.weights.bundle import convert, pack
+from weft.weights.bundle.atomic_directory import NOTE, atomic_directory, stamps_of
+from weft.weights.bundle.format import BundleHeader
 
 
 def making_of(directory: Path, target: Path) -> AbstractContextManager[Path]:
     """As `compress` begins."""
     made = {file: f"{file.stem}.weft" for file in sorted(directory.glob("*.safetensors"))}
-    return making(made, target, stamps_of(directory))
+    return atomic_directory(made, target, stamps_of(directory))
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -35,7 +36,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pack.pack_file
 
-    def fail_at_second(source: Path, *rest: Any) -> layout.BundleHeader:
+    def fail_at_second(source: Path, *rest: Any) -> BundleHeader:
         if "00002-of" in source.name:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(source, *rest)

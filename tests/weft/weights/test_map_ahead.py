@@ -15,12 +15,12 @@ import pytest
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
-from weft.weights import ahead as ahead_module
-from weft.weights import blobs
-from weft.weights.ahead import ahead
-from weft.weights.blobs import FileBlob, Scratch, SharedOutBlob
+from weft.weights import checkpoint_files
+from weft.weights import map_ahead as ahead_module
 from weft.weights.bundle import convert
 from weft.weights.bundle.unpack import BundleFile
+from weft.weights.checkpoint_files import FileBlob, ParallelFileBlob, Scratch
+from weft.weights.map_ahead import map_ahead
 
 
 class Readers:
@@ -83,9 +83,9 @@ def test_a_file_is_closed_when_nobody_reads_it_any_more(
     (tmp_path / "file").write_bytes(bytes(1000))
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
         readers = Readers(error, patch)
-        patch.setattr(blobs, "SHARE_BYTES", 100)
-        patch.setattr(SharedOutBlob, "_fill", readers.read)
-        with pytest.raises(type(error)), closing(SharedOutBlob(tmp_path / "file", threads)) as blob:
+        patch.setattr(checkpoint_files, "PARALLEL_READ_BYTES", 100)
+        patch.setattr(ParallelFileBlob, "_fill", readers.read)
+        with pytest.raises(type(error)), closing(ParallelFileBlob(tmp_path / "file", threads)) as blob:
             blob.read(0, 1000, Scratch())
     assert readers.running_when_closed == [set()]
 
@@ -98,7 +98,7 @@ def test_results_come_in_order_and_no_more_is_done_than_is_asked_for() -> None:
         return number**2
 
     with ThreadPoolExecutor(2) as threads:
-        with closing(ahead(threads, square, [(number,) for number in range(100)], 7)) as squares:
+        with closing(map_ahead(threads, square, [(number,) for number in range(100)], 7)) as squares:
             assert list(itertools.islice(squares, 5)) == [0, 1, 4, 9, 16]
         assert len(begun) <= 5 + 7
-        assert list(ahead(threads, square, [(number,) for number in range(5)], 7)) == [0, 1, 4, 9, 16]
+        assert list(map_ahead(threads, square, [(number,) for number in range(5)], 7)) == [0, 1, 4, 9, 16]

@@ -15,9 +15,8 @@ from typing import Protocol
 
 from weft.capacity.host_limits import available_bytes
 from weft.errors import Overloaded
-from weft.weights.image import SHARED_MEMORY, Image, remove_abandoned
-from weft.weights.users import is_used
-from weft.weights.writing import free_bytes
+from weft.weights.image import SHARED_MEMORY, Image, is_mapped, remove_abandoned
+from weft.weights.image_writer import free_bytes
 
 logger = logging.getLogger(__name__)
 HAND_OVER_SECONDS = 30.0
@@ -25,7 +24,7 @@ WAIT_SECONDS = 60.0
 LOOK_SECONDS = 0.5
 
 
-class Holder(Protocol):
+class ImageHolder(Protocol):
     """Has a model's image, or has not."""
 
     @property
@@ -44,21 +43,21 @@ class Holder(Protocol):
         """Hold it no more; whoever calls releases it."""
 
 
-class Room:
+class ShmBudget:
     """What the holders' images take together stays within `limit_bytes`; 0: as much as there is."""
 
     def __init__(self, limit_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` tells when an image was asked for."""
         self._limit = limit_bytes
         self._clock = clock
-        self._asked_at: dict[Holder, float] = {}
-        self._promised: dict[Holder, int] = {}
+        self._asked_at: dict[ImageHolder, float] = {}
+        self._promised: dict[ImageHolder, int] = {}
 
-    def enter(self, holder: Holder) -> None:
+    def register(self, holder: ImageHolder) -> None:
         """One more, whose image has never been asked for."""
         self._asked_at[holder] = -math.inf
 
-    def touch(self, holder: Holder) -> None:
+    def touch(self, holder: ImageHolder) -> None:
         """Its image has been asked for."""
         self._asked_at[holder] = self._clock()
 
@@ -86,16 +85,16 @@ class Room:
             pass
 
     @asynccontextmanager
-    async def promised(self, holder: Holder, size: int) -> AsyncIterator[None]:
+    async def reserve(self, holder: ImageHolder, size: int) -> AsyncIterator[None]:
         """So many bytes for its image. Raises Overloaded when there is no room within WAIT_SECONDS."""
-        await self._make(holder, size)
+        await self._make_room(holder, size)
         self._promised[holder] = size  # nothing has happened since it was found to fit
         try:
             yield
         finally:
             del self._promised[holder]
 
-    async def _make(self, holder: Holder, size: int) -> None:
+    async def _make_room(self, holder: ImageHolder, size: int) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + WAIT_SECONDS
         while not await self.fits(size):
@@ -109,7 +108,7 @@ class Room:
                 raise Overloaded(f"{what}; held: {names}")
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _held(self) -> list[tuple[Holder, Image]]:
+    def _held(self) -> list[tuple[ImageHolder, Image]]:
         """The least recently asked for first."""
         holders = sorted(self._asked_at, key=self._asked_at.__getitem__)
         return [(holder, image) for holder in holders if (image := holder.image) is not None]
@@ -117,7 +116,7 @@ class Room:
     async def _evict(self) -> bool:
         now = self._clock()
         for holder, image in self._held():
-            if now - self._asked_at[holder] >= HAND_OVER_SECONDS and not is_used(image.fd):
+            if now - self._asked_at[holder] >= HAND_OVER_SECONDS and not is_mapped(image.fd):
                 logger.info("making room: the image of %r goes", holder.name)
                 holder.drop()
                 await asyncio.to_thread(image.release)

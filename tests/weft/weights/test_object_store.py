@@ -22,13 +22,13 @@ from weft.cli.ports import free_ports
 from weft.cli.up import find_models
 from weft.config import read_models
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.weights import load, objects
-from weft.weights.blobs import stamp_of
+from weft.weights import load, object_store
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint_files import stamp_of
 from weft.weights.image import write_image
-from weft.weights.objects import local_model, with_local_model
-from weft.weights.shared import open_image
+from weft.weights.image_tensors import open_image
+from weft.weights.object_store import local_model, with_local_model
 
 BUCKET = "models"
 PATIENCE_SECONDS = 40.0
@@ -85,7 +85,7 @@ def test_weights_come_from_the_store_and_only_small_files_are_copied(
     directory = local_model(url, tmp_path / "cache")
     assert directory.name == "tiny"
     assert {path.name for path in directory.iterdir()} == {
-        *("config.json", "tokenizer.json", "model.safetensors.index.json", objects.ORIGIN_FILE)
+        *("config.json", "tokenizer.json", "model.safetensors.index.json", object_store.ORIGIN_FILE)
     }
     image = write_image(read_checkpoint(directory), lambda *_: None, 3)
     opened = open_image(image.name, image.size_bytes)
@@ -138,7 +138,7 @@ def test_new_weights_are_read_with_the_config_that_came_with_them(store: str, tm
     write_config(tmp_path / "model", rope_theta=12345.0)
     upload(tmp_path / "model", "renewed")
     assert json.loads(read_checkpoint(directory).config_json)["rope_theta"] == 12345.0
-    assert json.loads((directory / objects.ORIGIN_FILE).read_text())["url"] == url
+    assert json.loads((directory / object_store.ORIGIN_FILE).read_text())["url"] == url
 
 
 def test_only_files_beside_it_go_when_they_are_gone_from_the_store(store: str, tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_only_files_beside_it_go_when_they_are_gone_from_the_store(store: str, t
     (tmp_path / "mine").write_text("x")
     for name in ("old.txt", "../mine", str(tmp_path / "mine"), "..", ""):
         (directory / "old.txt").write_text("x")
-        said = json.loads((directory / objects.ORIGIN_FILE).read_text())
+        said = json.loads((directory / object_store.ORIGIN_FILE).read_text())
         said["files"][name] = ["1", "x"]
-        (directory / objects.ORIGIN_FILE).write_text(json.dumps(said))
+        (directory / object_store.ORIGIN_FILE).write_text(json.dumps(said))
         read_checkpoint(directory)
         assert (directory / "old.txt").exists() == (name != "old.txt")
     assert (tmp_path / "mine").exists()
@@ -161,7 +161,7 @@ def test_a_copy_that_a_power_failure_cut_short_is_fetched_again(
     make_checkpoint(tmp_path / "model")
     url = upload(tmp_path / "model", "cut")
     synced: list[str] = []
-    monkeypatch.setattr(objects, "on_disk", lambda path: synced.append(path.name.partition(".json")[0]))
+    monkeypatch.setattr(object_store, "on_disk", lambda path: synced.append(path.name.partition(".json")[0]))
     config = local_model(url) / "config.json"
     assert synced == ["config", "weft-origin"]
     whole = config.read_bytes()
@@ -201,12 +201,12 @@ def test_what_is_too_large_is_left_there_unless_it_is_needed(
     (tmp_path / "model" / "notes.txt").write_text("short")
     directory = local_model(upload(tmp_path / "model", "large"))
     assert (directory / "notes.txt").exists()
-    monkeypatch.setattr(objects, "MAX_SMALL_BYTES", 1000)
+    monkeypatch.setattr(object_store, "MAX_SMALL_BYTES", 1000)
     for name in ("tf_model.h5", "notes.txt"):
         (tmp_path / "model" / name).write_bytes(bytes(1001))
     url = upload(tmp_path / "model", "large")
     assert read_checkpoint(local_model(url)).tensors
-    assert {path.name for path in directory.iterdir()} == {"config.json", objects.ORIGIN_FILE}
+    assert {path.name for path in directory.iterdir()} == {"config.json", object_store.ORIGIN_FILE}
     assert f"left where it is: {url}/tf_model.h5, of 1001 bytes" in caplog.text
     (tmp_path / "model" / "tokenizer.json").write_bytes(bytes(1001))
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json: 1001 bytes are too many"):
@@ -263,7 +263,7 @@ def test_a_url_may_end_in_what_looks_like_a_name_for_something(
 def test_a_store_that_does_not_answer_says_nothing_of_the_checkpoint(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "STORE_RETRIES", 0)
+    monkeypatch.setattr(object_store, "STORE_RETRIES", 0)
     make_checkpoint(tmp_path / "model")
     before = read_checkpoint(local_model(upload(tmp_path / "model", "away")))
     with socket.socket() as silent:  # a port that nobody listens at

@@ -8,10 +8,9 @@ import os
 import torch
 
 from weft.errors import NotFound
-from weft.weights.blobs import MemoryBlob
+from weft.weights.checkpoint_files import MemoryBlob
 from weft.weights.header import header_of
-from weft.weights.image import image_path, open_image_file
-from weft.weights.users import mark_used
+from weft.weights.image import image_path, mark_mapped, open_image_file
 
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -38,7 +37,7 @@ def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
     try:
         if os.fstat(fd).st_size != size_bytes:
             raise NotFound(f"{path} has not {size_bytes} bytes: it is not the image that was announced")
-        mark_used(fd)
+        mark_mapped(fd)
         memory = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)

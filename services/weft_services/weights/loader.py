@@ -12,13 +12,12 @@ from pathlib import Path
 from weft.errors import BadCheckpoint, Cancelled, Incompatible, PeerLost, StorageUnavailable, WeftError
 from weft.file_io import os_errors_translated, to_weft_error
 from weft.weights.checkpoint import Checkpoint, files_state, read_checkpoint
-from weft.weights.head import candidates, with_own_head
-from weft.weights.image import Around, Image, find_image, remove_stale, write_image
-from weft.weights.layout import image_layout
-from weft.weights.load import PeerFirst, RunReader, check_samples
-from weft.weights.users import is_used
+from weft.weights.image import Image, ReaderWrapper, find_image, is_mapped, remove_stale, write_image
+from weft.weights.image_layout import image_layout
+from weft.weights.load import PeerFirstReader, RunReader, check_samples
+from weft.weights.tied_head import possible_checkpoints, resolve_tied_head
 from weft_services.weights.peers import PeerImage, WeightsPeer
-from weft_services.weights.room import Room
+from weft_services.weights.shm_budget import ShmBudget
 
 logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 0.1
@@ -26,7 +25,7 @@ FILES, MEMORY = "files", "memory"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ReadProgress:
     """How much of the checkpoint has been read."""
 
     read_bytes: int
@@ -35,7 +34,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """The model is in shared memory."""
 
     image: Image
@@ -60,37 +59,37 @@ class WeightLoader:
         num_readers: int,
         tasks: asyncio.TaskGroup,
         peer: WeightsPeer | None = None,
-        room: Room | None = None,
+        room: ShmBudget | None = None,
     ) -> None:
         self.name = directory.name
-        self._room = room or Room()
-        self._room.enter(self)
+        self._budget = room or ShmBudget()
+        self._budget.register(self)
         self._directory = directory
         self._num_readers = num_readers
         self._peer = peer
         self._tasks = tasks
-        self._loaded: Loaded | None = None
-        self._flight: asyncio.Task[Loaded | WeftError] | None = None
-        self._progress = Progress(0, 0, "")
+        self._loaded: LoadedWeights | None = None
+        self._loading: asyncio.Task[LoadedWeights | WeftError] | None = None
+        self._progress = ReadProgress(0, 0, "")
         self._progress_lock = threading.Lock()
         self._is_stopping = False
         self._is_wanted = False
         self._state: str | None = None  # of the files, when they could not be read; None: they could
 
-    async def load(self, is_ahead: bool = False) -> AsyncIterator[Progress | Loaded]:
+    async def load(self, is_ahead: bool = False) -> AsyncIterator[ReadProgress | LoadedWeights]:
         """Progress while it is read, Loaded last; `is_ahead` of anybody who would map it.
 
         Raises BadCheckpoint, StorageUnavailable, or Overloaded when shared memory is full.
         """
         if not is_ahead:
-            self._room.touch(self)
+            self._budget.touch(self)
             self._is_wanted = True
         if self._loaded is not None and self._loaded.image.is_linked():
             yield replace(self._loaded, source=MEMORY)
             return
-        if self._flight is None or self._flight.done():
-            self._flight = self._tasks.create_task(self._fetch())
-        flight = self._flight
+        if self._loading is None or self._loading.done():
+            self._loading = self._tasks.create_task(self._fetch())
+        flight = self._loading
         while not flight.done():
             await asyncio.wait({flight}, timeout=PROGRESS_SECONDS)
             if self._progress.total_bytes:
@@ -119,13 +118,13 @@ class WeightLoader:
 
         What workers map stays for whoever comes after this process: read again, it would take memory twice.
         """
-        if self._flight is not None:
-            self._flight.cancel()
-            await asyncio.wait({self._flight})
-        if (image := self.image) is not None and is_used(image.fd):
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.wait({self._loading})
+        if (image := self.image) is not None and is_mapped(image.fd):
             logger.info("left for those who map it: %s", image.name)
             self.drop()
-            image.leave()
+            image.close()
         self.release()
 
     def release(self) -> None:
@@ -137,24 +136,24 @@ class WeightLoader:
     async def fits(self) -> bool:
         """Is there room, without another model's image going. Raises BadCheckpoint, StorageUnavailable."""
         with os_errors_translated(f"{self._directory}"):
-            checkpoint = await asyncio.to_thread(self._described)
-            known_by = await asyncio.to_thread(candidates, checkpoint)
+            checkpoint = await asyncio.to_thread(self._read_checkpoint)
+            known_by = await asyncio.to_thread(possible_checkpoints, checkpoint)
             found = next(filter(None, map(find_image, known_by)), None)
             if found is None:
-                return await self._room.fits(image_layout(checkpoint).size_bytes)
+                return await self._budget.fits(image_layout(checkpoint).size_bytes)
             try:  # held meanwhile: it must not go to make room for itself
-                return await self._room.fits(found.size_bytes, is_there=True)
+                return await self._budget.fits(found.size_bytes, is_there=True)
             finally:
-                found.leave()
+                found.close()
 
-    async def _fetch(self) -> Loaded | WeftError:
+    async def _fetch(self) -> LoadedWeights | WeftError:
         """An error is handed to those who wait; in the task group it would end the process."""
         try:
-            checkpoint = await asyncio.to_thread(self._described)
-            if checkpoint.unread:
+            checkpoint = await asyncio.to_thread(self._read_checkpoint)
+            if checkpoint.unread_files:
                 files = sorted({tensor.file.name for tensor in checkpoint.tensors})
-                logger.info("weights chosen files=%s unread=%s", ",".join(files), ",".join(checkpoint.unread))
-            checkpoint = await asyncio.to_thread(with_own_head, checkpoint, self._num_readers)
+                logger.info("weights chosen files=%s unread=%s", ",".join(files), ",".join(checkpoint.unread_files))
+            checkpoint = await asyncio.to_thread(resolve_tied_head, checkpoint, self._num_readers)
             for name in await asyncio.to_thread(remove_stale, checkpoint):
                 logger.info("removed a stale image %s", name)
             found = find_image(checkpoint)
@@ -162,7 +161,7 @@ class WeightLoader:
             if found:
                 image, source = await self._admitted(found), MEMORY
             else:
-                async with self._room.promised(self, image_layout(checkpoint).size_bytes):
+                async with self._budget.reserve(self, image_layout(checkpoint).size_bytes):
                     image, source = await self._read(checkpoint)
         except WeftError as error:
             if isinstance(error, StorageUnavailable):
@@ -171,9 +170,9 @@ class WeightLoader:
         except OSError as error:
             return to_weft_error(error, error.filename or f"{self._directory}")
         self._state = None
-        self._loaded = Loaded(image, checkpoint.config_json, source)
+        self._loaded = LoadedWeights(image, checkpoint.config_json, source)
         if self._is_wanted:
-            self._room.touch(self)  # reading may have taken long: the time to map it begins now
+            self._budget.touch(self)  # reading may have taken long: the time to map it begins now
         logger.info(
             "weights from %s image=%s size_bytes=%d hash=%s",
             *(source, image.name, image.size_bytes, image.weights_hash),
@@ -182,17 +181,17 @@ class WeightLoader:
 
     async def _admitted(self, found: Image) -> Image:
         try:  # held meanwhile: it must not go to make room for itself
-            await self._room.admit(found.size_bytes)
+            await self._budget.admit(found.size_bytes)
         except BaseException:
-            found.leave()
+            found.close()
             raise
         return found
 
-    def _described(self) -> Checkpoint:
-        """Describe the checkpoint as it is now.
+    def _read_checkpoint(self) -> Checkpoint:
+        """Read the checkpoint's headers.
 
-        A wrong file that changed since the last failed read raises StorageUnavailable, since it is still being written.
-        A file that stays wrong raises BadCheckpoint.
+        Files that are wrong and differ from their last unreadable state are still being written: StorageUnavailable.
+        Files that are wrong and unchanged raise BadCheckpoint.
         """
         try:
             return read_checkpoint(self._directory)
@@ -213,13 +212,13 @@ class WeightLoader:
         peer = self._peer
         theirs = await self._describe(peer, checkpoint) if peer else None
         if peer is not None and theirs is not None:
-            readers: list[PeerFirst] = []
+            readers: list[PeerFirstReader] = []
 
             def around(files: RunReader) -> RunReader:
                 """What is published here as these files is what they hold, not what the other node's do."""
                 read = peer.reader(theirs)
                 check_samples(image_layout(checkpoint), read, files, self._num_readers)
-                readers.append(PeerFirst(read, theirs.leaves, files))
+                readers.append(PeerFirstReader(read, theirs.leaves, files))
                 return readers[0]
 
             try:
@@ -239,8 +238,8 @@ class WeightLoader:
             logger.warning("weights do not come from %s: %s", peer.address, error)
             return None
 
-    async def _write(self, checkpoint: Checkpoint, around: Around | None) -> Image:
-        self._progress = Progress(0, checkpoint.total_bytes, "")
+    async def _write(self, checkpoint: Checkpoint, around: ReaderWrapper | None) -> Image:
+        self._progress = ReadProgress(0, checkpoint.total_bytes, "")
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(None, write_image, checkpoint, self._report, self._num_readers, around)
         try:
@@ -252,7 +251,7 @@ class WeightLoader:
                 reading.result().release()
             raise
         finally:
-            self._progress = Progress(0, 0, "")
+            self._progress = ReadProgress(0, 0, "")
 
     def _report(self, num_bytes: int, file: str) -> None:
         """On a reading thread."""
@@ -260,4 +259,4 @@ class WeightLoader:
             raise Cancelled("the weights service is stopping")
         with self._progress_lock:
             now = self._progress
-            self._progress = Progress(now.read_bytes + num_bytes, now.total_bytes, file)
+            self._progress = ReadProgress(now.read_bytes + num_bytes, now.total_bytes, file)

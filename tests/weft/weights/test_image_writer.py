@@ -12,12 +12,12 @@ import pytest
 from tests.weft.weights.checkpoints import mount_line
 from weft.errors import Overloaded, PeerLost
 from weft.weights import image as image_module
-from weft.weights import writing
+from weft.weights import image_writer
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import image_content, write_image
-from weft.weights.layout import Run
-from weft.weights.load import PeerFirst, RunReader
-from weft.weights.source import ReadingMemory
+from weft.weights.image_layout import PieceRun
+from weft.weights.load import PeerFirstReader, RunReader
+from weft.weights.readers import ReadBuffers
 
 
 def content_of(directory: Path) -> tuple[bytes, dict[str, bytes]]:
@@ -34,7 +34,7 @@ def test_images_are_the_same_whatever_the_pages(pages: str, checkpoint: Path, bu
     in_place: set[bool] = set()
 
     def around(files: RunReader) -> RunReader:
-        def read(run: Run, memory: ReadingMemory) -> memoryview:
+        def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
             data = files(run, memory)
             in_place.add(memory.is_in_place(data))
             return data
@@ -61,10 +61,10 @@ def test_what_another_node_left_in_a_place_is_written_over(
     content, leaves = content_of(checkpoint)
     num_asked = 0
 
-    def peer(run: Run, memory: ReadingMemory) -> memoryview:
+    def peer(run: PieceRun, memory: ReadBuffers) -> memoryview:
         nonlocal num_asked
         num_asked += 1
-        target = memory.decoded(run.size)
+        target = memory.output(run.size)
         target[:] = content[run.place : run.place + run.size]
         if num_asked == 2:
             target[: run.size // 2] = bytes([7]) * (run.size // 2)
@@ -73,7 +73,9 @@ def test_what_another_node_left_in_a_place_is_written_over(
         return target
 
     directory: Path = request.getfixturevalue(kind)
-    image = write_image(read_checkpoint(directory), lambda *_: None, 1, lambda files: PeerFirst(peer, leaves, files))
+    image = write_image(
+        read_checkpoint(directory), lambda *_: None, 1, lambda files: PeerFirstReader(peer, leaves, files)
+    )
     assert image.path.read_bytes() == content
     assert num_asked == 2
     image.release()
@@ -82,7 +84,7 @@ def test_what_another_node_left_in_a_place_is_written_over(
 @pytest.mark.usefixtures("shared_memory", "large_pages")
 def test_every_page_is_taken_once_and_before_it_is_touched(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be had when it is touched would end the process."""
-    monkeypatch.setattr(writing, "AHEAD_BYTES", 1 << 16)
+    monkeypatch.setattr(image_writer, "AHEAD_BYTES", 1 << 16)
     real, taken = os.posix_fallocate, [0]
 
     def take(fd: int, first: int, size: int) -> None:
@@ -92,7 +94,7 @@ def test_every_page_is_taken_once_and_before_it_is_touched(bundle: Path, monkeyp
         taken[0] = first + size
 
     def around(files: RunReader) -> RunReader:
-        def read(run: Run, memory: ReadingMemory) -> memoryview:
+        def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
             data = files(run, memory)
             assert run.place + run.size <= taken[0]
             return data
@@ -143,7 +145,7 @@ def test_an_error_that_is_kept_keeps_no_memory(bundle: Path, monkeypatch: pytest
         return fd, path
 
     def around(files: RunReader) -> RunReader:
-        def read(run: Run, memory: ReadingMemory) -> memoryview:
+        def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
             views.append(files(run, memory))
             raise Overloaded("enough")
 
@@ -166,9 +168,9 @@ def test_an_error_that_is_kept_keeps_no_memory(bundle: Path, monkeypatch: pytest
 def test_the_file_systems_options_tell_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, are_large: bool
 ) -> None:
-    monkeypatch.setattr(writing, "MOUNTS", mounts := tmp_path / "mountinfo")
+    monkeypatch.setattr(image_writer, "MOUNTS", mounts := tmp_path / "mountinfo")
     others = mount_line(Path("/proc"), "rw,huge=always").encode().replace(b"/proc", b"/caf\xe9")
     mounts.write_bytes(others + mount_line(tmp_path, options).encode())
-    assert writing.in_large_pages(tmp_path) == are_large
+    assert image_writer.uses_huge_pages(tmp_path) == are_large
     mounts.write_bytes(others)
-    assert not writing.in_large_pages(tmp_path)
+    assert not image_writer.uses_huge_pages(tmp_path)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.weights.blobs import Blob, FileBlob, Scratch
+from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
 from weft.weights.header import DTYPE_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry, are_counts, is_text
 
 MAGIC = b"WEFTBNDL"

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership, fsync_path, with_filename
-from weft.weights.blobs import stamp_of
+from weft.weights.checkpoint_files import stamp_of
 
 NOTE = ".weft-made-of.json"
 """In the directory at work: what it is made of, so that nothing of another source ever stays in it."""
@@ -28,7 +28,7 @@ def stamps_of(source: Path) -> Stamps:
 
 
 @contextmanager
-def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[Path]:
+def atomic_directory(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[Path]:
     """A directory to work in on files of one directory, the keys of `made`, whose values are the names of what becomes
     of them; it becomes `target`, with copies of all files that lie beside them.
 
@@ -36,14 +36,14 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
     another by the end: what was made may be half of an old checkpoint and half of a new one. OSError.
     """
     source, note = next(iter(made)).parent, _note_of(list(made), before)
-    _take_back(target, note)
+    _resume_renamed(target, note)
     place = _place_for(target, source.resolve())
     _check_copies(source, made, before)
     try:
         place.mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(target)) from error
-    with _alone(place):
+    with _locked(place):
         _begin(place, note)
         place.chmod(0o700)  # whoever may read the source may read it when it is whole
         yield place
@@ -62,7 +62,7 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
+def _locked(place: Path) -> Iterator[None]:
     """Whatever name it gets meanwhile. Raises BadCheckpoint, OSError."""
     lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -75,11 +75,11 @@ def _alone(place: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _take_back(target: Path, note: Any) -> None:
+def _resume_renamed(target: Path, note: Any) -> None:
     """A run of the same source that was broken off between its target's name and its end goes on too."""
     if _read(target / NOTE) != note or target.is_symlink():
         return
-    with _alone(target):  # one that is about to end has it still
+    with _locked(target):  # one that is about to end has it still
         if _read(target / NOTE) == note and not os.path.lexists(place := _partial(target)):
             os.replace(target, place)
 

@@ -27,7 +27,7 @@ DEVICE = 2  # a field of each of its lines; the last one has the options of the 
 LARGE = {b"huge=always", b"huge=within_size"}
 
 
-class ImageFile:
+class ImageWriter:
     """An open file that has its size already, and closes by its owner's hand. Where the block below `with` fails, its
     pages are given back."""
 
@@ -36,7 +36,7 @@ class ImageFile:
         self._size_bytes = size_bytes
         self._taken_bytes = 0
         self._lock = threading.Lock()
-        self._may_map = in_large_pages(fd)
+        self._may_map = uses_huge_pages(fd)
         self._memory: mmap.mmap | None = None
 
     def __enter__(self) -> Self:
@@ -50,7 +50,7 @@ class ImageFile:
             with suppress(OSError):  # not every file system can, and they go with the last of those views
                 self._memory.madvise(mmap.MADV_REMOVE)
 
-    def place(self, first: int, size: int) -> memoryview | None:
+    def window(self, first: int, size: int) -> memoryview | None:
         """These bytes, to be filled; None where they have to be written. Raises Overloaded."""
         with self._lock:
             if (memory := self._mapped()) is None:
@@ -79,7 +79,7 @@ class ImageFile:
         try:
             os.posix_fallocate(self._fd, self._taken_bytes, to - self._taken_bytes)
         except OSError as error:
-            raise unwritable(error) from error
+            raise shm_write_error(error) from error
         self._taken_bytes = to
 
 
@@ -91,10 +91,10 @@ def write_all(fd: int, data: memoryview | bytes, place: int) -> None:
         try:
             done += os.pwrite(fd, view[done:], place + done)
         except OSError as error:
-            raise unwritable(error) from error
+            raise shm_write_error(error) from error
 
 
-def unwritable(error: OSError) -> BadCheckpoint | Overloaded:
+def shm_write_error(error: OSError) -> BadCheckpoint | Overloaded:
     """What shared memory that gives this error is to those who wait for weights."""
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         return Overloaded(f"shared memory is full: {error.strerror}")
@@ -107,7 +107,7 @@ def free_bytes(directory: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def in_large_pages(place: int | Path) -> bool:
+def uses_huge_pages(place: int | Path) -> bool:
     """Does the file system of this file, open or by its path, give its files large pages."""
     device = os.stat(place).st_dev
     name = f"{os.major(device)}:{os.minor(device)}".encode()  # names of other mounts are in no encoding

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from weft.errors import InvalidRequest, NotFound, Overloaded
 from weft.weights.header import TensorEntry
 from weft.weights.image import Image, image_content
-from weft.weights.layout import PIECE_BYTES
-from weft_services.weights.fetch import WeightLoader
+from weft.weights.image_layout import PIECE_BYTES
+from weft_services.weights.loader import WeightLoader
 
 CHUNK_BYTES = 1 << 20
 MAX_READ_BYTES = 4 * PIECE_BYTES
@@ -21,7 +21,7 @@ MAX_READS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """`size` bytes of a tensor, from byte `first` on."""
 
     tensor: str
@@ -30,7 +30,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldImage:
     """An image, where its tensors lie, and the digests of each one's pieces."""
 
     image: Image
@@ -38,15 +38,15 @@ class Holding:
     leaves: dict[str, bytes]
 
 
-class Lender:
+class ImageServer:
     """Lends the image of a loader."""
 
     def __init__(self, loader: WeightLoader) -> None:
         self._loader = loader
-        self._holding: Holding | None = None
+        self._holding: HeldImage | None = None
         self._num_reads = 0
 
-    async def holding(self) -> Holding:
+    async def held_image(self) -> HeldImage:
         """Raises NotFound while nothing is loaded."""
         while self._holding is None or self._holding.image is not self._loader.image:
             image = self._loader.image
@@ -54,19 +54,19 @@ class Lender:
                 raise NotFound("the model is not loaded here yet")
             # which may be let go of meanwhile, and its file's number be another's
             entries, leaves = await asyncio.to_thread(image_content, image)
-            self._holding = Holding(image, {entry.name: entry for entry in entries}, leaves)
+            self._holding = HeldImage(image, {entry.name: entry for entry in entries}, leaves)
         return self._holding
 
-    async def read(self, weights_hash: str, slices: Sequence[Slice]) -> AsyncIterator[bytes]:
+    async def read(self, weights_hash: str, slices: Sequence[TensorSlice]) -> AsyncIterator[bytes]:
         """The bytes of these, one after another, no more than `check_parts` lets in. Raises NotFound, InvalidRequest,
         Overloaded."""
-        holding = await self.holding()
+        holding = await self.held_image()
         if holding.image.weights_hash != weights_hash:
             raise NotFound(f"the weights {weights_hash} are not held here (any more)")
         places = [_place(holding, each) for each in slices]
         if sum(size for _, size in places) > MAX_READ_BYTES:
             raise InvalidRequest(f"at most {MAX_READ_BYTES} bytes at a time", "parts")
-        with self._turn():
+        with self._read_slot():
             fd = os.dup(holding.image.fd)  # the image may be let go of meanwhile
             try:
                 for place, size in places:
@@ -76,7 +76,7 @@ class Lender:
                 os.close(fd)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _read_slot(self) -> Iterator[None]:
         if self._num_reads >= MAX_READS:
             raise Overloaded(f"{MAX_READS} reads are under way")
         self._num_reads += 1
@@ -92,7 +92,7 @@ def check_parts(count: int) -> None:
         raise InvalidRequest(f"at most {MAX_PARTS} parts at a time", "parts")
 
 
-def _place(holding: Holding, part: Slice) -> tuple[int, int]:
+def _place(holding: HeldImage, part: TensorSlice) -> tuple[int, int]:
     entry = holding.entries.get(part.tensor)
     if entry is None or part.first + part.size > entry.size_bytes:
         raise InvalidRequest(f"tensor {part.tensor!r} has no bytes {part.first} to {part.first + part.size}", "parts")

@@ -20,12 +20,13 @@ from weft.rpc.server import RpcServer
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import image_name, remove_abandoned, write_image
-from weft.weights.layout import image_layout
+from weft.weights.image_layout import image_layout
+from weft.weights.image_tensors import open_image
 from weft.weights.load import Report
-from weft.weights.shared import open_image
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights import fetch, room
-from weft_services.weights.fetch import WeightLoader
+from weft_services.weights import loader as loader_module
+from weft_services.weights import shm_budget
+from weft_services.weights.loader import WeightLoader
 from weft_services.weights.service import WeightServicer
 
 NAMES = ("a", "b", "c")
@@ -60,7 +61,7 @@ def there(models: dict[str, Path]) -> set[str]:
 async def serving(models: dict[str, Path], limit_bytes: int) -> AsyncIterator[grpc.aio.Channel]:
     rpc = RpcServer([])
     async with asyncio.TaskGroup() as tasks:
-        shared = room.Room(limit_bytes)
+        shared = shm_budget.ShmBudget(limit_bytes)
         loaders = {name: WeightLoader(path, 1, tasks, room=shared) for name, path in models.items()}
         pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(loaders), rpc.server)
         address = await rpc.start("127.0.0.1", 0)
@@ -76,9 +77,9 @@ async def serving(models: dict[str, Path], limit_bytes: int) -> AsyncIterator[gr
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for, unless a test says so."""
-    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 0.0)
-    monkeypatch.setattr(room, "WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(room, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(shm_budget, "HAND_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(shm_budget, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(shm_budget, "LOOK_SECONDS", 0.01)
 
 
 async def test_the_one_asked_for_least_recently_goes(models: dict[str, Path]) -> None:
@@ -103,7 +104,7 @@ async def test_what_a_process_maps_stays(models: dict[str, Path], monkeypatch: p
         others = open_image(second.shm_name, second.size_bytes)
         with pytest.raises(Overloaded, match=r"no room .* of 'c': .*; held: 'a' .*, 'b' "):
             await load(channel, "c")
-        monkeypatch.setattr(room, "WAIT_SECONDS", 10.0)
+        monkeypatch.setattr(shm_budget, "WAIT_SECONDS", 10.0)
         waiting = asyncio.create_task(load(channel, "c"))
         await asyncio.sleep(0.1)
         assert not waiting.done()
@@ -114,7 +115,7 @@ async def test_what_a_process_maps_stays(models: dict[str, Path], monkeypatch: p
 
 
 async def test_what_was_just_handed_out_stays(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 60.0)
+    monkeypatch.setattr(shm_budget, "HAND_OVER_SECONDS", 60.0)
     async with serving(models, size_of(models["a"])) as channel:
         await load(channel, "a")
         with pytest.raises(Overloaded):
@@ -128,18 +129,18 @@ async def test_what_a_killed_service_left_goes_when_memory_is_short(
     shutil.copytree(models["c"], tmp_path / "stranger")
     abandoned = write_image(read_checkpoint(tmp_path / "stranger"), lambda size, file: None, 1)
     os.close(abandoned.fd)  # as a killed service leaves it
-    monkeypatch.setattr(room, "remove_abandoned", lambda: remove_abandoned(abandoned.path.name[:30]))
+    monkeypatch.setattr(shm_budget, "remove_abandoned", lambda: remove_abandoned(abandoned.path.name[:30]))
     async with serving(models, 0) as channel:
         await load(channel, "a")
         assert abandoned.path.exists()
-        monkeypatch.setattr(room, "free_bytes", lambda directory: 0 if abandoned.path.exists() else 1 << 40)
+        monkeypatch.setattr(shm_budget, "free_bytes", lambda directory: 0 if abandoned.path.exists() else 1 << 40)
         await load(channel, "b")
         assert not abandoned.path.exists()
         assert there(models) == {"a", "b"}
 
 
 async def test_what_a_killed_service_left_counts_as_soon_as_it_is_held(models: dict[str, Path]) -> None:
-    write_image(read_checkpoint(models["b"]), lambda size, file: None, 1).leave()
+    write_image(read_checkpoint(models["b"]), lambda size, file: None, 1).close()
     async with serving(models, size_of(models["a"])) as channel:
         await load(channel, "a")
         assert not (await load(channel, "b"))[-1].ready.read_from_disk
@@ -150,17 +151,17 @@ async def test_what_a_killed_service_left_does_not_go_to_make_room_for_itself(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = write_image(read_checkpoint(models["a"]), lambda size, file: None, 1)
-    left.leave()
-    monkeypatch.setattr(room, "remove_abandoned", lambda: remove_abandoned(left.name[:30]))
-    monkeypatch.setattr(room, "free_bytes", lambda directory: 1 << 40 if not left.path.exists() else 0)
+    left.close()
+    monkeypatch.setattr(shm_budget, "remove_abandoned", lambda: remove_abandoned(left.name[:30]))
+    monkeypatch.setattr(shm_budget, "free_bytes", lambda directory: 1 << 40 if not left.path.exists() else 0)
     async with asyncio.TaskGroup() as tasks:
-        shared = room.Room(2 * left.size_bytes - 1)
+        shared = shm_budget.ShmBudget(2 * left.size_bytes - 1)
         first, second = (WeightLoader(models[name], 1, tasks, room=shared) for name in ("a", "b"))
         assert await first.fits()
         assert left.path.exists()
         events = [event async for event in first.load(is_ahead=True)]
-        assert isinstance(events[-1], fetch.Loaded)
-        assert events[-1].source == fetch.MEMORY
+        assert isinstance(events[-1], loader_module.LoadedWeights)
+        assert events[-1].source == loader_module.MEMORY
         assert not await second.fits()
         first.release()
 
@@ -169,7 +170,7 @@ async def test_shared_memory_without_memory_behind_it_is_no_room(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container: the file system would take what the control group will not give."""
-    monkeypatch.setattr(room, "available_bytes", lambda: size_of(models["a"]) - 1)
+    monkeypatch.setattr(shm_budget, "available_bytes", lambda: size_of(models["a"]) - 1)
     async with serving(models, 0) as channel:
         with pytest.raises(Overloaded, match=rf"no room .* of 'a': \d+ free there, {size_of(models['a']) - 1} of"):
             await load(channel, "a")
@@ -186,10 +187,10 @@ class Reading:
 
 
 async def test_what_others_have_read_of_theirs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, other = room.Room(), Reading()
-    monkeypatch.setattr(room, "remove_abandoned", lambda: "")
-    monkeypatch.setattr(room, "_free_bytes", lambda: 240 - other.read_bytes)
-    async with shared.promised(other, 100):
+    shared, other = shm_budget.ShmBudget(), Reading()
+    monkeypatch.setattr(shm_budget, "remove_abandoned", lambda: "")
+    monkeypatch.setattr(shm_budget, "_free_bytes", lambda: 240 - other.read_bytes)
+    async with shared.reserve(other, 100):
         assert await shared.fits(140)
         assert not await shared.fits(141)
         other.read_bytes = 90
@@ -201,22 +202,22 @@ async def test_what_others_have_read_of_theirs_is_counted_once(monkeypatch: pyte
 
 
 async def test_room_that_one_has_found_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, free, lying_about = room.Room(), [0], ["left by a killed service"]
+    shared, free, lying_about = shm_budget.ShmBudget(), [0], ["left by a killed service"]
 
     def remove() -> str:
         if lying_about:
             free[0] = 100
         return lying_about.pop() if lying_about else ""
 
-    monkeypatch.setattr(room, "remove_abandoned", remove)
-    monkeypatch.setattr(room, "_free_bytes", lambda: free[0])
-    monkeypatch.setattr(room, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(shm_budget, "remove_abandoned", remove)
+    monkeypatch.setattr(shm_budget, "_free_bytes", lambda: free[0])
+    monkeypatch.setattr(shm_budget, "WAIT_SECONDS", 0.0)
 
     ended = asyncio.Event()  # one of them: the other keeps its room until then
 
     async def take(holder: Reading) -> None:
         try:
-            async with shared.promised(holder, 100):
+            async with shared.reserve(holder, 100):
                 await ended.wait()
         finally:
             ended.set()
@@ -226,9 +227,9 @@ async def test_room_that_one_has_found_is_not_anothers(monkeypatch: pytest.Monke
 
 
 async def test_what_is_promised_counts_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_free_bytes", lambda: 10_000)
-    shared = room.Room(1000)
-    async with shared.promised(Reading(), 700):
+    monkeypatch.setattr(shm_budget, "_free_bytes", lambda: 10_000)
+    shared = shm_budget.ShmBudget(1000)
+    async with shared.reserve(Reading(), 700):
         assert await shared.fits(300)
         assert not await shared.fits(301)
 
@@ -249,7 +250,7 @@ async def test_the_time_to_map_begins_when_it_is_handed_out(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not before it was read, which takes minutes from a slow disk."""
-    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 30.0)
+    monkeypatch.setattr(shm_budget, "HAND_OVER_SECONDS", 30.0)
     now = 0.0
 
     def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: None) -> image_module.Image:
@@ -257,8 +258,8 @@ async def test_the_time_to_map_begins_when_it_is_handed_out(
         now += 100
         return write_image(checkpoint, report, num_threads)
 
-    monkeypatch.setattr(fetch, "write_image", slowly)
-    shared = room.Room(size_of(models["a"]), clock=lambda: now)
+    monkeypatch.setattr(loader_module, "write_image", slowly)
+    shared = shm_budget.ShmBudget(size_of(models["a"]), clock=lambda: now)
     async with asyncio.TaskGroup() as tasks:
         first, second = (WeightLoader(models[name], 1, tasks, room=shared) for name in ("a", "b"))
         async for _ in first.load():
@@ -273,8 +274,8 @@ async def test_the_time_to_map_begins_when_it_is_handed_out(
 async def test_what_was_loaded_ahead_makes_room_at_once(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 60.0)
-    shared = room.Room(size_of(models["a"]))
+    monkeypatch.setattr(shm_budget, "HAND_OVER_SECONDS", 60.0)
+    shared = shm_budget.ShmBudget(size_of(models["a"]))
     async with asyncio.TaskGroup() as tasks:
         first, second = (WeightLoader(models[name], 1, tasks, room=shared) for name in ("a", "b"))
         async for _ in first.load(is_ahead=True):

@@ -13,9 +13,9 @@ import pytest
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.layout import ImageLayout, Run, image_layout
-from weft.weights.load import RunReader, fill
-from weft.weights.source import ReadingMemory, Turn
+from weft.weights.image_layout import ImageLayout, PieceRun, image_layout
+from weft.weights.load import RunReader, fill_image
+from weft.weights.readers import ProcessorSlot, ReadBuffers
 
 NUM_THREADS, NUM_RUNS = 4, 40
 
@@ -28,7 +28,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: RunReader) -> No
     monkeypatch.setattr(ImageLayout, "runs", lambda self: iter(runs))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     with tempfile.TemporaryFile() as file:
-        fill(file.fileno(), planned, read, lambda size, name: None, NUM_THREADS)
+        fill_image(file.fileno(), planned, read, lambda size, name: None, NUM_THREADS)
 
 
 def test_as_many_threads_as_processors_work_on_what_the_others_read(
@@ -37,10 +37,10 @@ def test_as_many_threads_as_processors_work_on_what_the_others_read(
     lock, at_work, most = threading.Lock(), 0, 0
     all_read = threading.Barrier(NUM_THREADS)
 
-    def read(run: Run, memory: ReadingMemory) -> memoryview:
+    def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
         nonlocal at_work, most
         all_read.wait(10)  # nobody has to have a turn for that
-        memory.turn.take()
+        memory.slot.acquire()
         with lock:
             at_work += 1
             most = max(most, at_work)
@@ -54,11 +54,11 @@ def test_as_many_threads_as_processors_work_on_what_the_others_read(
 
 
 def test_a_turn_is_given_back_by_who_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: set[Turn] = set()
+    turns: set[ProcessorSlot] = set()
 
-    def read(run: Run, memory: ReadingMemory) -> memoryview:
-        memory.turn.take()
-        turns.add(memory.turn)
+    def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
+        memory.slot.acquire()
+        turns.add(memory.slot)
         raise BadCheckpoint("damaged")
 
     with pytest.raises(BadCheckpoint):
@@ -69,14 +69,14 @@ def test_a_turn_is_given_back_by_who_fails(tmp_path: Path, monkeypatch: pytest.M
 
 def test_taken_and_given_more_than_once() -> None:
     processors = threading.Semaphore(1)
-    turn = Turn(processors)
+    turn = ProcessorSlot(processors)
     for _ in range(2):
-        turn.take()
-        turn.take()
+        turn.acquire()
+        turn.acquire()
         assert not processors.acquire(blocking=False)
-        turn.give()
-        turn.give()
+        turn.release()
+        turn.release()
         assert processors.acquire(blocking=False)
         assert not processors.acquire(blocking=False), "it was given back once"
         processors.release()
-    Turn().take()
+    ProcessorSlot().acquire()

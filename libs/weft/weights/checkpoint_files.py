@@ -9,21 +9,22 @@ import errno
 import mmap
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
 from weft.file_io import open_regular, path_exists, to_weft_error
-from weft.weights.ahead import ahead
+from weft.weights.map_ahead import map_ahead
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
-SHARE_BYTES = 4 * 1024 * 1024
+PARALLEL_READ_BYTES = 4 * 1024 * 1024
 """What one of several threads reads of a large part at a time."""
 
 
-def fresh_memory(size: int) -> mmap.mmap:
+def map_huge_pages(size: int) -> mmap.mmap:
     """Of this process alone, in large pages where there are any: to touch small ones for the first time takes longer
     than what is written to them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -43,7 +44,7 @@ class Scratch:
         """`size` bytes that begin at a page."""
         if self._memory is None or len(self._memory) < size:
             # whole large pages: a disk gets a read in one request where its memory is in one piece, else in dozens
-            self._memory = fresh_memory(-(-max(size, 1) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
+            self._memory = map_huge_pages(-(-max(size, 1) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
         return memoryview(self._memory)[:size]
 
 
@@ -180,7 +181,7 @@ class MemoryBlob(Blob):
         return memoryview(self._content)[offset : offset + size]
 
 
-class SharedOutBlob(FileBlob):
+class ParallelFileBlob(FileBlob):
     """Through the page cache, large parts by several threads at once: for tools that go over a file.
 
     Not mapped: where a file shrinks, or its disk fails, a mapping ends the process, and a read names the file.
@@ -192,16 +193,16 @@ class SharedOutBlob(FileBlob):
         self._threads = threads
 
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
-        if self._threads is None or size <= SHARE_BYTES or offset + size > self.size_bytes:
+        if self._threads is None or size <= PARALLEL_READ_BYTES or offset + size > self.size_bytes:
             return super().read(offset, size, scratch)
         target = scratch.take(size)
 
         def fill(first: int) -> None:
-            part = target[first : min(first + SHARE_BYTES, size)]
+            part = target[first : min(first + PARALLEL_READ_BYTES, size)]
             self._fill(part, len(part), offset + first)
 
-        places = [(first,) for first in range(0, size, SHARE_BYTES)]
-        with closing(ahead(self._threads, fill, places, len(places))) as parts:
+        places = [(first,) for first in range(0, size, PARALLEL_READ_BYTES)]
+        with closing(map_ahead(self._threads, fill, places, len(places))) as parts:
             for _ in parts:
                 pass
         return target
@@ -216,3 +217,37 @@ def _open(path: Path, flags: int) -> int:
         if flags and error.errno == errno.EINVAL:
             return _open(path, 0)  # a file system that knows no direct reads
         raise to_weft_error(error, f"{path}: not readable") from error
+
+
+class Origin(ABC):
+    """A place with the weights of one checkpoint. `str()` is how errors call it."""
+
+    @abstractmethod
+    def names(self) -> Set[str]:
+        """Of all files there, the index included. Raises BadCheckpoint, StorageUnavailable."""
+
+    @abstractmethod
+    def file(self, name: str) -> WeightsFile:
+        """One of them; opening it fails if it is not there."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+class LocalOrigin(Origin):
+    """The directory itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def names(self) -> Set[str]:
+        try:
+            return {path.name for path in self._directory.iterdir()}
+        except OSError as error:
+            raise to_weft_error(error, f"{self._directory}: not readable") from error
+
+    def file(self, name: str) -> WeightsFile:
+        return LocalFile(self._directory / name)
+
+    def __str__(self) -> str:
+        return str(self._directory)

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
 from weft.file_io import MAX_SMALL_BYTES, fsync_path, path_exists, read_small, to_weft_error
-from weft.weights.blobs import Blob, Scratch, WeightsFile
-from weft.weights.origin import LocalOrigin, Origin
+from weft.weights.checkpoint_files import Blob, LocalOrigin, Origin, Scratch, WeightsFile
 from weft_kernels.cache_dir import user_cache_dir
 
 if TYPE_CHECKING:
@@ -40,13 +39,13 @@ NEEDED = (
 """Without these, where the store has them, another model would be served; what else is there nobody reads."""
 REQUEST_SECONDS = "60s"
 STORE_RETRIES = 4
-STORE_PATIENCE = timedelta(seconds=20)
+STORE_RETRY_TIMEOUT = timedelta(seconds=20)
 """Of the client itself, over broken connections and a store's own trouble; then our callers may try again."""
 # neither "timeout" nor "slow down"; a bucket of another region leads elsewhere without saying where
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|redirect without LOCATION")
 
 
-def is_url(model: str) -> bool:
+def is_store_url(model: str) -> bool:
     """Does this name a place in an object store."""
     return model.startswith(SCHEMES)
 
@@ -56,13 +55,13 @@ def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, st
     setting = environ.get("WEFT_MODEL", "")
     if "://" not in setting:
         return environ
-    if is_url(setting):
+    if is_store_url(setting):
         directory = local_model(setting)
         # without a name, a directory called `version=3` would be taken for NAME=DIR
         name = environ.get("WEFT_MODEL_NAME") or directory.name
         return {**environ, "WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": name}
     parts = [part.partition("=") for part in setting.split(",")]
-    places = [f"{name}{equals}{local_model(place) if is_url(place) else place}" for name, equals, place in parts]
+    places = [f"{name}{equals}{local_model(place) if is_store_url(place) else place}" for name, equals, place in parts]
     return {**environ, "WEFT_MODEL": ",".join(places)}
 
 
@@ -75,7 +74,7 @@ def local_model(url: str, cache: Path | None = None) -> Path:
     origin = ObjectOrigin(url)
     name = url.rstrip("/").rpartition("/")[2]
     directory = (cache or user_cache_dir() / "models") / blake2b(url.encode(), digest_size=8).hexdigest() / name
-    with _kept(directory):
+    with _cache_errors_translated(directory):
         directory.mkdir(parents=True, exist_ok=True)
     _copy_small_files(origin, url, directory)
     return directory
@@ -95,7 +94,7 @@ def _copy_small_files(origin: ObjectOrigin, url: str, directory: Path) -> None:
         if had.get(file.name) != stamps[file.name] or not _is_whole(directory / file.name, file.size_bytes):
             _write(directory / file.name, file.content())
     for gone in had.keys() - stamps.keys():
-        with _kept(directory / gone):
+        with _cache_errors_translated(directory / gone):
             (directory / gone).unlink(missing_ok=True)
     if had != stamps or not is_remote(directory):
         _write(directory / ORIGIN_FILE, json.dumps({"url": url, "files": stamps}).encode())
@@ -109,7 +108,9 @@ def origin_of(directory: Path) -> Origin:
         return LocalOrigin(directory)
     try:
         url = str(json.loads(read_small(directory / ORIGIN_FILE))["url"])
-        if not is_url(url):  # files of this machine, or whatever else whoever made that file would like to have read
+        if not is_store_url(
+            url
+        ):  # files of this machine, or whatever else whoever made that file would like to have read
             raise ValueError(f"{url!r} is no object store's")
     except OSError as error:
         raise to_weft_error(error, f"{directory / ORIGIN_FILE}: not readable") from error
@@ -138,7 +139,7 @@ def _stamps(directory: Path) -> dict[str, Any]:
 
 def _is_whole(path: Path, size: int) -> bool:
     """A machine that lost its power may have kept the name and nothing behind it."""
-    with _kept(path), suppress(FileNotFoundError):
+    with _cache_errors_translated(path), suppress(FileNotFoundError):
         return path.stat().st_size == size
     return False
 
@@ -146,7 +147,7 @@ def _is_whole(path: Path, size: int) -> bool:
 def _write(path: Path, content: bytes) -> None:
     # processes that start together fetch the same; in containers that share a cache they have the same number
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    with _kept(path):
+    with _cache_errors_translated(path):
         try:
             part.write_bytes(content)
             fsync_path(part)
@@ -156,7 +157,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _kept(path: Path) -> Iterator[None]:
+def _cache_errors_translated(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -177,11 +178,11 @@ class ObjectOrigin(Origin):
         self._url = url.rstrip("/")
         is_plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
         try:
-            with _said(url):
+            with _store_errors_translated(url):
                 self._store = from_url(
                     self._url,
                     client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain},
-                    retry_config={"max_retries": STORE_RETRIES, "retry_timeout": STORE_PATIENCE},
+                    retry_config={"max_retries": STORE_RETRIES, "retry_timeout": STORE_RETRY_TIMEOUT},
                 )
         except StorageUnavailable as error:
             raise BadCheckpoint(str(error)) from error
@@ -192,7 +193,7 @@ class ObjectOrigin(Origin):
         from obstore import list_with_delimiter
 
         if not self._files:
-            with _said(self._url):
+            with _store_errors_translated(self._url):
                 found = list_with_delimiter(self._store)["objects"]
             for meta in found:
                 if meta["path"]:  # the folder itself, where a console or a file system has made it, has no name
@@ -262,7 +263,7 @@ class ObjectBlob(Blob):
             raise BadCheckpoint(f"{self.name}: truncated: it ends before byte {offset + size}")
         if not size:  # a range without bytes is an error to a store
             return memoryview(b"")
-        with _said(self.name, is_listed=True):
+        with _store_errors_translated(self.name, is_listed=True):
             options: GetOptions = {"range": (offset, offset + size)}
             if self._tag:
                 options["if_match"] = self._tag
@@ -273,7 +274,7 @@ class ObjectBlob(Blob):
 
 
 @contextmanager
-def _said(where: str, is_listed: bool = False) -> Iterator[None]:
+def _store_errors_translated(where: str, is_listed: bool = False) -> Iterator[None]:
     """The store's errors as one line of ours; `is_listed`: of an object that was there just now."""
     from obstore.exceptions import BaseError, NotFoundError, PreconditionError
 
@@ -284,10 +285,10 @@ def _said(where: str, is_listed: bool = False) -> Iterator[None]:
         is_changed = is_listed and isinstance(error, (PreconditionError, NotFoundError, FileNotFoundError))
         if is_changed:
             raise StorageUnavailable(f"{where}: was written anew, or removed, since it was listed: {line}") from error
-        raise _kind(error)(f"{where}: {line}") from error
+        raise _error_class(error)(f"{where}: {line}") from error
 
 
-def _kind(error: Exception) -> type[WeftError]:
+def _error_class(error: Exception) -> type[WeftError]:
     """A store that answers says what is wrong with the request; all else is the network, or the store itself."""
     from obstore.exceptions import GenericError
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def ahead(
+def map_ahead(
     threads: ThreadPoolExecutor, work: Callable[..., Result], steps: Iterable[tuple[int | str, ...]], num_ahead: int
 ) -> Generator[Result]:
     """What `work` makes of each step, in their order; so many are done, or being done, before they are asked for.

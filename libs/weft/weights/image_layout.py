@@ -11,24 +11,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from weft.weights.blobs import WeightsFile
 from weft.weights.checkpoint import Checkpoint, TensorSource
+from weft.weights.checkpoint_files import WeightsFile
 from weft.weights.header import DTYPE_BYTES, TensorEntry, header_bytes
 
 FORMAT = "weft-image-2"
 PIECE_BYTES = 2 * 1024 * 1024
 """Of a tensor: read, checked and reported at once, and the leaves of the hash tree. A multiple of a bundle's chunks."""
-MAX_RUN_PARTS = 4096
+MAX_RUN_PIECES = 4096
 """Of a run, however small they are: another node takes them in one request, and no more than so many."""
-LEAF_BYTES = 16
+DIGEST_BYTES = 16
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 1024
-Leaves = list[list[bytes]]
+PieceDigests = list[list[bytes]]
 """XXH3-128 of every piece of every tensor, in the order of the image."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPiece:
     """A piece of a tensor, or all of a small one; `number` counts the tensor's pieces."""
 
     tensor: int
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PieceRun:
     """Parts that lie side by side, in one file and in the image, and are read together.
 
     They are MAX_RUN_PARTS at most, and PIECE_BYTES.
@@ -56,12 +56,12 @@ class Run:
 
     file: WeightsFile
     place: int
-    parts: tuple[Part, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(part.size for part in self.parts)
+        return sum(part.size for part in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +77,30 @@ class ImageLayout:
         """As the checkpoint's files have them."""
         return [tensor.entry for tensor in self.tensors]
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[PieceRun]:
         """All of the data, once, in the order of the image."""
-        place, start, held = self.data_start, self.data_start, list[Part]()
+        place, start, held = self.data_start, self.data_start, list[TensorPiece]()
         file: WeightsFile | None = None
         for source, part in self._parts():
             size = place - start
             is_near = source.file is file and held and held[-1].offset + held[-1].size == part.offset
-            has_room = size + part.size <= PIECE_BYTES and len(held) < MAX_RUN_PARTS
+            has_room = size + part.size <= PIECE_BYTES and len(held) < MAX_RUN_PIECES
             if held and file is not None and not (is_near and has_room):
-                yield Run(file, start, tuple(held))
+                yield PieceRun(file, start, tuple(held))
                 held, start = [], place
             file = source.file
             held.append(part)
             place += part.size
         if held and file is not None:
-            yield Run(file, start, tuple(held))
+            yield PieceRun(file, start, tuple(held))
 
-    def _parts(self) -> Iterator[tuple[TensorSource, Part]]:
+    def _parts(self) -> Iterator[tuple[TensorSource, TensorPiece]]:
         for index, source in enumerate(self.tensors):
             for number in range(num_pieces(source.entry)):
                 size = min(PIECE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
-                yield source, Part(index, number, source.entry, size)
+                yield source, TensorPiece(index, number, source.entry, size)
 
-    def samples(self) -> list[Run]:
+    def samples(self) -> list[PieceRun]:
         """A sector out of the midst of every tensor, or of every so many where there are very many: other weights of
         the same shapes differ there."""
         places = [(source, index) for index, source in enumerate(self.tensors) if source.entry.size_bytes]
@@ -108,10 +108,10 @@ class ImageLayout:
         for source, index in places[:: -(-len(places) // MAX_SAMPLES) or 1]:
             number = num_pieces(source.entry) // 2
             size = min(SAMPLE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
-            runs.append(Run(source.file, 0, (Part(index, number, source.entry, size),)))
+            runs.append(PieceRun(source.file, 0, (TensorPiece(index, number, source.entry, size),)))
         return runs
 
-    def header(self, weights_hash: str, leaves: Leaves) -> bytes:
+    def header(self, weights_hash: str, leaves: PieceDigests) -> bytes:
         """The image's first bytes, always `data_start` of them."""
         digests = b"".join(leaf for row in leaves for leaf in row).hex()
         return header_bytes(self.entries, {"format": FORMAT, "weights_hash": weights_hash, "leaves": digests})
@@ -123,7 +123,7 @@ def image_layout(checkpoint: Checkpoint) -> ImageLayout:
         checkpoint.tensors, key=lambda each: (-DTYPE_BYTES[each.entry.dtype], each.file.name, each.entry.offset)
     )
     draft = ImageLayout(tuple(tensors), 0, 0)
-    start = len(draft.header("0" * 64, [[bytes(LEAF_BYTES)] * num_pieces(entry) for entry in draft.entries]))
+    start = len(draft.header("0" * 64, [[bytes(DIGEST_BYTES)] * num_pieces(entry) for entry in draft.entries]))
     return ImageLayout(draft.tensors, start, start + checkpoint.total_bytes)
 
 
@@ -132,7 +132,7 @@ def num_pieces(entry: TensorEntry) -> int:
     return -(-entry.size_bytes // PIECE_BYTES)
 
 
-def root_hash(entries: Sequence[TensorEntry], leaves: Leaves) -> str:
+def root_hash(entries: Sequence[TensorEntry], leaves: PieceDigests) -> str:
     """BLAKE2b over name, dtype, shape and the leaves of each tensor, in the order of names: whatever their files were.
 
     A tree of quick hashes, so that the reading threads share the work and are not held up by it.

@@ -15,12 +15,12 @@ from tests.weft.tiny_families import TinyFamily, make_family, wrap
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.model.config import read_config
-from weft.weights import head as head_module
+from weft.weights import tied_head as head_module
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
-from weft.weights.head import with_own_head
 from weft.weights.image import write_image
-from weft.weights.shared import open_image
+from weft.weights.image_tensors import open_image
+from weft.weights.tied_head import resolve_tied_head
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -47,7 +47,7 @@ def names(checkpoint: Checkpoint) -> set[str]:
 def test_a_head_of_its_own_is_used_as_by_transformers(tied: TinyFamily, tmp_path: Path) -> None:
     add_head(tied.directory, change=3.0)
     oracle = AutoModelForCausalLM.from_pretrained(tied.directory)
-    checkpoint = with_own_head(read_checkpoint(tied.directory), 2)
+    checkpoint = resolve_tied_head(read_checkpoint(tied.directory), 2)
     image = write_image(checkpoint, lambda size, file: None, 2)
     try:
         (tmp_path / "served").mkdir()
@@ -59,16 +59,16 @@ def test_a_head_of_its_own_is_used_as_by_transformers(tied: TinyFamily, tmp_path
         assert torch.equal(
             open_image(image.name, image.size_bytes)[HEAD], load_file(tied.directory / "model.safetensors")[HEAD]
         )
-        assert with_own_head(read_checkpoint(tied.directory), 2).source_id == checkpoint.source_id
+        assert resolve_tied_head(read_checkpoint(tied.directory), 2).source_id == checkpoint.source_id
     finally:
         image.release()
 
 
 def test_the_embedding_again_takes_no_memory(tied: TinyFamily) -> None:
     plain = read_checkpoint(tied.directory)
-    assert with_own_head(plain, 2) is plain
+    assert resolve_tied_head(plain, 2) is plain
     add_head(tied.directory, change=0.0)
-    checkpoint = with_own_head(read_checkpoint(tied.directory), 2)
+    checkpoint = resolve_tied_head(read_checkpoint(tied.directory), 2)
     assert names(checkpoint) == names(plain)
     assert json.loads(checkpoint.config_json)["tie_word_embeddings"] is True
 
@@ -81,11 +81,11 @@ def test_a_head_in_a_file_of_its_own_is_looked_at_again_when_that_file_was_writt
     (tied.directory / "model.safetensors").rename(tied.directory / one)
     (tied.directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     save_file({HEAD: tensors[EMBEDDING].clone()}, tied.directory / other)
-    same = with_own_head(read_checkpoint(tied.directory), 2)
+    same = resolve_tied_head(read_checkpoint(tied.directory), 2)
     assert HEAD not in names(same)
     image = write_image(same, lambda size, file: None, 2)
     save_file({HEAD: tensors[EMBEDDING] + 1}, tied.directory / other)
-    assert HEAD in names(with_own_head(read_checkpoint(tied.directory), 2))
+    assert HEAD in names(resolve_tied_head(read_checkpoint(tied.directory), 2))
     with pytest.raises(StorageUnavailable, match="written anew while they were read"):
         write_image(same, lambda size, file: None, 2)
     image.release()
@@ -103,7 +103,7 @@ def test_a_wrapped_model_and_a_bundle_have_theirs_too(tied: TinyFamily, tmp_path
     convert.compress(tied.directory, tmp_path / "bundle", 2, nothing)
     for directory in (wrapped.directory, tmp_path / "bundle"):
         assert read_config(directory).is_tied
-        checkpoint = with_own_head(read_checkpoint(directory), 2)
+        checkpoint = resolve_tied_head(read_checkpoint(directory), 2)
         assert any(name.endswith(HEAD) for name in names(checkpoint))
         (tmp_path / "config.json").write_text(checkpoint.config_json)
         assert not read_config(tmp_path).is_tied
@@ -111,11 +111,11 @@ def test_a_wrapped_model_and_a_bundle_have_theirs_too(tied: TinyFamily, tmp_path
 
 def test_who_finds_an_image_reads_no_matrices(tied: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     add_head(tied.directory, change=0.0)
-    checkpoint = with_own_head(read_checkpoint(tied.directory), 2)
+    checkpoint = resolve_tied_head(read_checkpoint(tied.directory), 2)
     image = write_image(checkpoint, lambda size, file: None, 2)
     monkeypatch.setattr(head_module, "files_reader", None)
     try:
-        assert with_own_head(read_checkpoint(tied.directory), 2).source_id == checkpoint.source_id
+        assert resolve_tied_head(read_checkpoint(tied.directory), 2).source_id == checkpoint.source_id
     finally:
         image.release()
 
@@ -125,4 +125,4 @@ def test_a_head_that_fits_no_vocabulary_is_refused(tied: TinyFamily) -> None:
     tensors[HEAD] = tensors[EMBEDDING][:-1].clone()
     save_file(tensors, tied.directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors: tensor lm_head\.weight"):
-        with_own_head(read_checkpoint(tied.directory), 2)
+        resolve_tied_head(read_checkpoint(tied.directory), 2)

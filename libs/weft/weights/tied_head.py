@@ -16,25 +16,25 @@ from weft.errors import BadCheckpoint
 from weft.model.quantization import FLOATS
 from weft.weights.checkpoint import Checkpoint, TensorSource, source_id, while_unchanged
 from weft.weights.image import find_image
-from weft.weights.layout import PIECE_BYTES, ImageLayout, Part, Run, num_pieces
+from weft.weights.image_layout import PIECE_BYTES, ImageLayout, PieceRun, TensorPiece, num_pieces
 from weft.weights.load import files_reader
-from weft.weights.source import ReadingMemory
+from weft.weights.readers import ReadBuffers
 
 logger = logging.getLogger(__name__)
 
 
-def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
+def resolve_tied_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
     """The checkpoint with that matrix, and a config that says so; as it is where there is none, or the embedding again.
 
     Raises BadCheckpoint, StorageUnavailable.
     """
-    head = checkpoint.second_head
+    head = checkpoint.untied_head
     if head is None:
         return checkpoint
-    _, own = both = candidates(checkpoint)
+    _, own = both = possible_checkpoints(checkpoint)
     for each in both:
         if (image := find_image(each)) is not None:  # whoever wrote it has looked
-            image.leave()
+            image.close()
             return each
     embedding = next(each for each in checkpoint.tensors if each.entry.name.endswith("embed_tokens.weight"))
     if head.entry.shape != embedding.entry.shape or head.entry.dtype not in FLOATS:
@@ -47,10 +47,10 @@ def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
     return own
 
 
-def candidates(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
+def possible_checkpoints(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
     """What an image of these files may be of: as config.json says, or with that matrix. Raises BadCheckpoint,
     StorageUnavailable."""
-    head = checkpoint.second_head
+    head = checkpoint.untied_head
     return (checkpoint,) if head is None else (checkpoint, _untied(checkpoint, head))
 
 
@@ -60,7 +60,7 @@ def _untied(checkpoint: Checkpoint, head: TensorSource) -> Checkpoint:
         part["tie_word_embeddings"] = False
     tensors = (*checkpoint.tensors, head)
     state = source_id(checkpoint.directory, tensors)
-    return replace(checkpoint, config_json=json.dumps(fields), tensors=tensors, source_id=state, second_head=None)
+    return replace(checkpoint, config_json=json.dumps(fields), tensors=tensors, source_id=state, untied_head=None)
 
 
 def _are_equal(one: TensorSource, other: TensorSource, num_threads: int) -> bool:
@@ -69,7 +69,7 @@ def _are_equal(one: TensorSource, other: TensorSource, num_threads: int) -> bool
 
         def is_equal(number: int) -> bool:
             if not hasattr(local, "memories"):
-                local.memories = ReadingMemory(), ReadingMemory()
+                local.memories = ReadBuffers(), ReadBuffers()
             runs = (_piece(source, number) for source in (one, other))
             first, second = (read(run, memory) for run, memory in zip(runs, local.memories, strict=True))
             return first == second
@@ -79,6 +79,6 @@ def _are_equal(one: TensorSource, other: TensorSource, num_threads: int) -> bool
         return equal
 
 
-def _piece(source: TensorSource, number: int) -> Run:
+def _piece(source: TensorSource, number: int) -> PieceRun:
     size = min(PIECE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
-    return Run(source.file, 0, (Part(0, number, source.entry, size),))
+    return PieceRun(source.file, 0, (TensorPiece(0, number, source.entry, size),))
