@@ -93,7 +93,7 @@ def test_a_disk_that_fails_while_it_is_written_to_says_nothing_of_the_files(
     def refuse(path: Path) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(convert, "on_disk", refuse)
+    monkeypatch.setattr(convert, "fsync_path", refuse)
     status, _, wrong = run("compress", checkpoint, tmp_path / "bundle", "--threads", "1")
     assert (status, "Input/output error" in wrong.splitlines()[-1]) == (1, True)
 

@@ -161,7 +161,7 @@ def test_a_copy_that_a_power_failure_cut_short_is_fetched_again(
     make_checkpoint(tmp_path / "model")
     url = upload(tmp_path / "model", "cut")
     synced: list[str] = []
-    monkeypatch.setattr(object_store, "on_disk", lambda path: synced.append(path.name.partition(".json")[0]))
+    monkeypatch.setattr(object_store, "fsync_path", lambda path: synced.append(path.name.partition(".json")[0]))
     config = local_model(url) / "config.json"
     assert synced == ["config", "weft-origin"]
     whole = config.read_bytes()
