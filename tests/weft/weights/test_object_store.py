@@ -281,5 +281,5 @@ def test_what_is_not_there_is_said(store: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(BadCheckpoint, match="s3://no-such-bucket/x: "):
         local_model("s3://no-such-bucket/x")
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(BadCheckpoint, match=r"pip install 'weft\[objects\]'"):
+    with pytest.raises(BadCheckpoint, match=r"pip install 'weft\[object-store\]'"):
         local_model("s3://models/nothing")
