@@ -10,7 +10,7 @@ from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.model import ServedModel, load_model
 
 # Longest part of an unknown model name that an error repeats; served names are at most as long.
-MAX_TOLD_CHARS = 256
+MAX_NAME_CHARS_IN_ERRORS = 256
 
 
 class Catalog:
@@ -41,7 +41,7 @@ class Catalog:
         """Return the model of that name. Raises NotFound, which lists the names."""
         if name in self._models and current_principal.get().may_use(name):
             return self._models[name]
-        names, name = self.names, name[:MAX_TOLD_CHARS]
+        names, name = self.names, name[:MAX_NAME_CHARS_IN_ERRORS]
         if not names:
             raise NotFound(f"the model {name!r} is not served here, or not to this API key")
         raise NotFound(f"the model {name!r} is not served here; use {_listed(names)}")

@@ -153,10 +153,10 @@ def _sealed(
 def _try_out(template: ChatTemplate, name: str, directory: Path) -> None:
     """Warn of probes that the template cannot render. Raises BadCheckpoint if it cannot render a plain question."""
     for kind, conversation in PROBES.items():
-        if trouble := template.try_out(conversation):
+        if problem := template.try_out(conversation):
             if kind == "user":
-                raise BadCheckpoint(f"{directory}: the chat template cannot render a plain question: {trouble}")
-            logger.warning("chat template fails model=%s conversation=%r error=%r", name, kind, trouble)
+                raise BadCheckpoint(f"{directory}: the chat template cannot render a plain question: {problem}")
+            logger.warning("chat template fails model=%s conversation=%r error=%r", name, kind, problem)
 
 
 def _load_template(directory: Path, seal: SpecialTokenGuard | None = None) -> ChatTemplate | None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # adds up over threads.
 SWITCH_SECONDS = 0.0005
 # Time for requests to notice that their streams have ended.
-LAST_TURNS_SECONDS = 0.1
+CANCEL_GRACE_SECONDS = 0.1
 # M_MMAP_THRESHOLD of malloc.h.
 M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**20
 
@@ -135,7 +135,7 @@ async def _drain(listeners: Listeners, pipeline: Pipeline, links: DecodeConnecti
     await listeners.rpc.set_ready(False)
     await pipeline.wait_idle(grace_seconds)
     links.close()  # running requests end now, with an error that their clients receive
-    await pipeline.wait_idle(LAST_TURNS_SECONDS)
+    await pipeline.wait_idle(CANCEL_GRACE_SECONDS)
     pipeline.abort_all()  # end requests without a worker too
     await listeners.stop()
 

@@ -191,7 +191,7 @@ async def test_what_valkey_did_not_hear_of_stays_counted_here(valkey: ValkeyServ
     async with sharing(valkey) as limiter:
         await limiter.take(whose, 0)
         limiter.charge(whose, 0, 5000)
-        limiter._owed.clear()  # it was away when it was to be told
+        limiter._unreported.clear()  # it was away when it was to be told
         await limiter.take(whose, 0)
         assert limiter.levels(whose)[0].remaining < 1500
 

@@ -14,7 +14,12 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.test_response_store import say
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_services.gateway.dialects.responses_items import MAX_ID_CHARS, kept_items
-from weft_services.gateway.front.response_store import TOKENS_A_LOGPROB, USUAL_BYTES, ResponseStore, StoredResponse
+from weft_services.gateway.front.response_store import (
+    BASE_RECORD_BYTES,
+    TOKENS_PER_LOGPROB,
+    ResponseStore,
+    StoredResponse,
+)
 
 PART: dict[str, Any] = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
 POSITION: dict[str, Any] = {"token": "hi", "logprob": -0.5, "bytes": [104, 105]}
@@ -69,7 +74,7 @@ def test_thoughts_and_logprobs_that_were_generated_have_their_room() -> None:
     """Later prompts leave thoughts out, and logprobs are many times longer than their tokens."""
     position = {**POSITION, "top_logprobs": [POSITION] * 5}
     kept = answer({"type": "reasoning", "content": []}, message(position, position), num_earlier=100, num_top=5)
-    assert kept.num_tokens == 12 + 100 + TOKENS_A_LOGPROB * 2 * 6
+    assert kept.num_tokens == 12 + 100 + TOKENS_PER_LOGPROB * 2 * 6
     assert kept.earlier.num_generated == 107
     assert kept.earlier.items == (*kept.items, {"type": "reasoning", "content": []}, message()), "not told again"
 
@@ -82,10 +87,10 @@ async def test_what_takes_more_than_its_tokens_may_is_not_kept() -> None:
         kept.append(0)
 
     answers._valkey.call = ask  # type: ignore[method-assign]
-    for num_bytes, num_tokens in ((USUAL_BYTES, 0), (USUAL_BYTES + 64, 0), (USUAL_BYTES + 64, 1)):
-        await answers.keep(b"a", NAME, b"x" * num_bytes, num_tokens)
+    for num_bytes, num_tokens in ((BASE_RECORD_BYTES, 0), (BASE_RECORD_BYTES + 64, 0), (BASE_RECORD_BYTES + 64, 1)):
+        await answers.store(b"a", NAME, b"x" * num_bytes, num_tokens)
     assert len(kept) == 2
-    assert USUAL_BYTES == 64 * 1024
+    assert BASE_RECORD_BYTES == 64 * 1024
     await answers.close()
 
 

@@ -148,7 +148,7 @@ async def test_a_text_that_is_long_for_its_tokens_is_refused(bench: MakeBench, m
     monkeypatch.setattr(text_endpoints, "MAX_TOKENS", 8)
     async with bench() as b:
         assert (await b.http.post("/detokenize", json={"tokens": [1] * CONTEXT})).status_code == 200
-        monkeypatch.setattr(text_endpoints, "CHARS_A_TOKEN", 4)
+        monkeypatch.setattr(text_endpoints, "CHARS_PER_TOKEN", 4)
         status, error = await b.refused("/detokenize", tokens=[1] * CONTEXT)
         assert (status, error["param"]) == (400, "tokens")
         assert f"{CONTEXT * len('<|bos|>')} characters" in error["message"]

@@ -94,7 +94,7 @@ class Principal:
             self.limiter.charge(self.key, requests, tokens)
 
 
-current_principal: ContextVar[Principal] = ContextVar("visitor", default=Principal())  # noqa: B039 it is frozen
+current_principal: ContextVar[Principal] = ContextVar("current_principal", default=Principal())  # noqa: B039 it is frozen
 
 
 class Authenticator:

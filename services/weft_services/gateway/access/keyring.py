@@ -119,13 +119,13 @@ class Keyring:
         self._keys: Mapping[str, ApiKey] | None = None
         # True if the keys have more than one owner. Operators do not count: they work for the others.
         self.has_tenants = False
-        self._trouble = ""
+        self._last_problem = ""
 
     async def open(self) -> None:
         """Read the keys for the first time. Raises ConfigError for a file that cannot be read."""
         await self._read()
         if self._is_required and self._keys is None:
-            raise ConfigError(f"WEFT_KEYS: {self._trouble}; `weft keys add NAME --keys FILE` creates the file")
+            raise ConfigError(f"WEFT_KEYS: {self._last_problem}; `weft keys add NAME --keys FILE` creates the file")
 
     async def run(self, changed: Callable[[], None]) -> None:
         """Poll for changes until cancelled; call `changed` after each one."""
@@ -170,11 +170,11 @@ class Keyring:
             logger.info("keys=%d", len(changed))
         return changed is not None
 
-    def _note(self, trouble: str) -> None:
-        if trouble and trouble != self._trouble:
+    def _note(self, problem: str) -> None:
+        if problem and problem != self._last_problem:
             what = "none yet" if self._keys is None else "keeping the last ones"
-            logger.error("api keys not read, %s error=%s", what, trouble)
-        self._trouble = trouble
+            logger.error("api keys not read, %s error=%s", what, problem)
+        self._last_problem = problem
 
 
 def presented_secret(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str:

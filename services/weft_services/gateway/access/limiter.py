@@ -87,8 +87,8 @@ class RateLimiter:
         self._valkey = Valkey(redis_url, FOUND, LOST, clock, deadline_seconds) if redis_url else None
         self._clock = clock
         self._empty: dict[tuple[str, str], float] = {}
-        self._owed: dict[ApiKey, tuple[int, int]] = {}
-        self._has_debts = asyncio.Event()
+        self._unreported: dict[ApiKey, tuple[int, int]] = {}
+        self._has_unreported = asyncio.Event()
         self._script = self._valkey.redis.register_script(SCRIPT) if self._valkey else None
 
     def levels(self, key: ApiKey) -> list[RateLimitState]:
@@ -123,9 +123,9 @@ class RateLimiter:
             return
         self._add(key, requests, tokens)
         if self._valkey is not None:
-            before = self._owed.get(key, (0, 0))
-            self._owed[key] = (before[0] + requests, before[1] + tokens)
-            self._has_debts.set()
+            before = self._unreported.get(key, (0, 0))
+            self._unreported[key] = (before[0] + requests, before[1] + tokens)
+            self._has_unreported.set()
 
     async def run(self) -> None:
         """Report charges to Valkey, one key at a time, until cancelled; then close the connections."""
@@ -133,16 +133,16 @@ class RateLimiter:
             return
         try:
             while True:
-                await self._has_debts.wait()
-                self._has_debts.clear()
+                await self._has_unreported.wait()
+                self._has_unreported.clear()
                 await self.flush()
         finally:
             await self._valkey.close()
 
     async def flush(self) -> None:
         """Report all outstanding charges. A charge that Valkey does not receive stays in the local count."""
-        while self._owed:
-            key, (requests, tokens) = self._owed.popitem()
+        while self._unreported:
+            key, (requests, tokens) = self._unreported.popitem()
             await self._ask(key, requests, tokens, is_charge=True)
 
     async def _ask(self, key: ApiKey, requests: int, tokens: int, is_charge: bool) -> bool | None:
@@ -164,8 +164,8 @@ class RateLimiter:
         fits, *microseconds = answer
         for kind, each in zip(KINDS, microseconds, strict=True):
             # Valkey lacks charges from the time when it was unreachable.
-            told, known = self._clock() + each / MICROSECONDS, self._empty.get((key.digest, kind), 0.0)
-            self._empty[key.digest, kind] = max(told, known)
+            reported, known = self._clock() + each / MICROSECONDS, self._empty.get((key.digest, kind), 0.0)
+            self._empty[key.digest, kind] = max(reported, known)
         return bool(fits)
 
     def _refuse(self, key: ApiKey, costs: dict[str, int], always: bool = False) -> None:

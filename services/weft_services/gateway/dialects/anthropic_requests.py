@@ -20,7 +20,7 @@ from weft_services.gateway.dialects.chat_translation import (
     place_of,
     read_json_object,
     renamed,
-    text_of_result,
+    tool_result_text,
 )
 from weft_services.gateway.dialects.openai_requests import EXTENSION_FIELDS
 from weft_services.gateway.dialects.unsupported_fields import CHAT_ALONE, Neutral, check_supported
@@ -260,7 +260,7 @@ def messages_of(role: str, content: Any, path: str) -> Iterator[Fields]:
             yield _result(block, text_of(block.get("content") or "", f"{at}.content"), at)
         elif block["type"].endswith(SERVER_RESULT):
             yield from turn.take()
-            yield _result(block, text_of_result(block.get("content") or ""), at)
+            yield _result(block, tool_result_text(block.get("content") or ""), at)
         else:
             turn.add(block, at)
     yield from turn.take()

@@ -43,8 +43,8 @@ def check_body(*texts: bytes) -> None:
 def check_depth(text: str | bytes, value: Any, field: str | None = None) -> None:
     """Raise InvalidRequest naming the field if `value`, parsed from `text`, is nested too deeply."""
     if may_be_deep(text) and (depth := depth_of(value)) > MAX_LEVELS:
-        says = f"JSON nested {depth} levels deep, at most {MAX_LEVELS}"
-        raise InvalidRequest(f"{field}: {says}" if field else f"the body is {says}", field, "invalid_value")
+        message = f"JSON nested {depth} levels deep, at most {MAX_LEVELS}"
+        raise InvalidRequest(f"{field}: {message}" if field else f"the body is {message}", field, "invalid_value")
 
 
 def may_be_deep(text: str | bytes) -> bool:

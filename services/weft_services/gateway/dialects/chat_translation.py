@@ -49,10 +49,10 @@ def check_chat(chat: Fields, own_path: Callable[[str], str]) -> Generation:
             raise
         path = own_path(error.param)
         # Chat completions nest fields that these APIs have at the top level.
-        told = str(error).replace(error.param, path, 1)
+        message = str(error).replace(error.param, path, 1)
         for kind in ("function", "custom"):
-            told = told.replace(f": {kind}.", ": ", 1)
-        raise InvalidRequest(told, path, error.reason) from error
+            message = message.replace(f": {kind}.", ": ", 1)
+        raise InvalidRequest(message, path, error.reason) from error
     answer, use = generation.answer_format, generation.tool_use
     return replace(
         generation,
@@ -83,7 +83,7 @@ def renamed(path: str, names: Sequence[tuple[str, str]]) -> str:
     return path
 
 
-def text_of_result(value: Any) -> str:
+def tool_result_text(value: Any) -> str:
     """Return a tool's result as text: the joined text parts, or JSON without opaque fields."""
     if isinstance(value, str):
         return value

@@ -17,10 +17,10 @@ Alternatives = Iterable[tuple[int, float]]
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], codec: Codec) -> dict[str, Any]:
     """Return the `logprobs` object of a chat choice."""
-    return {"content": [_told(position, codec) for position in positions], "refusal": None}
+    return {"content": [_position_entry(position, codec) for position in positions], "refusal": None}
 
 
-def _told(position: PositionLogprobs, codec: Codec) -> orjson.Fragment:
+def _position_entry(position: PositionLogprobs, codec: Codec) -> orjson.Fragment:
     """Serialize a position at once: with alternatives it is a hundred objects, costlier to keep than to write."""
     top = [_entry(entry, codec) for entry in position.top]
     return orjson.Fragment(orjson.dumps({**_entry(position.chosen, codec), "top_logprobs": top}))
@@ -121,12 +121,12 @@ class CompletionLogprobs:
             top = [(entry.token_id, entry.logprob) for entry in position.top]
             self._add(token_id, self._offset, position.chosen.logprob, top)
             self._offset += len(self._detokenizer.push((token_id,)))
-        told = self._told
+        lists = self._lists
         self._begin()
-        return told
+        return lists
 
     def _begin(self) -> None:
-        self._told: dict[str, list[Any]] = {
+        self._lists: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
@@ -134,18 +134,18 @@ class CompletionLogprobs:
         }
 
     def _add(self, token_id: int, offset: int, chance: float | None, top: Alternatives | None) -> None:
-        told, codec = self._told, self._codec
-        told["tokens"].append(codec.token_text(token_id))
-        told["token_logprobs"].append(None if chance is None else max(chance, LOWEST))
-        told["text_offset"].append(offset)
+        lists, codec = self._lists, self._codec
+        lists["tokens"].append(codec.token_text(token_id))
+        lists["token_logprobs"].append(None if chance is None else max(chance, LOWEST))
+        lists["text_offset"].append(offset)
         if chance is None or top is None:
-            told["top_logprobs"].append(None)
+            lists["top_logprobs"].append(None)
             return
         best: dict[str, float] = {}
         for each, value in ((token_id, chance), *top):
             text = codec.token_text(each)
             best[text] = max(value, best.get(text, LOWEST))  # different partial characters have the same text
-        told["top_logprobs"].append(best)
+        lists["top_logprobs"].append(best)
 
 
 def prompt_logprobs(

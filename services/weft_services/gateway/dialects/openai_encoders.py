@@ -46,8 +46,8 @@ class Envelope:
         if self._running is not None:
             self._running.completion_tokens += num_tokens
             counts = self._running.fields()
-            told = {name: counts[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-            self._usage = b',"usage":' + orjson.dumps(told)
+            running = {name: counts[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+            self._usage = b',"usage":' + orjson.dumps(running)
 
     def frame(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
         """Encode a chunk with one choice. `extra`: more fields next to `choices`."""
@@ -132,13 +132,13 @@ class CompletionEncoder:
         entry: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": source.finish_reason}
         if is_first := index not in self._logprobs:
             self._logprobs[index] = CompletionLogprobs(self._codec, prompt.context) if self._wants_logprobs else None
-        told = self._logprobs[index]
+        logprobs = self._logprobs[index]
         if is_first and asked.repeats_prompt:
             entry["text"] = prompt.text + text
-            if told is not None and asked.num_logprobs is not None:
-                told.repeat(prompt.text, prompt.token_ids, scores, asked.num_logprobs)
-        if told is not None:
-            entry["logprobs"] = told.take(source.logprobs)
+            if logprobs is not None and asked.num_logprobs is not None:
+                logprobs.repeat(prompt.text, prompt.token_ids, scores, asked.num_logprobs)
+        if logprobs is not None:
+            entry["logprobs"] = logprobs.take(source.logprobs)
         if is_first and asked.num_prompt_logprobs is not None:
             wanted = asked.num_prompt_logprobs
             entry["prompt_logprobs"] = prompt_logprobs(prompt.token_ids, scores, wanted, self._codec)

@@ -123,10 +123,10 @@ def _use(tools: tuple[dict[str, Any], ...], choice: Any, is_parallel: bool) -> T
     raise InvalidRequest(message, "tool_choice", "invalid_value")
 
 
-def _allowed(said: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozenset[str]]:
+def _allowed(given: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozenset[str]]:
     """Read allowed_tools: only some tools may be called, but the model sees all, so its prompt stays cached."""
     field = "tool_choice.allowed_tools"
-    mode, listed = (said.get("mode"), said.get("tools")) if isinstance(said, dict) else (None, None)
+    mode, listed = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
     if mode not in ("auto", "required"):
         raise InvalidRequest(f"{field}.mode: expected auto or required", f"{field}.mode", "invalid_value")
     if not isinstance(listed, list) or not listed:

@@ -165,8 +165,8 @@ class ResponsesEncoder:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
-        said = event(kind, sequence_number=self._num_events - 1, **fields)
-        return with_obfuscation(said) if self._is_padded and kind.endswith(".delta") else said
+        frame = event(kind, sequence_number=self._num_events - 1, **fields)
+        return with_obfuscation(frame) if self._is_padded and kind.endswith(".delta") else frame
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

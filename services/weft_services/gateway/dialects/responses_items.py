@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.ids import new_id
-from weft_services.gateway.dialects.chat_translation import Fields, text_of_result
+from weft_services.gateway.dialects.chat_translation import Fields, tool_result_text
 from weft_services.gateway.dialects.responses_tools import qualified
 
 SYSTEMS = ("system", "developer")
@@ -134,10 +134,10 @@ def kept_items(value: str | list[Fields], before: Iterable[Fields] = ()) -> list
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     taken = {str(item["id"]) for item in before}
-    return [_kept(item, taken) for item in items if _kind(item) in KNOWN or _kind(item) in FOREIGN_KINDS]
+    return [_stored_item(item, taken) for item in items if _kind(item) in KNOWN or _kind(item) in FOREIGN_KINDS]
 
 
-def _kept(item: Fields, taken: set[str]) -> Fields:
+def _stored_item(item: Fields, taken: set[str]) -> Fields:
     kind, own = _kind(item), item.get("id")
     if not own or own in taken or len(own) > MAX_ID_CHARS:  # pagination needs unique ids
         own = f"{ID_PREFIXES.get(kind, 'item')}_{new_id()}"
@@ -145,12 +145,12 @@ def _kept(item: Fields, taken: set[str]) -> Fields:
     if kind in FOREIGN_KINDS:
         given = {name: item[name] for name in FOREIGN_KINDS[kind].fields if name in item}
         return {"call_id": id_of(item), "status": "completed", **given, "type": kind, "id": own}
-    kept = {name: _known(item[name]) for name in KNOWN[kind] if name in item}
-    kept |= {"type": kind, "id": own, "status": "completed"}
+    stored = {name: _known(item[name]) for name in KNOWN[kind] if name in item}
+    stored |= {"type": kind, "id": own, "status": "completed"}
     if kind == "message" and isinstance(content := item.get("content"), str):
         part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
-        kept["content"] = [{**part, "text": content}]
-    return kept
+        stored["content"] = [{**part, "text": content}]
+    return stored
 
 
 def _known(value: Any) -> Any:
@@ -306,7 +306,7 @@ def result_of(item: Fields) -> str | None:
     """Return the text of the item's result, or None."""
     for name in FOREIGN_KINDS[item["type"]].results:
         if (value := item.get(name)) is not None:
-            return text_of_result(value)
+            return tool_result_text(value)
     return None
 
 

@@ -97,8 +97,8 @@ class TemplateVariables(LenientModel):
 
     def _check_budgets(self) -> None:
         for name, field in (("thinking", "budget_tokens"), ("reasoning", "max_tokens"), ("reasoning", "exclude")):
-            held = getattr(self, name)
-            if held is not None and (held.model_extra or {}).get(field) not in (None, False):
+            switch = getattr(self, name)
+            if switch is not None and (switch.model_extra or {}).get(field) not in (None, False):
                 path = f"{name}.{field}"
                 instead = "leave thoughts unread" if field == "exclude" else "max_tokens bounds thoughts and answer"
                 raise InvalidRequest(f"{path} is not supported here; {instead}", path, "unsupported_parameter")

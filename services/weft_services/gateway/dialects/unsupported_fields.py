@@ -210,6 +210,6 @@ def check_supported(fields: Mapping[str, Any], neutral_values: Neutral, own: Map
 def _advice(name: str, own: Mapping[str, str]) -> str:
     if name in WRAPPERS:
         return "; put its fields at the top of the body"
-    usual = INSTEAD.get(name, name)
-    instead = own.get(name) or own.get(usual, usual)
+    replacement = INSTEAD.get(name, name)
+    instead = own.get(name) or own.get(replacement, replacement)
     return "" if instead == name else f"; use {instead}"

@@ -178,8 +178,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message += f"; the address here is {meant}"
     if allowed := (error.headers or {}).get("Allow"):
         message += f"; use {', '.join(sorted(allowed.split(', ')))}"
-    told = HttpError(error.status_code, message, "unknown_url" if error.status_code == 404 else None)
-    return Response(_encode(request, told), error.status_code, headers=error.headers, media_type="application/json")
+    http_error = HttpError(error.status_code, message, "unknown_url" if error.status_code == 404 else None)
+    return Response(
+        _encode(request, http_error), error.status_code, headers=error.headers, media_type="application/json"
+    )
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:

@@ -38,7 +38,7 @@ class Certificate:
 
     async def run(self) -> None:
         """Reload changed files until cancelled. A failed read is retried."""
-        trouble = ""
+        problem = ""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             try:
@@ -49,11 +49,11 @@ class Certificate:
                     self.context.load_cert_chain(self._cert, self._key, NO_PASSWORD)
                     self._seen = now
                     logger.info("certificate reloaded path=%s", self._cert)
-                trouble = ""
+                problem = ""
             except (ConfigError, OSError) as error:  # ssl.SSLError is an OSError
-                if str(error) != trouble:
+                if str(error) != problem:
                     logger.error("certificate not reloaded, keeping the last one error=%s", error)
-                trouble = str(error)
+                problem = str(error)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         pair = (read_pem(self._key, "WEFT_TLS_KEY"), read_pem(self._cert, "WEFT_TLS_CERT"))

@@ -47,9 +47,9 @@ from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 10.0
 # Above this number of logprobs, encoding takes longer than waking a thread.
-MANY_LOGPROBS = 256
+MAX_INLINE_LOGPROBS = 256
 # Above this number of floats, encoding takes longer than waking a thread.
-MANY_NUMBERS = 65_536
+MAX_INLINE_FLOATS = 65_536
 
 
 class ResponseEncoder(Protocol):
@@ -172,10 +172,10 @@ async def _stream(
             await writer.send_frames(out)
             last_written = time.monotonic()
     usage = record.usage()
-    told = event(record.timeline()) if context.wants_timeline else b""
+    timeline_frame = event(record.timeline()) if context.wants_timeline else b""
     ending = encoder.encode_end(usage)
     await context.store_response(encoder)
-    await writer.end_stream(told + ending)
+    await writer.end_stream(timeline_frame + ending)
     _finished(record, encoder)
 
 
@@ -189,13 +189,13 @@ async def _collect(
         for piece in pieces:
             choices[piece.index].add(piece)
     usage = record.usage()
-    told = [response_header(record.timeline())] if context.wants_timeline else []
-    if _tells_prompts(run) or sum(len(choice.logprobs) for choice in choices) > MANY_LOGPROBS:
+    timeline_headers = [response_header(record.timeline())] if context.wants_timeline else []
+    if _tells_prompts(run) or sum(len(choice.logprobs) for choice in choices) > MAX_INLINE_LOGPROBS:
         body = await asyncio.to_thread(encoder.encode_body, choices, usage)
     else:
         body = encoder.encode_body(choices, usage)
     await context.store_response(encoder)
-    await writer.send_body(200, body, [*JSON_HEADERS, *told])
+    await writer.send_body(200, body, [*JSON_HEADERS, *timeline_headers])
     _finished(record, encoder)
 
 
@@ -268,7 +268,7 @@ class EmbeddingEndpoint:
         try:
             found = await embed(self._pipeline, lambda: parse_embedding(body), session, record, self._timeout_seconds)
             record.close(RequestStage.FINISHED)
-            if sum(map(len, found[1])) > MANY_NUMBERS:
+            if sum(map(len, found[1])) > MAX_INLINE_FLOATS:
                 answer = await asyncio.to_thread(embedding_body, *found)
             else:
                 answer = embedding_body(*found)

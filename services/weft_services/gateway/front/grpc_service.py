@@ -23,7 +23,7 @@ from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, ad
 from weft_services.gateway.dialects.choices import ChatChoices, Usage
 from weft_services.gateway.dialects.logprobs import positions_of
 from weft_services.gateway.error_body import public_error, status_of
-from weft_services.gateway.front.endpoints import MANY_NUMBERS, embed
+from weft_services.gateway.front.endpoints import MAX_INLINE_FLOATS, embed
 from weft_services.gateway.front.grpc_requests import (
     read_chat,
     read_detokenize,
@@ -111,7 +111,7 @@ class InferenceService(InferenceServiceServicer):
         parse = partial(read_embed, self._pipeline.models, request)
         session, seconds = client_hints(context.invocation_metadata() or ()), self._seconds(context)
         _, vectors, count = await embed(self._pipeline, parse, session, _record.get(), seconds)
-        if sum(map(len, vectors)) > MANY_NUMBERS:
+        if sum(map(len, vectors)) > MAX_INLINE_FLOATS:
             return await asyncio.to_thread(_embedded, vectors, count)
         return _embedded(vectors, count)
 
@@ -150,8 +150,8 @@ class InferenceService(InferenceServiceServicer):
                     num_open -= piece.finish_reason is not None
                     yield piece, None if num_open else record.usage(), prepared
             if (HEADER.decode(), "1") in (metadata or ()):
-                name_of, told = response_header(record.timeline())
-                context.set_trailing_metadata(((name_of.decode(), told.decode()),))
+                name_of, header_value = response_header(record.timeline())
+                context.set_trailing_metadata(((name_of.decode(), header_value.decode()),))
 
     def _seconds(self, context: Any) -> float:
         """Return the time the call may still take; 0 if its deadline has just passed."""

@@ -16,7 +16,7 @@ from weft_services.gateway.front.http_server import HttpServer, listen
 from weft_services.gateway.front.response_store import ResponseStore
 from weft_services.gateway.mesh.pipeline import Pipeline
 
-LAST_WORDS_SECONDS = 1.0
+FLUSH_SECONDS = 1.0
 
 
 class Listeners:
@@ -32,7 +32,7 @@ class Listeners:
         self._watching: asyncio.Task[None] | None = None
         context = self._certificate.context if self._certificate else None
         has_private = config.private_port is not None
-        grace_seconds = config.grace_seconds + LAST_WORDS_SECONDS
+        grace_seconds = config.grace_seconds + FLUSH_SECONDS
         options = PublicListenerOptions(config.request_timeout_seconds, not has_private, config.allowed_origins)
         app = build_app(pipeline, authenticator, store, options)
         self.http = HttpServer(app, listen(config.host, config.http_port, config.reuse_port), grace_seconds, context)
@@ -66,7 +66,7 @@ class Listeners:
 
     async def stop(self) -> None:
         """Send remaining data, then close all connections."""
-        await self.rpc.stop(LAST_WORDS_SECONDS)
+        await self.rpc.stop(FLUSH_SECONDS)
         await asyncio.wait(self._serving)
         if self._watching is not None:
             self._watching.cancel()

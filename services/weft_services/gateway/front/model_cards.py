@@ -17,7 +17,7 @@ from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.model import ServedModel
 
 # Page size of Anthropic's list: default and maximum.
-USUAL_MODELS, MAX_MODELS = 20, 1000
+DEFAULT_MODELS, MAX_MODELS = 20, 1000
 Card = dict[str, Any]
 
 
@@ -55,7 +55,7 @@ def _page(cards: Sequence[Card], query: QueryParams) -> Card:
 
     Raises InvalidRequest naming the parameter.
     """
-    limit, after, before = query.get("limit", str(USUAL_MODELS)), query.get("after_id"), query.get("before_id")
+    limit, after, before = query.get("limit", str(DEFAULT_MODELS)), query.get("after_id"), query.get("before_id")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= MAX_MODELS):
         raise InvalidRequest(f"limit: expected 1 to {MAX_MODELS}", "limit")
     if after and before:

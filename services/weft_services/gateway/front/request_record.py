@@ -55,7 +55,7 @@ class RequestRecord:
         self._last_token: float | None = None
         self._worst_gap = 0.0
         self._run: GenerationRun | None = None
-        self._visitor = current_principal.get()
+        self._principal = current_principal.get()
         self.finish_reasons: Sequence[str] = ()  # where they differ from the workers', which know no tool calls
         self.prompt_tokens = 0  # of a request that is answered without a run
         self._is_closed = False
@@ -117,7 +117,7 @@ class RequestRecord:
             return
         self._is_closed = True
         usage = self.usage()
-        self._visitor.charge(tokens=usage.completion_tokens)
+        self._principal.charge(tokens=usage.completion_tokens)
         now = time.monotonic()
         if self._span is not None:
             self._end(self._span, str(outcome), usage, error)
@@ -132,7 +132,7 @@ class RequestRecord:
             cached_labels(metrics.COMPLETION_TOKENS, self._model).inc(usage.completion_tokens)
         level = logging.WARNING if outcome == RequestStage.FAILED else logging.INFO
         if is_logged(level):
-            note(self._told(str(outcome), usage, error), level)
+            note(self._log_fields(str(outcome), usage, error), level)
 
     def _end(self, span: trace.Span, outcome: str, usage: Usage, error: Exception | None) -> None:
         began = round(self._received_at * 1e9)
@@ -152,7 +152,7 @@ class RequestRecord:
             span.set({"error.type": type(error).__name__})
         span.end()
 
-    def _told(self, outcome: str, usage: Usage, error: Exception | None) -> dict[str, Any]:
+    def _log_fields(self, outcome: str, usage: Usage, error: Exception | None) -> dict[str, Any]:
         """Return the fields of the access log."""
         pairs: dict[str, Any] = {"endpoint": self._endpoint, "outcome": outcome, "model": self._model}
         pairs |= {f"{stage}_ms": self._since(moment) for stage, moment in self._stages.items()}

@@ -24,13 +24,13 @@ FOUND = "responses are stored again"
 LOST = "responses are not stored"
 # The longest time a client waits for its answer to be stored. A megabyte takes a few milliseconds.
 DEADLINE_SECONDS = 0.5
-# Few operations at a time, so that large ones meet the deadline; each waits up to TURN_SECONDS for its turn, so that
+# Few operations at a time, so that large ones meet the deadline; each waits up to QUEUE_SECONDS for its turn, so that
 # one tenant's burst does not fail the others.
-AT_ONCE, TURN_SECONDS = 4, 5.0
+MAX_CONCURRENT, QUEUE_SECONDS = 4, 5.0
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 # Allowed record size: data outside the prompt, such as thoughts, is charged to no limit but takes shared memory.
-USUAL_BYTES, BYTES_A_TOKEN = 64 * 1024, 64
-TOKENS_A_LOGPROB = 2
+BASE_RECORD_BYTES, BYTES_PER_TOKEN = 64 * 1024, 64
+TOKENS_PER_LOGPROB = 2
 _NAME = re.compile(r"resp_[0-9a-f]{1,64}", re.ASCII)
 
 
@@ -55,12 +55,12 @@ class StoredResponse:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, the answer and earlier answers; each logprob entry counts as TOKENS_A_LOGPROB."""
+        """Tokens of the prompt, the answer and earlier answers; each logprob entry counts as TOKENS_PER_LOGPROB."""
         # Logprobs are JSON already, so count positions times the alternatives that were requested.
         num_positions = sum(len(part["logprobs"]) for item in self.response["output"] for part in _parts(item))
         num_logprobs = num_positions * (1 + int(self.response["top_logprobs"]))
         num_own = int(self.response["usage"]["total_tokens"])
-        return num_own + self.num_earlier_generated + TOKENS_A_LOGPROB * num_logprobs
+        return num_own + self.num_earlier_generated + TOKENS_PER_LOGPROB * num_logprobs
 
     @property
     def record(self) -> bytes:
@@ -79,11 +79,16 @@ class ResponseStore:
 
     def __init__(self, redis_url: str, seconds: float) -> None:
         self._valkey = Valkey(
-            redis_url, FOUND, LOST, deadline_seconds=DEADLINE_SECONDS, turn_seconds=TURN_SECONDS, at_once=AT_ONCE
+            redis_url,
+            FOUND,
+            LOST,
+            deadline_seconds=DEADLINE_SECONDS,
+            turn_seconds=QUEUE_SECONDS,
+            at_once=MAX_CONCURRENT,
         )
         self._milliseconds = math.ceil(seconds * 1000)
 
-    async def find(self, owner: bytes, name: str) -> bytes | None:
+    async def load(self, owner: bytes, name: str) -> bytes | None:
         """Return the record, or None if it does not exist or has expired. Raises PeerLost."""
         if not _NAME.fullmatch(name):
             return None
@@ -97,9 +102,9 @@ class ResponseStore:
         record: bytes | None = found[0]
         return record
 
-    async def keep(self, owner: bytes, name: str, record: bytes, num_tokens: int) -> None:
+    async def store(self, owner: bytes, name: str, record: bytes, num_tokens: int) -> None:
         """Store a record until it expires. `num_tokens`: the tokens of its answer and prompt, which bound its size."""
-        if len(record) > min(MAX_RECORD_BYTES, USUAL_BYTES + BYTES_A_TOKEN * num_tokens):
+        if len(record) > min(MAX_RECORD_BYTES, BASE_RECORD_BYTES + BYTES_PER_TOKEN * num_tokens):
             logger.warning("response not stored, too large id=%s bytes=%d", name, len(record))
             return
         key, milliseconds = _key(owner, name), self._milliseconds
@@ -109,7 +114,7 @@ class ResponseStore:
 
         await self._valkey.call(write)
 
-    async def drop(self, owner: bytes, name: str) -> bool:
+    async def delete(self, owner: bytes, name: str) -> bool:
         """Delete a record; return whether it existed. Raises PeerLost."""
         if not _NAME.fullmatch(name):
             return False

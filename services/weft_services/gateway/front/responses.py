@@ -28,17 +28,17 @@ from weft_services.gateway.mesh.routing_hints import ClientHints, read_client_hi
 
 PATH = "/v1/responses"
 PREVIOUS = "previous_response_id"
-USUAL_ITEMS, MAX_ITEMS = 20, 100
+DEFAULT_ITEMS, MAX_ITEMS = 20, 100
 
 
 def stored_response_routes(
-    pipeline: Pipeline, kept: ResponseStore, api: ApiSpec, timeout_seconds: float
+    pipeline: Pipeline, store: ResponseStore, api: ApiSpec, timeout_seconds: float
 ) -> list[Route]:
     """Return all routes of the API, including those that use no stored answers."""
-    answers, items = _AnswerEndpoint(pipeline, kept), _ItemsEndpoint(pipeline, kept)
+    answers, items = _ResponseEndpoint(pipeline, store), _ItemsEndpoint(pipeline, store)
     return [
-        Route(PATH, ResponsesEndpoint(pipeline, api, timeout_seconds, kept), methods=["POST"]),
-        Route(f"{PATH}/input_tokens", ResponseCount(pipeline, kept), methods=["POST"]),
+        Route(PATH, ResponsesEndpoint(pipeline, api, timeout_seconds, store), methods=["POST"]),
+        Route(f"{PATH}/input_tokens", ResponseCount(pipeline, store), methods=["POST"]),
         Route(f"{PATH}/{{response_id}}", answers, methods=["GET", "DELETE"]),
         Route(f"{PATH}/{{response_id}}/input_items", items, methods=["GET"]),
     ]
@@ -47,34 +47,34 @@ def stored_response_routes(
 class ResponsesEndpoint(GenerationEndpoint):
     """POST /v1/responses. The answer is stored before the client sees its end, so it can be continued at once."""
 
-    def __init__(self, pipeline: Pipeline, api: ApiSpec, timeout_seconds: float, kept: ResponseStore) -> None:
+    def __init__(self, pipeline: Pipeline, api: ApiSpec, timeout_seconds: float, store: ResponseStore) -> None:
         super().__init__(pipeline, api, timeout_seconds)
-        self._kept = kept
+        self._store = store
 
     async def _parser(self, body: bytes, session: ClientHints) -> tuple[Callable[[bytes], Generation], int]:
-        return await _parser(self._pipeline, self._kept, body, session)
+        return await _parser(self._pipeline, self._store, body, session)
 
-    async def _store_response(self, frames: ResponseEncoder, session: ClientHints) -> None:
-        assert isinstance(frames, ResponsesEncoder)
-        if frames.kept_items is not None and frames.whole is not None:
-            kept = StoredResponse(frames.whole, list(frames.kept_items), frames.num_earlier_generated)
-            record, num_tokens = await self._pipeline.compute(lambda: (kept.record, kept.num_tokens))
-            await self._kept.keep(_owner(session), kept.response["id"], record, num_tokens)
+    async def _store_response(self, encoder: ResponseEncoder, session: ClientHints) -> None:
+        assert isinstance(encoder, ResponsesEncoder)
+        if encoder.kept_items is not None and encoder.whole is not None:
+            stored = StoredResponse(encoder.whole, list(encoder.kept_items), encoder.num_earlier_generated)
+            record, num_tokens = await self._pipeline.compute(lambda: (stored.record, stored.num_tokens))
+            await self._store.store(_owner(session), stored.response["id"], record, num_tokens)
 
 
 class ResponseCount(CountEndpoint):
     """POST /v1/responses/input_tokens: the length of a prompt that may continue a stored answer."""
 
-    def __init__(self, pipeline: Pipeline, kept: ResponseStore) -> None:
+    def __init__(self, pipeline: Pipeline, store: ResponseStore) -> None:
         super().__init__(pipeline, parse_responses, "response.input_tokens")
-        self._kept = kept
+        self._store = store
 
     async def _parser(self, body: bytes, session: ClientHints) -> Callable[[bytes], Generation]:
-        return (await _parser(self._pipeline, self._kept, body, session))[0]
+        return (await _parser(self._pipeline, self._store, body, session))[0]
 
 
 async def _parser(
-    pipeline: Pipeline, kept: ResponseStore, body: bytes, session: ClientHints
+    pipeline: Pipeline, store: ResponseStore, body: bytes, session: ClientHints
 ) -> tuple[Callable[[bytes], Generation], int]:
     """Return a parser that knows the stored answer which the body continues, and that answer's size in bytes.
 
@@ -86,19 +86,19 @@ async def _parser(
     with charge_on_error():
         if not isinstance(name, str):
             raise InvalidRequest(f"{PREVIOUS}: expected a string", PREVIOUS)
-        if (found := await kept.find(_owner(session), name)) is None:
+        if (found := await store.load(_owner(session), name)) is None:
             message = f"{PREVIOUS}: no response {name[:80]!r} is stored"
             raise InvalidRequest(message, PREVIOUS, "previous_response_not_found")
     record = found
     return lambda whole: parse_responses(whole, StoredResponse.read(record).earlier), len(record)
 
 
-class _KeptEndpoint(ABC):
+class _StoredResponseEndpoint(ABC):
     """A stored answer by its id, for its owner."""
 
-    def __init__(self, pipeline: Pipeline, kept: ResponseStore) -> None:
+    def __init__(self, pipeline: Pipeline, store: ResponseStore) -> None:
         self._pipeline = pipeline
-        self._kept = kept
+        self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = ResponseWriter(scope, send)
@@ -113,19 +113,19 @@ class _KeptEndpoint(ABC):
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         """Return the response body. Raises WeftError."""
 
-    async def _told(self, owner: bytes, name: str, what: Callable[[StoredResponse], Any]) -> bytes:
+    async def _read_part(self, owner: bytes, name: str, what: Callable[[StoredResponse], Any]) -> bytes:
         """Return a part of a stored answer as JSON."""
-        if (record := await self._kept.find(owner, name)) is None:
+        if (record := await self._store.load(owner, name)) is None:
             raise _unknown(name)
         return await self._pipeline.compute(lambda: orjson.dumps(what(StoredResponse.read(record))))
 
 
-class _AnswerEndpoint(_KeptEndpoint):
+class _ResponseEndpoint(_StoredResponseEndpoint):
     """GET and DELETE of a stored answer."""
 
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         if scope["method"] == "DELETE":
-            if not await self._kept.drop(owner, name):
+            if not await self._store.delete(owner, name):
                 raise _unknown(name)
             return orjson.dumps({"id": name, "object": "response", "deleted": True})
         query = _query(scope)
@@ -133,21 +133,21 @@ class _AnswerEndpoint(_KeptEndpoint):
             raise InvalidRequest("stream: a stored response cannot be streamed; omit it", "stream")
         if not query.get("starting_after", "0").isdecimal():  # applies to streams, so it has no effect here
             raise InvalidRequest("starting_after: expected a number", "starting_after")
-        return await self._told(owner, name, lambda kept: kept.response)
+        return await self._read_part(owner, name, lambda stored: stored.response)
 
 
-class _ItemsEndpoint(_KeptEndpoint):
+class _ItemsEndpoint(_StoredResponseEndpoint):
     """GET of the items that led to an answer, newest first by default."""
 
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         query = _query(scope)
-        limit, order, after = query.get("limit", str(USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
+        limit, order, after = query.get("limit", str(DEFAULT_ITEMS)), query.get("order", "desc"), query.get("after")
         if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_ITEMS):
             raise InvalidRequest(f"limit: expected 1 to {MAX_ITEMS}", "limit")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order: expected asc or desc", "order")
         page = partial(_page, limit=int(limit), step=1 if order == "asc" else -1, after=after)
-        return await self._told(owner, name, lambda kept: page(kept.items))
+        return await self._read_part(owner, name, lambda stored: page(stored.items))
 
 
 def _page(items: list[dict[str, Any]], limit: int, step: int, after: str | None) -> dict[str, Any]:

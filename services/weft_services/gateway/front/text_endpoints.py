@@ -23,9 +23,9 @@ from weft_services.gateway.mesh.prepare import check_ids, tokenize
 from weft_services.gateway.mesh.routing_hints import ClientHints
 
 # Most ids for /detokenize if no context is longer, and characters of text per id.
-MAX_TOKENS, CHARS_A_TOKEN = 65_536, 16
+MAX_TOKENS, CHARS_PER_TOKEN = 65_536, 16
 Fields = dict[str, Any]
-ToldT = TypeVar("ToldT")
+EncodedT = TypeVar("EncodedT")
 
 
 def text_routes(pipeline: Pipeline) -> list[Route]:
@@ -33,28 +33,28 @@ def text_routes(pipeline: Pipeline) -> list[Route]:
     endpoints: dict[str, TextEndpoint] = {
         "/v1/messages/count_tokens": CountEndpoint(pipeline, parse_count, ""),
         "/v1/responses/input_tokens": CountEndpoint(pipeline, parse_responses, "response.input_tokens"),
-        "/tokenize": TokenEndpoint(pipeline, partial(tokens_of, parse=parse_tokenize, told=orjson.dumps)),
-        "/detokenize": TokenEndpoint(pipeline, partial(text_of, parse=parse_detokenize, told=orjson.dumps)),
+        "/tokenize": TokenEndpoint(pipeline, partial(tokens_of, parse=parse_tokenize, encode=orjson.dumps)),
+        "/detokenize": TokenEndpoint(pipeline, partial(text_of, parse=parse_detokenize, encode=orjson.dumps)),
     }
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
 
 
 async def tokens_of(
-    pipeline: Pipeline, body: bytes, parse: Callable[[bytes], TokenizeRequest], told: Callable[[Fields], ToldT]
-) -> ToldT:
+    pipeline: Pipeline, body: bytes, parse: Callable[[bytes], TokenizeRequest], encode: Callable[[Fields], EncodedT]
+) -> EncodedT:
     """Tokenize as vLLM's /tokenize does.
 
-    There may be a million ids, so `told` encodes them in the same thread.
+    There may be a million ids, so `encode` runs them in the same thread.
     """
 
-    def work() -> ToldT:
+    def work() -> EncodedT:
         asked = parse(body)
         model = pipeline.models.resolve(asked.model)
         note({"model": model.name})
         limit = pipeline.max_context_tokens(model)
         ids = tokenize(asked, model, limit)
         texts = model.codec.entries(ids) if asked.wants_texts else None
-        return told({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
+        return encode({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
     return await pipeline.compute_counted(work)
 
@@ -63,11 +63,11 @@ async def text_of(
     pipeline: Pipeline,
     body: bytes,
     parse: Callable[[bytes], tuple[str, list[int]]],
-    told: Callable[[Fields], ToldT],
-) -> ToldT:
-    """Detokenize as vLLM's /detokenize does. The text includes special tokens. `told` as in `tokens_of`."""
+    encode: Callable[[Fields], EncodedT],
+) -> EncodedT:
+    """Detokenize as vLLM's /detokenize does. The text includes special tokens. `encode` as in `tokens_of`."""
 
-    def work() -> ToldT:
+    def work() -> EncodedT:
         name, ids = parse(body)
         model = pipeline.models.resolve(name)
         note({"model": model.name})
@@ -75,8 +75,8 @@ async def text_of(
         _check_number("tokens", len(ids), limit)
         check_ids(ids, "tokens", model)
         text = model.codec.whole_text(ids)
-        _check_number("characters", len(text), limit * CHARS_A_TOKEN)
-        return told({"prompt": text})
+        _check_number("characters", len(text), limit * CHARS_PER_TOKEN)
+        return encode({"prompt": text})
 
     return await pipeline.compute_counted(work)
 
