@@ -32,6 +32,10 @@ CONFIGS = (GatewayConfig, SchedulerConfig, WorkerConfig, KvStoreConfig, WeightsC
 SETTING = re.compile(r"\bWEFT_[A-Z0-9_]+\b")
 READ = re.compile(r'environ(?:\.get\(|\[)"([A-Z_]+)"')
 OPTION = re.compile(r'envvar=("\w+"|\[[^]]*\])')
+FILE = re.compile(r"`((?:\w[\w.-]*/)+[\w.-]+\.(?:py|cpp|h|sh|jinja))`")
+MODULE = re.compile(r"`(weft(?:_\w+)?(?:\.\w+)+)`")
+SOURCES = ("", "libs/weft", "services/weft_services", "libs", "services", "kernels")
+OTHER_NAMES = {"weft/mesh", "weft/timeline"}  # the name in certificates, and an event
 OTHERS_OWN = {"PATH", "GRPC_VERBOSITY", "OTEL_SDK_DISABLED"}
 
 
@@ -99,6 +103,18 @@ def test_every_module_and_its_options_exist() -> None:
             text = "".join(each.read_text() for each in source.parent.glob("*.py"))
             unknown = [word for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in text]
             assert not unknown, f"{page}: python -m {module}: {unknown}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_and_modules_exist(page: Path) -> None:
+    text = page.read_text()
+    files = {name for name in FILE.findall(text) if "OP" not in name}
+    missing = {name for name in files if not any((ROOT / top / name).exists() for top in SOURCES)}
+    modules = {name.replace(".", "/") for name in MODULE.findall(text)} - OTHER_NAMES
+    for name in modules:
+        if not any((ROOT / top / (name + suffix)).exists() for top in SOURCES for suffix in ("", ".py")):
+            missing.add(name)
+    assert not missing
 
 
 def test_every_setting_is_read_somewhere() -> None:
