@@ -1,1 +1,1 @@
-"""What a prefill and a decode worker share: joining the fleet, loading weights, running an engine, the store."""
+"""Shared parts of prefill and decode workers: fleet membership, weight loading, engine, and store client."""

@@ -13,12 +13,12 @@ from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.os_tuning import parse_cpus
 
-# below this, a busy machine is silent for longer; nor need anybody wait longer for a peer that is gone
+# Below the minimum, a busy machine is silent for longer; above the maximum, peers wait too long for a lost one.
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 1.0, 3600.0
 
 
 class Dtype(StrEnum):
-    """What weights and cache are computed and kept in; auto is float32 on CPU, bfloat16 on CUDA."""
+    """dtype of computation and KV cache; auto is float32 on CPU, bfloat16 on CUDA."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -26,15 +26,14 @@ class Dtype(StrEnum):
 
 
 class DeviceChoice(StrEnum):
-    """Where to compute; auto is on a GPU where torch can use one, else on the CPU."""
+    """Device to compute on; auto is the GPU if torch can use one, else the CPU."""
 
     AUTO = "auto"
     CUDA = "cuda"
 
 
 class WeightFormat(StrEnum):
-    """How matrices stay in memory: as they come, or, where that suits them, packed to 12 bits without loss; auto is
-    packed on a CPU."""
+    """How matrices stay in memory: as published, or packed losslessly to 12 bits where possible; auto packs on a CPU."""
 
     AUTO = "auto"
     PLAIN = "plain"
@@ -42,7 +41,7 @@ class WeightFormat(StrEnum):
 
 
 class TransportChoice(StrEnum):
-    """How blocks are pulled; auto is from the file of a pool on the same machine, else Mooncake, else gRPC."""
+    """How KV blocks are pulled; auto tries a local pool's file, then Mooncake, then gRPC."""
 
     AUTO = "auto"
     MOONCAKE = "mooncake"
@@ -50,14 +49,14 @@ class TransportChoice(StrEnum):
 
 
 class MooncakeProtocol(StrEnum):
-    """What Mooncake speaks below."""
+    """Network protocol of Mooncake."""
 
     TCP = "tcp"
     RDMA = "rdma"
 
 
 class StoreFetchPolicy(StrEnum):
-    """Which blocks to fetch from the store: those that it is quicker to fetch than to compute, or all it has."""
+    """Which blocks to fetch from the store: those cheaper to fetch than to compute, or all."""
 
     CHEAPER = "cheaper"
     ALWAYS = "always"
@@ -121,12 +120,12 @@ class WorkerConfig:
             limits = f"{MIN_LEASE_SECONDS:g} to {MAX_LEASE_SECONDS:g}"
             raise ConfigError(f"WEFT_LEASE_SECONDS={self.lease_seconds:.7g}: expected {limits}")
         for name in ("grace_seconds", "tune_seconds"):
-            if not getattr(self, name) >= 0:  # nor what is no number
+            if not getattr(self, name) >= 0:  # also rejects NaN
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name):g}: expected 0 or more")
 
     @property
     def wanted(self) -> RequestedSizes:
-        """What of it decides what the worker takes. Raises ConfigError."""
+        """The fields that determine the worker's sizes. Raises ConfigError."""
         return RequestedSizes(**{field.name: getattr(self, field.name) for field in fields(RequestedSizes)})
 
     @property
@@ -140,6 +139,6 @@ class WorkerConfig:
         return self.advertise_host or self.host
 
     def peer_address(self, port: str | int) -> str:
-        """host:port as peers call it; an IPv6 address stands in brackets there."""
+        """Return host:port for peers, with an IPv6 address in brackets."""
         host = self.peer_host
         return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -1,8 +1,6 @@
-"""From the engine's thread to the loop: every step's output to whoever consumes it, its load to the metrics.
+"""Connects the engine's thread to the event loop: step events and metrics; and compiles grammars for sequences.
 
-Knows nothing of requests; consumers pick the keys that are theirs.
-
-The grammars of a worker's sequences: opened beside the loop, before the engine hears of the sequence.
+Consumers select the events of their own keys.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ metrics.init_series(metrics.ENGINE_TOKENS, ("prompt", "generated"))
 
 
 class EngineEvents:
-    """`listener` runs on the engine's thread; everything else on the loop that the feed was made in."""
+    """`listener` runs on the engine's thread, everything else on the loop that created this object."""
 
     def __init__(self) -> None:
-        # told of every step that was all prompts, to their first tokens maybe: how many tokens, and how long it took
+        # Called after each prefill-only step (first tokens included) with its token count and duration.
         self.on_computed: ComputeListener | None = None
         self.load = EngineLoad()
         self.engine_time = NO_ENGINE_TIME
@@ -41,12 +39,12 @@ class EngineEvents:
         self._consumers.append(consumer)
 
     def listener(self, output: StepOutput) -> None:
-        """For the engine."""
+        """Receives step outputs on the engine's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, output)
 
     async def until_broken(self) -> None:
-        """Raises what a consumer raised; a consumer that fails has lost events and cannot go on."""
+        """Raise the first exception of a consumer, which has lost events and cannot continue."""
         await asyncio.shield(self._broken)
 
     def _deliver(self, output: StepOutput) -> None:
@@ -70,14 +68,14 @@ class EngineEvents:
         _set_gauges(load)
 
     def clear(self) -> None:
-        """The engine and its consumers are gone: nothing here keeps them, or counts what they held."""
+        """Drop consumers and zero the gauges once the engine has stopped."""
         self._consumers.clear()
         self.on_computed = None
         _set_gauges(EngineLoad())
 
     def _measure(self, before: EngineLoad, output: StepOutput) -> None:
         num_tokens = output.load.computed_prompt_tokens - before.computed_prompt_tokens
-        # a first token comes with its prompt, and whoever waits between two others does not wait for it
+        # A first token belongs to its prompt; sequences between two decode tokens do not wait for it.
         num_of_texts = sum(len(delta.token_ids) for delta in output.deltas if delta.prompt is None)
         self.engine_time = self.engine_time.add(num_tokens, num_of_texts, output.step_seconds)
         if self.on_computed and num_tokens and not num_of_texts:
@@ -94,7 +92,7 @@ def _set_gauges(load: EngineLoad) -> None:
 
 
 class GrammarCompiler:
-    """Loads the tokenizer when the first grammar comes; without one, requests that need masks are refused."""
+    """Compiles grammars in a thread. Loads the tokenizer on first use; without one, rejects requests with a grammar."""
 
     def __init__(self, load: Callable[[], Grammars] | None = None) -> None:
         self._load = load
@@ -102,18 +100,21 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     async def compile(self, grammar: Grammar | None) -> Constraint | None:
-        """Raises InvalidRequest for what cannot be compiled, Incompatible for another tokenizer than the gateway's."""
+        """Return the constraint of a grammar; None for None.
+
+        Raises InvalidRequest if it does not compile, Incompatible if it was made for another tokenizer.
+        """
         if grammar is None:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._open, grammar)
 
     def close(self) -> None:
-        """Forget what has not begun."""
+        """Cancel compilations that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, grammar: Grammar) -> Constraint:
         if self._load is None:
-            raise Incompatible("this worker has no tokenizer: WEFT_MODEL must name the model's directory")
+            raise Incompatible("this worker has no tokenizer; set WEFT_MODEL to the model's directory")
         if self._grammars is None:
             self._grammars = self._load()
         if self._grammars.tokenizer_hash != grammar.tokenizer_hash:

@@ -1,7 +1,7 @@
-"""Is it quicker to fetch cached blocks or to compute them: from what both have cost here lately. Pure arithmetic.
+"""Estimates whether fetching cached blocks is cheaper than computing them, from recent measurements.
 
-Nothing is assumed about the machine. What was never measured is tried on a few blocks; what lost is tried again now
-and then, as a store that was slow may have become fast.
+Nothing is assumed about the machine. A cost that was never measured is probed on a few blocks. A tier that lost is
+probed again now and then, since a slow store may have become fast.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from weft.kv.tiers import Tier
 
-DECAY = 0.9  # weight of what was known, at each new measurement
-# where something is tried again although it lost: one slow moment shall not count for thousands of prompts
+DECAY = 0.9  # weight of older measurements at each new one
+# Weight when a losing tier is probed again: one slow moment must not decide for thousands of prompts.
 RETRIED_DECAY = 0.3
 PROBE_BLOCKS = 8
 SKIPS_BEFORE_PROBE = 32
@@ -22,8 +22,12 @@ SKIPS_BEFORE_PROBE = 32
 
 @dataclass(frozen=True, slots=True)
 class QueueAhead:
-    """What stands in a fetch's way: so many others of this worker, whose batches take turns with its own, the seconds
-    that they all still need, and those of the line before the store's disk."""
+    """Work ahead of a fetch.
+
+    - `num_others`: other fetches of this worker, which take turns with it batch by batch.
+    - `others_seconds`: the time that they still need together.
+    - `disk_seconds`: wait for the store's disk.
+    """
 
     num_others: int = 0
     others_seconds: float = 0.0
@@ -35,8 +39,11 @@ NO_QUEUE = QueueAhead()
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """So many leading blocks to fetch now; how long that takes with nothing in the way, infinite if nobody knows; and
-    how long it may wait besides, all in all, before computing would have been quicker."""
+    """Number of leading blocks to fetch now.
+
+    - `seconds`: their fetch time with an empty queue; infinite if unknown.
+    - `max_wait_seconds`: total queueing time before computing would be cheaper.
+    """
 
     num_blocks: int
     seconds: float = math.inf
@@ -44,7 +51,7 @@ class FetchPlan:
 
 
 class LinearCost:
-    """seconds = fixed + each * amount, fitted to measurements of which the newer count more."""
+    """seconds = fixed + each * amount, fitted to measurements; newer ones weigh more."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -52,11 +59,11 @@ class LinearCost:
 
     @property
     def is_known(self) -> bool:
-        """Has anything been measured."""
+        """True after the first measurement."""
         return self._weight > 0
 
     def observe(self, amount: int, seconds: float, decay: float = DECAY) -> None:
-        """One measurement, of `amount` > 0."""
+        """Add a measurement of `amount` > 0."""
         self._weight = decay * self._weight + 1
         self._x = decay * self._x + amount
         self._y = decay * self._y + seconds
@@ -65,7 +72,7 @@ class LinearCost:
         self._fit()
 
     def seconds(self, amount: int, times: int = 1) -> float:
-        """What `amount` will take, spread over so many rounds."""
+        """Estimate the time for `amount`, spread over `times` rounds."""
         return times * self._fixed + self._each * amount
 
     def _fit(self) -> None:
@@ -75,12 +82,12 @@ class LinearCost:
             self._fixed = (self._y - self._each * self._x) / self._weight
             if self._each >= 0 and self._fixed >= 0:
                 return
-        # amounts all alike, or noise: the line through the origin
+        # Equal amounts, or noise: fit a line through the origin.
         self._fixed, self._each = 0.0, self._xy / self._xx
 
 
 class FetchCostModel:
-    """One worker's view. `chunk_tokens`: what the engine computes of one prompt in one step."""
+    """Costs as one worker measures them. `chunk_tokens`: prompt tokens of one sequence in one step."""
 
     def __init__(self, block_tokens: int, chunk_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -89,29 +96,29 @@ class FetchCostModel:
         self._lookup = LinearCost()
         self._fetch: Mapping[Tier, LinearCost] = {tier: LinearCost() for tier in (Tier.DRAM, Tier.NVME)}
         self._num_skips = 0
-        self._owes_probe = False  # somebody was let through to ask, so that something may be tried again
-        self._retried: set[Tier] = set()  # what is being tried again
+        self._owes_probe = False  # a lookup was allowed in order to probe again
+        self._retried: set[Tier] = set()  # tiers being probed again
 
     def on_computed(self, num_tokens: int, seconds: float) -> None:
-        """A step of prompt tokens took so long."""
+        """Record a prefill step."""
         self._compute.observe(num_tokens, seconds)
 
     def on_lookup(self, seconds: float) -> None:
-        """To learn what the store has took so long."""
+        """Record the time of a store lookup."""
         self._lookup.observe(1, seconds, RETRIED_DECAY if self._owes_probe else DECAY)
 
     def on_fetched(self, tier: Tier, num_blocks: int, seconds: float) -> None:
-        """So many blocks came from there in one go."""
+        """Record one batch fetched from a tier."""
         self._fetch[tier].observe(num_blocks, seconds, RETRIED_DECAY if tier in self._retried else DECAY)
         self._retried.discard(tier)
 
     def fetch_seconds(self, tier: Tier, num_blocks: int) -> float:
-        """Of one batch with nothing in its way; infinite if nobody knows."""
+        """Estimate one batch with an empty queue; infinite if unknown."""
         queue = self._fetch[tier]
         return queue.seconds(num_blocks) if queue.is_known else math.inf
 
     def is_lookup_worthwhile(self, num_blocks: int, whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> bool:
-        """Could the store win at all, if it had all of these in its fastest tier."""
+        """True if the store could win if it had all blocks in its fastest tier."""
         if not (self._compute.is_known and self._lookup.is_known and self._fetch[Tier.DRAM].is_known):
             return True
         best = self._lookup.seconds(1) + self._cost(Counter({Tier.DRAM: num_blocks}), queue)
@@ -122,10 +129,11 @@ class FetchCostModel:
         return is_due
 
     def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> FetchPlan:
-        """How many leading blocks, lying in these tiers, to fetch now: a probe of a tier that was never measured.
+        """Return how many leading blocks, lying in these tiers, to fetch now; a probe for a tier that was never
+        measured.
 
-        The rest is computed, or asked about again after the probe. With `whole_tokens` it is all or nothing: only
-        together they save the computing of so many tokens.
+        The rest is computed, or looked up again after the probe. With `whole_tokens` it is all or nothing: only all
+        blocks together save the computing of that many tokens.
         """
         if not tiers or not self._compute.is_known:
             return FetchPlan(len(tiers))
@@ -162,7 +170,7 @@ class FetchCostModel:
         return self._is_due(queue)
 
     def _is_due(self, queue: QueueAhead) -> bool:
-        """Of those that would have been served at once."""
+        """True for every SKIPS_BEFORE_PROBE-th skipped fetch that would have found an empty queue."""
         if queue != NO_QUEUE:
             return False
         self._num_skips += 1
@@ -173,23 +181,22 @@ class FetchCostModel:
 
     def _cost(self, counts: Mapping[Tier, int], queue: QueueAhead) -> float:
         own = sum(self._fetch[tier].seconds(count) for tier, count in counts.items())
-        # each of the others has a batch for each of one's own, as long as it needs any
+        # Each other fetch runs one batch for each of ours, as long as it has any.
         waiting = min(queue.num_others * own, queue.others_seconds)
         return own + waiting + (queue.disk_seconds if counts.get(Tier.NVME) else 0.0)
 
 
 class AlwaysFetch(FetchCostModel):
-    """Takes every hit, for those to whom computing less matters more than time."""
+    """Fetches every hit, for setups that value less computing more than time."""
 
     def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> bool:
         """Always."""
         return True
 
     def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> FetchPlan:
-        """All of them."""
         return FetchPlan(len(tiers))
 
 
 def _probe(tiers: Sequence[Tier]) -> FetchPlan:
-    """To learn what it costs: waits for nobody."""
+    """A plan that measures the cost and never queues."""
     return FetchPlan(len(tiers), max_wait_seconds=0.0)

@@ -1,10 +1,10 @@
-"""What a worker tells schedulers while it loads its model: that it comes, and how far it is. Best effort: nothing waits
-for it, and a scheduler that is away or has no ear for it changes nothing.
+"""Client of the schedulers: load progress while starting, then hello and reports while the process lives.
 
-A worker's place in the fleet: hello, then reports at each scheduler's pace, for as long as the process lives.
+Load progress is best effort: nothing waits for it, and a scheduler that is away or does not know the call changes
+nothing.
 
-A scheduler that is away is waited for; a worker without one goes on with what it has. Draining, parking and a changed
-role are remembered here, so that all schedulers hear of them, also one that comes later.
+A worker retries a scheduler that is away, and keeps serving without one. Draining, parking and role changes are kept
+here, so that every scheduler receives them, also one that joins later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ RETRY_SECONDS = 1.0
 
 @dataclass(slots=True)
 class LoadProgress:
-    """Written by whoever loads, on any thread; read twice a second. `total_bytes` 0: not counted in bytes."""
+    """Progress of loading. The loader may write it from any thread; it is read twice a second.
+
+    `total_bytes` is 0 if the phase is not counted in bytes.
+    """
 
     worker_id: str
     role: WorkerRole
@@ -46,17 +49,17 @@ class LoadProgress:
     is_done: bool = False
 
     def set_phase(self, phase: str) -> None:
-        """Another phase begins, whose end cannot be told in bytes yet."""
+        """Start a phase that is not yet counted in bytes."""
         self.phase, self.done_bytes, self.total_bytes = phase, 0, 0
 
     def set_bytes(self, done_bytes: int, total_bytes: int) -> None:
-        """Of the phase."""
+        """Set the progress of the current phase."""
         self.done_bytes, self.total_bytes = done_bytes, total_bytes
 
 
 @asynccontextmanager
 async def reporting_progress(schedulers: str, progress: LoadProgress) -> AsyncIterator[None]:
-    """Every one of `schedulers` (host:port, several by commas) is told while the scope lasts, or until it is over."""
+    """Report progress to every scheduler (comma-separated host:port) during the scope, or until it is done."""
     reporting = [asyncio.create_task(_announce(address.strip(), progress)) for address in schedulers.split(",")]
     try:
         yield
@@ -65,7 +68,7 @@ async def reporting_progress(schedulers: str, progress: LoadProgress) -> AsyncIt
             task.cancel()
         for outcome in await asyncio.gather(*reporting, return_exceptions=True):
             if isinstance(outcome, Exception):
-                logger.error("a scheduler was not told that this worker comes", exc_info=outcome)
+                logger.error("load progress reporting failed", exc_info=outcome)
 
 
 async def _announce(address: str, progress: LoadProgress) -> None:
@@ -73,11 +76,11 @@ async def _announce(address: str, progress: LoadProgress) -> None:
         stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
         while not progress.is_done:
             try:
-                with send_failures_raised("our announcement"):
+                with send_failures_raised("the load progress report"):
                     async with cancelled_on_exit(stub.Announce(_messages(progress))) as call:
                         await call
             except WeftError as error:
-                logger.debug("not announced at %s: %s", address, error)
+                logger.debug("load progress not reported scheduler=%s error=%s", address, error)
             await asyncio.sleep(RETRY_SECONDS)
 
 
@@ -99,7 +102,7 @@ MAX_BACKOFF_SECONDS = 2.0
 
 
 class _SchedulerLink:
-    """What is between us and one scheduler."""
+    """State of the connection to one scheduler."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -109,9 +112,9 @@ class _SchedulerLink:
 
 
 class Membership:
-    """`keep` runs for ever; `leave` makes the next report say "not ready", at once.
+    """Joins every given scheduler and sends the same reports to all.
 
-    A worker joins every scheduler that it was given, and says the same to all of them.
+    `run` never returns; `leave` sends a final report with ready=false at once.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Membership:
         stats: Callable[[], WorkerStats] = WorkerStats,
         is_parked: bool = False,
     ) -> None:
-        """`schedulers`: host:port, several by commas. `is_parked`: it begins so."""
+        """- `schedulers`: comma-separated host:port.\n- `is_parked`: the worker starts parked."""
         self._hello = hello
         self._load = load
         self._is_able = is_able
@@ -137,25 +140,25 @@ class Membership:
         self._links = [_SchedulerLink(address.strip()) for address in schedulers.split(",")]
 
     async def until_joined(self) -> None:
-        """A scheduler has answered once."""
+        """Wait until the first scheduler has answered."""
         await self._has_joined.wait()
 
     @property
     def is_parked(self) -> bool:
-        """As it was asked last."""
+        """The state that a scheduler requested last."""
         return self._is_parked
 
     async def until_park_changes(self) -> None:
-        """A scheduler has asked it to park; or, if it is parked, to wake."""
+        """Wait until a scheduler asks a running worker to park, or a parked one to wake."""
         await self._park_changes.wait()
 
     @property
     def hello(self) -> WorkerHello:
-        """As it would join now."""
+        """The hello with the current role and drain state."""
         return replace(self._hello, role=self._role, is_draining=self._is_draining)
 
     async def leave(self, timeout_seconds: float) -> None:
-        """Take no more work: wait until every scheduler has been told, or the time is over."""
+        """Report not-ready, and wait until every scheduler has the report or the time is over."""
         self._is_leaving.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
@@ -163,7 +166,7 @@ class Membership:
                     await link.has_left.wait()
 
     async def run(self) -> None:
-        """Join, report, and join again whenever a stream breaks."""
+        """Join and report, and join again whenever a stream breaks."""
         async with asyncio.TaskGroup() as group:
             for link in self._links:
                 group.create_task(self._run_link(link))
@@ -175,15 +178,15 @@ class Membership:
             while True:
                 try:
                     stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
-                    with send_failures_raised("what we say to it"):
+                    with send_failures_raised("the report stream"):
                         async with cancelled_on_exit(stub.Join(self._messages(link))) as stream:
                             async for response in stream:
                                 self._on_response(link, response)
                                 backoff = MIN_BACKOFF_SECONDS
-                    logger.warning("the scheduler at %s ended our membership; joining again", link.address)
+                    logger.warning("scheduler ended the membership, joining again address=%s", link.address)
                 except WeftError as error:
                     if backoff == MIN_BACKOFF_SECONDS:
-                        logger.warning("no scheduler at %s (%s); trying on", link.address, error)
+                        logger.warning("scheduler unreachable, retrying address=%s error=%s", link.address, error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
         finally:
@@ -192,9 +195,7 @@ class Membership:
     def _on_response(self, link: _SchedulerLink, response: scheduler_service_pb2.JoinResponse) -> None:
         link.interval_seconds = response.report_interval_ms / 1000
         if response.HasField("drain") and response.drain != self._is_draining:
-            logger.info(
-                "%s, says the scheduler at %s", "draining" if response.drain else "back in service", link.address
-            )
+            logger.info("%s scheduler=%s", "draining" if response.drain else "drain cancelled", link.address)
             self._is_draining = response.drain
         if response.HasField("park") and response.park != self._is_parked:
             logger.info("%s, says the scheduler at %s", "parking" if response.park else "waking", link.address)
@@ -203,14 +204,14 @@ class Membership:
         if response.role != common_pb2.WORKER_ROLE_UNSPECIFIED:
             self._change_role(role_from_wire(response.role), link)
         if not link.has_joined:
-            logger.info("joined the fleet at %s", link.address)
+            logger.info("joined scheduler=%s", link.address)
             link.has_joined = True
             self._has_joined.set()
 
     def _change_role(self, role: WorkerRole, link: _SchedulerLink) -> None:
-        """What has begun goes on: the services of both roles answer all the time."""
+        """Change the reported role. Running requests continue: both services stay up."""
         if role is not self._role and self._hello.can_change_role:
-            logger.info("role %s, no more %s, says the scheduler at %s", role, self._role, link.address)
+            logger.info("role changed role=%s from=%s scheduler=%s", role, self._role, link.address)
             self._role = role
 
     async def _messages(self, link: _SchedulerLink) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
@@ -219,7 +220,7 @@ class Membership:
             is_leaving = self._is_leaving.is_set()
             yield scheduler_service_pb2.JoinRequest(report=report_to_wire(self._report(is_leaving)))
             if is_leaving:
-                # being asked for the next message means that this one has been sent
+                # gRPC requests the next message only after it has sent this one.
                 link.has_left.set()
                 await asyncio.sleep(link.interval_seconds)
                 continue

@@ -1,6 +1,5 @@
-"""Is this worker fit for work: its engine's thread moves, and its pool has blocks to work with. Asked on a timer.
-
-What a worker says of its health: to whoever asks the listener, and to the scheduler through the membership.
+"""Health of a worker: the engine's thread advances and the pool has blocks. Reported by grpc.health.v1 and to
+schedulers.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from weft.errors import EngineFailed
 from weft.rpc.server import RpcServer
 
 logger = logging.getLogger(__name__)
-# a full pool is a busy worker; one that stays full without a single new token has lost its blocks
+# A full pool means a busy worker. A pool that stays full without a new token has lost its blocks.
 EXHAUSTED_SECONDS = 30.0
-# an engine that has not moved for so long never will: the process ends and is started again
+# An engine that hangs this long never recovers; the process ends and is restarted.
 LOST_SECONDS = 600.0
 
 
 class EngineHealth:
-    """`load` is the engine's latest. Pure but for the clock."""
+    """Health of engine and pool. `load` returns the engine's latest load."""
 
     def __init__(
         self,
@@ -40,18 +39,18 @@ class EngineHealth:
 
     @property
     def is_lost(self) -> bool:
-        """Waiting is no use any more."""
+        """True if the engine's thread hangs for good."""
         return self._watchdog.step_age > max(LOST_SECONDS, self._watchdog.hang_timeout)
 
     def trouble(self) -> str:
-        """Why no more work should come; empty when it may."""
+        """Return why the worker takes no more requests; empty if it does."""
         load = self._load()
         if self._watchdog.is_hung:
-            return f"the engine has stood still for {self._watchdog.step_age:.0f} s"
+            return f"the engine has hung for {self._watchdog.step_age:.0f} s"
         if 2 * load.quarantined_blocks > self._num_blocks:
-            return f"{load.quarantined_blocks} of {self._num_blocks} blocks are in quarantine"
+            return f"{load.quarantined_blocks} of {self._num_blocks} blocks are quarantined"
         if self._is_exhausted(load):
-            return f"no block has come free and no token out in {EXHAUSTED_SECONDS:.0f} s"
+            return f"no free block and no new token for {EXHAUSTED_SECONDS:.0f} s"
         return ""
 
     def _is_exhausted(self, load: EngineLoad) -> bool:
@@ -65,7 +64,7 @@ class EngineHealth:
 
 
 class WorkerHealth:
-    """Ready once joined and as long as there is no trouble."""
+    """Ready after joining, as long as the engine is healthy."""
 
     def __init__(self, engine_health: EngineHealth, rpc: RpcServer) -> None:
         self._engine_health = engine_health
@@ -75,23 +74,23 @@ class WorkerHealth:
 
     @property
     def is_healthy(self) -> bool:
-        """As of the last check."""
+        """The result of the last check."""
         return not self._trouble
 
     async def join(self) -> None:
-        """The fleet knows us: from now on, requests may come."""
+        """Become ready: a scheduler has accepted this worker."""
         self._has_joined = True
         await self._publish()
 
     async def check(self) -> None:
-        """To be called on a timer. Raises EngineFailed for an engine that never will move again."""
+        """Check the engine; call periodically. Raises EngineFailed if the engine hangs for good."""
         if self._engine_health.is_lost:
-            raise EngineFailed("the engine's thread does not move any more")
+            raise EngineFailed("the engine's thread hangs")
         trouble = self._engine_health.trouble()
         if bool(trouble) == bool(self._trouble):
             return
         self._trouble = trouble
-        logger.warning("not fit for work: %s" if trouble else "fit for work again%s", trouble)
+        logger.warning("worker unhealthy reason=%s" if trouble else "worker healthy again%s", trouble)
         await self._publish()
 
     async def _publish(self) -> None:

@@ -1,9 +1,7 @@
-"""The mean of a prompt's last hidden states, added up over its chunks on the device. Knows no batches.
+"""Observers of a prompt's hidden states: mean pooling for embeddings, and prompt logprobs.
 
-How likely each token of a prompt was where it stands: read off its hidden states, chunk by chunk. Knows no batches.
-
-Logits of a few rows at a time are made and let go again; what stays of a position is its token's logprob and rank, and
-the best alternatives.
+Both work chunk by chunk. For logprobs, the logits of NUM_ROWS rows exist at a time; what stays of a position is its
+token's logprob, its rank, and the best alternatives.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from weft_kernels.sampling import logprobs
 
 
 class MeanPooling:
-    """A `HiddenStateObserver`."""
+    """Sums hidden states over the chunks, on the device."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -35,20 +33,22 @@ class MeanPooling:
             self._mean = DeviceCopier(hidden.device).download(self._sum / self._num_tokens)
 
     def mean(self) -> tuple[float, ...]:
-        """As many as the model's hidden size; once the first token is told."""
+        """Return the mean vector; valid once the first token has been sampled."""
         assert self._mean is not None
         return tuple(self._mean.tolist())
 
 
-# rows whose logits are there together; `weft.worker.memory_profile` measures what they take
+# Rows whose logits exist together; `weft.worker.memory_profile` measures their memory.
 NUM_ROWS = 32
-# of one piece at least, where the prompt has so many: beside others a chunk may be some tens of tokens, and so many
-# messages may wait for a gateway
+# Minimum tokens of a piece, if the prompt has as many. A chunk may be tens of tokens, and the number of queued messages
+# to a gateway is bounded.
 PIECE_TOKENS = 4096
 
 
 class PromptLogprobReader:
-    """A `HiddenStateObserver` that scores prompt tokens: all but the first one, which has no score."""
+    """Computes logprobs of prompt tokens. The first token has none, and the last position's logits belong to no prompt
+    token.
+    """
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
         self._next = np.array(token_ids[1:], dtype=np.int64)
@@ -71,8 +71,7 @@ class PromptLogprobReader:
         self._found.append((start + 1, [link.download(each) for each in scores]))
 
     def found(self) -> list[PromptLogprobs]:
-        """In order, chunks that follow one another in one piece as long as that is small; once the first token is
-        told."""
+        """Return the logprobs in order, consecutive small chunks joined; valid once the first token has been sampled."""
         groups: list[list[tuple[int, list[Tensor]]]] = []
         for start, scores in self._found:
             if not groups or start - groups[-1][0][0] >= PIECE_TOKENS:
@@ -81,8 +80,9 @@ class PromptLogprobReader:
         return [_piece(group[0][0], [scores for _, scores in group]) for group in groups]
 
     def _room(self, num_tokens: int, device: torch.device) -> list[Tensor]:
-        """For what `_score` gives. Made at once: what stays must not lie in between what comes and goes, or the memory
-        of one part's logits is not the next one's."""
+        """Allocate the results of `_score` at once: interleaved allocations would keep the logits' memory from being
+        reused.
+        """
         numbers, places = torch.float32, torch.int64
         top = (self._num_top,)
         kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((), numbers), ((), places), (top, places), (top, numbers)]

@@ -1,6 +1,6 @@
-"""Tells kvstore which blocks this worker's pool holds: what has changed, numbered, and all of it when asked to.
+"""Reports to kvstore which blocks this worker's pool holds: numbered changes, and a snapshot on request.
 
-Only a hint for routing is lost when kvstore is away.
+If kvstore is away, only a routing hint is lost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 
 logger = logging.getLogger(__name__)
 INTERVAL_SECONDS = 0.5
-QUIET_INTERVALS = 8  # without news it speaks only so often
+QUIET_INTERVALS = 8  # interval of empty reports
 RPC_SECONDS = 2.0
-MAX_KEYS = 16_384  # in one message
+MAX_KEYS = 16_384  # per message
 
 
 class KvEventPublisher:
-    """`changed` is for every step's news; `run` belongs to a task of the worker's."""
+    """`on_changes` receives every step's changes; `run` is a background task."""
 
     def __init__(self, address: str, worker_id: str, boot_id: str, fingerprint: ModelFingerprint) -> None:
         self._address = address
@@ -37,7 +37,7 @@ class KvEventPublisher:
         self._must_begin = True
 
     def on_changes(self, changes: Mapping[bytes, bool]) -> None:
-        """Keys that can be found in the pool now, or no more. Bounded: the news are no more than pool and snapshot."""
+        """Record keys that were added to the pool or removed from it. The backlog is bounded by pool and snapshot size."""
         if not self._address:
             return
         for key, is_held in changes.items():
@@ -47,11 +47,11 @@ class KvEventPublisher:
                 self._held.discard(key)
         if not self._must_begin:
             self._news.update(changes)
-            # so many changes are told more shortly by what there is
+            # A snapshot is shorter than that many changes.
             self._must_begin = len(self._news) > 2 * len(self._held) + MAX_KEYS
 
     async def run(self) -> None:
-        """Until cancelled; never raises for a kvstore that is away."""
+        """Report until cancelled. Never raises if kvstore is away."""
         if not self._address:
             return
         num_quiet = 0
@@ -71,7 +71,7 @@ class KvEventPublisher:
             else:
                 await self._send_delta(stub)
         except WeftError as error:
-            logger.debug("places: kvstore does not hear: %s", error)
+            logger.debug("kv events not delivered error=%s", error)
             self._must_begin = True
 
     async def _send_snapshot(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:

@@ -1,13 +1,8 @@
-"""Blocks that an abandoned pull may still write, and the sweeper that gives them back. Knows tasks, not transports.
+"""Pulls a peer's KV blocks into the local pool, and quarantines blocks that an aborted pull may still write.
 
-The end of its pull is the only way out for a block: no time, however long, proves that nothing is written any more.
-
-Pulls of a peer's blocks into ours. What may never happen: a block in use again while an old pull may still write it.
-
-A pull runs in a task of its own and is never interrupted. Whoever loses patience abandons it: the blocks go into
-quarantine, and come out when the pull has really ended.
-
-Which transports this worker pulls with: chosen once, at start, and said out loud.
+Invariant: no block is reused while an old pull may still write it. A pull runs in its own task and is never
+interrupted. A caller that stops waiting aborts it: its blocks stay in quarantine until the pull has really ended. No
+time limit proves that nothing is written any more.
 """
 
 from __future__ import annotations
@@ -30,9 +25,10 @@ from weft.worker.config import MooncakeProtocol, TransportChoice
 
 logger = logging.getLogger(__name__)
 SWEEP_SECONDS = 0.25
-# a pull that has ended cannot write; for a transport that is wrong about that, once more what was seen as its lateness
+# A pull that has ended cannot write. This margin covers a transport that reports its end too early; it equals the delay
+# once observed.
 SAFETY_SECONDS = 1.0
-# far beyond any transport's own timeouts: something is stuck
+# Far beyond the timeouts of any transport: such a pull is stuck.
 OVERDUE_SECONDS = 60.0
 
 
@@ -46,7 +42,7 @@ class _Entry:
 
 
 class Quarantine:
-    """`unquarantine` is the engine's; `keep` runs as long as the process."""
+    """Blocks of aborted pulls. `unquarantine` is the engine's; `run` lasts as long as the process."""
 
     def __init__(
         self, unquarantine: Callable[[Sequence[int]], None], clock: Callable[[], float] = time.monotonic
@@ -56,18 +52,18 @@ class Quarantine:
         self._entries: list[_Entry] = []
 
     def add(self, pulls: Mapping[asyncio.Task[Any], tuple[int, ...]]) -> None:
-        """These pulls were abandoned; each may still write its blocks."""
+        """Add aborted pulls, each with the blocks that it may still write."""
         now = self._clock()
         self._entries += [_Entry(pull, blocks, now) for pull, blocks in pulls.items()]
 
     async def run(self) -> None:
-        """Sweep for ever."""
+        """Sweep every SWEEP_SECONDS, forever."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self.sweep()
 
     def sweep(self) -> None:
-        """Give back what nothing can touch any more; say what should have ended and has not."""
+        """Release the blocks of ended pulls; log pulls that should have ended."""
         now = self._clock()
         left = []
         for entry in self._entries:
@@ -78,25 +74,25 @@ class Quarantine:
                 continue
             if not entry.is_overdue and now - entry.since > OVERDUE_SECONDS:
                 entry.is_overdue = True
-                logger.error("a pull has not ended in %g s; %d blocks stay out", OVERDUE_SECONDS, len(entry.blocks))
+                logger.error("kv pull overdue seconds=%g quarantined_blocks=%d", OVERDUE_SECONDS, len(entry.blocks))
             left.append(entry)
         self._entries = left
         metrics.OVERDUE_BLOCKS.set(sum(len(entry.blocks) for entry in left if entry.is_overdue))
 
 
 EXTRA_WAIT_SECONDS = 1.0
-# a way that failed is left alone for so long: trying it costs a hand-off, a peer that is unplugged for a moment little
+# Time without a failed route: retrying it costs a transfer, avoiding it after a short network loss costs little.
 ROUTE_DISABLED_SECONDS = 180.0
 INLINE_CHECKSUM_BYTES = 512 * 1024
 
 
 class ChecksumMismatch(Exception):
-    """The bytes that arrived are not those that were lent."""
+    """The received bytes differ from the announced checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """From the lender's block to ours; `checksum` None when the lender sent none."""
+    """One block to copy from the peer's pool to ours; `checksum` is None if the peer sent none."""
 
     remote: int
     local: int
@@ -104,16 +100,16 @@ class BlockCopy:
 
 
 async def block_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
-    """Checksums of our own blocks, beside the loop when there is much to read."""
+    """Return checksums of local blocks; large reads run in a thread."""
     if len(blocks) * memory.block_bytes <= INLINE_CHECKSUM_BYTES:
         return checksums(memory, blocks)
     return await asyncio.to_thread(checksums, memory, blocks)
 
 
 class KvPuller:
-    """Makes Borrowings. `tasks` outlives every one of them.
+    """Opens KvPulls. `tasks` outlives all of them.
 
-    Knows which ways have failed lately: a peer's leases are kept by gRPC, also where nothing else gets through to it.
+    Remembers routes that failed recently. gRPC keeps a peer's lease alive even if no other transport reaches the peer.
     """
 
     def __init__(
@@ -132,11 +128,12 @@ class KvPuller:
         names = [transport.name for transport in transports]
         metrics.init_series(metrics.TRANSFER_BYTES, names)
         metrics.init_series(metrics.TRANSFER_SECONDS, names)
-        self._disabled_routes: dict[tuple[str, Endpoint], float] = {}  # transport and whom it reached -> until when
+        self._disabled_routes: dict[tuple[str, Endpoint], float] = {}  # (transport, endpoint) -> end of the pause
 
     def open(self, source: KvSource) -> KvPull:
-        """Through the first of our transports that reaches the lender and has not failed there lately; every lender
-        answers the last."""
+        """Open a pull through the first transport that reaches the source and has not failed recently; gRPC always
+        does.
+        """
         endpoint = source.endpoint
         routes = (each for each in self._transports if each.reaches(endpoint) and not self._is_disabled(each, endpoint))
         transport = next(routes, self._transports[-1])
@@ -144,13 +141,14 @@ class KvPuller:
         return KvPull(self, transport, source)
 
     def disable_route(self, transport: Transport, source: KvSource) -> None:
-        """A pull that way has failed: the next ones take another, if there is one, for some minutes."""
+        """Disable this route for ROUTE_DISABLED_SECONDS after a failed pull, if another transport is left."""
         now = self._clock()
         self._disabled_routes = {route: until for route, until in self._disabled_routes.items() if until > now}
         route = transport.name, source.endpoint
         if transport is not self._transports[-1] and route not in self._disabled_routes:
             logger.warning(
-                "KV of %s is not read by %s for %g s", source.address, transport.name, ROUTE_DISABLED_SECONDS
+                "kv transport disabled for peer peer=%s transport=%s seconds=%g",
+                *(source.address, transport.name, ROUTE_DISABLED_SECONDS),
             )
             self._disabled_routes[route] = now + ROUTE_DISABLED_SECONDS
 
@@ -158,12 +156,12 @@ class KvPuller:
         return self._disabled_routes.get((transport.name, endpoint), 0.0) > self._clock()
 
     def start(self, pull: Awaitable[None]) -> asyncio.Task[TransferFailed | None]:
-        """Run a pull to its end, whoever waits for it."""
+        """Run a pull to its end, independent of its waiters."""
         return self._tasks.create_task(_outcome(pull))
 
 
 class KvPull:
-    """The pulls from one lender under one lease."""
+    """All pulls from one source under one lease."""
 
     def __init__(self, puller: KvPuller, transport: Transport, source: KvSource) -> None:
         self.transferred_bytes = 0
@@ -173,9 +171,9 @@ class KvPull:
         self._in_flight: dict[asyncio.Task[TransferFailed | None], tuple[int, ...]] = {}
 
     async def pull(self, copies: Sequence[BlockCopy], timeout_seconds: float) -> None:
-        """Copy and verify. Raises TransferFailed, ChecksumMismatch or TimeoutError.
+        """Copy and verify blocks. Raises TransferFailed, ChecksumMismatch or TimeoutError.
 
-        After any of them, and when cancelled, `abandon`.
+        After any of these, and when cancelled, call `abort`.
         """
         started = time.perf_counter()
         pull = self._puller.start(self._transport.pull(self._source, self._ranges(copies), timeout_seconds))
@@ -196,7 +194,9 @@ class KvPull:
         await self._verify(copies)
 
     def abort(self) -> tuple[int, ...]:
-        """Give up: returns the blocks of pulls that have not succeeded, to be quarantined before the caller yields."""
+        """Give up. Return the blocks of unfinished pulls; the caller must quarantine them before it yields to the event
+        loop.
+        """
         pulls, self._in_flight = self._in_flight, {}
         self._puller.quarantine.add(pulls)
         return tuple(block for targets in pulls.values() for block in targets)
@@ -213,7 +213,7 @@ class KvPull:
         found = await block_checksums(self._puller.memory, [copy.local for copy in summed])
         for copy, checksum in zip(summed, found, strict=True):
             if checksum != copy.checksum:
-                raise ChecksumMismatch(f"block {copy.remote} of {self._source.address} arrived damaged")
+                raise ChecksumMismatch(f"block {copy.remote} of {self._source.address} failed its checksum")
 
 
 async def _outcome(pull: Awaitable[None]) -> TransferFailed | None:
@@ -227,9 +227,9 @@ async def _outcome(pull: Awaitable[None]) -> TransferFailed | None:
 def choose_transports(
     choice: TransportChoice, host: str, protocol: MooncakeProtocol, fallback: GrpcTransport, memory: BlockBytes
 ) -> tuple[Transport, ...]:
-    """The nearest first, gRPC always last, the pool registered with all.
+    """Return the usable transports in order of preference, gRPC last, with the pool registered in each.
 
-    Raises ConfigError when Mooncake is demanded and cannot be had.
+    Raises ConfigError if WEFT_TRANSPORT=mooncake and Mooncake is unavailable.
     """
     transports: list[Transport] = [fallback]
     pool_bytes = memory.num_blocks * memory.block_bytes
@@ -240,16 +240,16 @@ def choose_transports(
             transports.insert(0, mooncake)
         except MooncakeUnavailable as error:
             if choice is TransportChoice.MOONCAKE:
-                raise ConfigError(f"WEFT_TRANSPORT=mooncake, but: {error}") from error
-            logger.warning("KV TRANSPORT FALLS BACK TO GRPC: mooncake is unavailable: %s", error)
+                raise ConfigError(f"WEFT_TRANSPORT=mooncake: Mooncake is unavailable: {error}") from error
+            logger.warning("kv transport falls back to grpc, mooncake unavailable error=%s", error)
     fallback.register(memory.address, pool_bytes)
     if choice is TransportChoice.AUTO and memory.shared_fd is not None:
         try:
             transports.insert(0, LocalTransport(memory))
         except OSError as error:
-            logger.info("workers on this machine are peers like others: open files are not shown: %s", error)
+            logger.info("local kv transport unavailable, open files not visible error=%s", error)
     names = [transport.name for transport in transports]
-    logger.info("KV transport: %s, pool of %.1f MiB", " before ".join(names), pool_bytes / 2**20)
+    logger.info("kv transports=%s pool_mib=%.1f", ",".join(names), pool_bytes / 2**20)
     return tuple(transports)
 
 
@@ -259,6 +259,6 @@ def needs_checksums(transport: str) -> bool:
 
 
 def advertised_endpoint(transports: Sequence[Transport]) -> Endpoint:
-    """What peers are told of our pool: the first way that leads to other machines, and its file for this one."""
+    """Return the endpoint for peers: the first transport between machines, plus the pool's file for local peers."""
     first = transports[0]
     return first.with_file(transports[1].endpoint()) if isinstance(first, LocalTransport) else first.endpoint()

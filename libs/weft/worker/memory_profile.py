@@ -1,6 +1,6 @@
-"""What the largest step takes beside weights and pool: measured on the device itself, once, and kept in a file.
+"""Measures the peak memory of the largest step on the device, once, and caches it in a file.
 
-Knows the engine's runner and what allocators say; the plan, whose estimate this replaces, it does not know.
+The result replaces the estimate of `weft.capacity`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ from weft.worker.hidden_state_observers import PromptLogprobReader
 from weft_kernels.cache_dir import user_cache_dir
 
 logger = logging.getLogger(__name__)
-# tokens: numbers of rows for which packed products are tuned, and may be unpacked where longer ones are not
+# Row counts (tokens) for which packed products are tuned, and which may be unpacked where larger ones are not.
 SHORTER_CHUNKS = (256, 512)
 SIZES = ("block_tokens", "chunk_tokens", "max_step_tokens", "max_num_seqs", "decode_graphs")
-# everything that takes memory when a token is chosen
+# Enables every sampling feature that takes memory.
 SAMPLING = SamplingParams(
     max_tokens=2, temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, num_logprobs=20, repetition_penalty=1.1
 )
 
 
 def cached_peak(identity: Mapping[str, str | int], measure: Callable[[], int]) -> int:
-    """Bytes measured earlier for the same `identity`, all of which the file repeats; else measured now and written."""
+    """Return the bytes measured earlier for the same `identity`; otherwise measure and write the file.
+
+    The file repeats the whole identity.
+    """
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=10).hexdigest()
     path = user_cache_dir() / "peaks" / f"{digest}.json"
     try:
@@ -58,7 +61,7 @@ def cached_peak(identity: Mapping[str, str | int], measure: Callable[[], int]) -
         if kept["identity"] == identity and isinstance(kept["peak_bytes"], int):
             return kept["peak_bytes"]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # never measured, or written by another version
+        pass  # Never measured, or written by another version.
     peak = measure()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,12 +69,12 @@ def cached_peak(identity: Mapping[str, str | int], measure: Callable[[], int]) -
         partial.write_text(json.dumps({"identity": identity, "peak_bytes": peak}, indent=1))
         partial.replace(path)
     except OSError as error:
-        logger.warning("the largest step is measured again at the next start: %s", error)
+        logger.warning("memory profile not cached error=%s", error)
     return peak
 
 
 def peak_identity(weights_hash: str, limits: EngineConfig, dtype: str, device: torch.device) -> dict[str, str | int]:
-    """What the peak depends on: model, machine, versions, and how large a step can be."""
+    """Return everything that the peak depends on: model, machine, versions, and step limits."""
     name, tiles = "cpu", ""
     if device.type == "cuda":
         from weft_kernels.packed.tuning import table_of  # needs Triton
@@ -92,13 +95,14 @@ def peak_identity(weights_hash: str, limits: EngineConfig, dtype: str, device: t
 
 
 def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch.device) -> int:
-    """Bytes beyond the pool and what graphs keep beside it (`static_bytes`), on a pool as small as can be.
+    """Return bytes beyond the pool and the static memory of graphs (`static_bytes`), measured on a minimal pool.
 
-    The first step has one token of as many sequences as the largest graph is captured for. The last one has a whole
-    chunk at the end of the longest context, all of it scored, the rest of a burst, and one token of all others. A
-    capture begins with giving back all that torch only keeps, and its own memory stays. Where matrices are packed,
-    shorter chunks come in between: tuning decides for each number of rows whether a matrix is unpacked first. Raises
-    BadCheckpoint where there is no room for it.
+    The first step has one token for as many sequences as the largest graph. The last step has a whole chunk at the end
+    of the longest context with logprobs, the rest of a burst, and one token of all others. A capture first releases
+    torch's cached memory, and its own memory stays. Packed matrices need shorter chunks in between: tuning decides for
+    each row count whether a matrix is unpacked first.
+
+    Raises BadCheckpoint if a step does not fit.
     """
     least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
     small = replace(limits, num_blocks=least, max_pinned=0)
@@ -126,15 +130,15 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
 
 
 class AnyToken:
-    """A grammar that forbids nothing: what counts is that its mask is there."""
+    """A grammar that allows every token; only its mask's memory matters."""
 
     failure = None
 
     def accept(self, token_ids: Items[int]) -> None:
-        """See `Constraint`."""
+        """Implements `Constraint.accept`."""
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """See `Constraint`."""
+        """Implements `Constraint.fill`."""
         words.fill(-1)
 
 
@@ -151,14 +155,14 @@ def _chunk(
 
 
 class Meter(Protocol):
-    """Counts from when it was made."""
+    """Measures memory from its creation on."""
 
     def taken(self) -> int:
-        """Bytes at the highest point so far."""
+        """Return the peak bytes since creation."""
 
 
 class DeviceMeter:
-    """What torch has of a GPU, all that it keeps included: other processes may come and go meanwhile."""
+    """GPU memory reserved by torch; other processes do not disturb it."""
 
     def __init__(self, device: torch.device) -> None:
         free_bytes(device)
@@ -166,26 +170,24 @@ class DeviceMeter:
         self._device, self._before = device, torch.cuda.memory_reserved(device)
 
     def taken(self) -> int:
-        """See `Meter`."""
         return torch.cuda.max_memory_reserved(self._device) - self._before
 
 
 class ResidentMeter:
-    """The process' own memory, at its peak."""
+    """Resident memory of this process."""
 
     def __init__(self) -> None:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps would be used first, and not be counted
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        ctypes.CDLL(None).malloc_trim(0)  # malloc would use its cached memory first, and that would not be counted.
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         self._before = _status("VmRSS")
 
     def taken(self) -> int:
-        """See `Meter`."""
         return _status("VmHWM") - self._before
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, once torch has given back what it only keeps."""
+    """Return a GPU's free bytes after torch has released its cache."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -199,7 +201,7 @@ def _status(field: str) -> int:
 
 
 def _version_of(package: str) -> str:
-    """Without importing it; empty where it is not installed."""
+    """Return a package's version without importing it; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -207,7 +209,7 @@ def _version_of(package: str) -> str:
 
 
 def _sources_digest() -> str:
-    """Of everything that a step runs, and of this: a version number would not see a change between two releases."""
+    """Digest of all sources that a step runs: a version number misses changes between releases."""
     digest = hashlib.blake2b(
         Path(__file__).read_bytes() + Path(hidden_state_observers.__file__).read_bytes(), digest_size=10
     )

@@ -1,8 +1,7 @@
-"""The cores that a worker keeps to, so that workers on one machine do not take turns on them, and whom it lets go first
-there. Knows no torch.
+"""Operating system settings of a worker: CPU affinity, scheduling between sessions, malloc and garbage collection.
 
-Memory that one step gave back is the next one's, and what a process has imported is its own for good. Knows the
-allocator and the collector, not what the memory is for.
+Workers on one machine keep to their own cores and let short tasks of other sessions run first. Freed memory stays with
+the process for the next step. Imported objects are excluded from garbage collection.
 """
 
 from __future__ import annotations
@@ -20,37 +19,37 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """The cores of a list as Linux writes it, `0-3,8`. Raises ConfigError."""
+    """Parse a CPU list as Linux writes it, `0-3,8`. Raises ConfigError."""
     cpus: set[int] = set()
     for part in text.split(","):
         match = RANGE.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"WEFT_CPUS={text!r}: expected cores and ranges of cores, as in 0-3,8")
+            raise ConfigError(f"WEFT_CPUS={text!r}: expected a list of CPUs, as in 0-3,8")
         cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(cpus)
 
 
 def pin_to_cpus(text: str) -> int:
-    """Keep this process to these cores, threads that run already included; returns how many. Raises ConfigError.
+    """Restrict this process, including running threads, to these CPUs; return their number. Raises ConfigError.
 
-    Threads inherit it: call this before the pools of torch and gRPC start theirs.
+    Call before torch and gRPC start their thread pools, which inherit the affinity.
     """
     cpus = parse_cpus(text)
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("WEFT_CPUS: this system does not let a process choose its cores")
+        raise ConfigError("WEFT_CPUS: this system does not support CPU affinity")
     if lacking := cpus - os.sched_getaffinity(0):
         raise ConfigError(f"WEFT_CPUS={text!r}: this process may not use core {min(lacking)}")
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(task.name), cpus)
     return len(cpus)
 
 
 def set_autogroup_nice(niceness: int) -> None:
-    """What niceness is to threads, for this process' session towards others, if it leads one.
+    """Set the niceness of this process' session, if it leads one.
 
-    Where the kernel first deals out cores by session (sched_autogroup), niceness counts inside of one only, and whoever
-    wakes for a moment in another waits for our steps. Elsewhere nothing happens.
+    With sched_autogroup the kernel shares cores by session first, and niceness counts only within a session. Without
+    this, a short task of another session waits for our steps. Has no effect elsewhere.
     """
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
@@ -58,21 +57,19 @@ def set_autogroup_nice(niceness: int) -> None:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# the largest that glibc takes
+# The largest values that glibc accepts.
 MOST_TRIM_BYTES, MOST_MMAP_BYTES = 2**31 - 1, 32 * 2**20
 
 
 def freeze_gc() -> None:
-    """At the start of a process: modules are no longer looked at for cycles, which stops an engine for a tenth of a
-    second each time."""
+    """Exclude imported modules from garbage collection, which otherwise stops the engine for 0.1 s each time."""
     gc.freeze()
 
 
 def disable_malloc_trim() -> None:
-    """Have malloc give nothing back to the system, as it does otherwise with whatever is large: a step takes about as
-    much as the one before, and each of its pages would have to be cleared and mapped again.
+    """Make malloc keep large freed blocks, since each step allocates about as much as the one before.
 
-    Changes nothing where the C library knows of no such choice.
+    Otherwise the kernel must clear and map each page again. Has no effect without mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""A worker that has given back its memory: joined and never able, until somebody wakes it. Knows no engine."""
+"""Parked state: the worker stays in the fleet without engine, weights or pool, and not ready, until it is woken."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ParkedState:
-    """As it last introduced itself; not `is_asleep` when it was woken while it finished what it had."""
+    """The hello to park with. `is_asleep` is False if the worker was woken while it still drained."""
 
     hello: WorkerHello
     is_asleep: bool
 
 
 def release_memory() -> None:
-    """What nobody refers to any more goes to the device and the system, and not to this process' next use of it."""
+    """Return unused memory to the device and the system."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -36,11 +36,11 @@ def release_memory() -> None:
 
 
 async def run_parked(schedulers: str, parked: ParkedState) -> WorkerHello | None:
-    """Until it is woken, as what it was asked to be meanwhile; None for a signal that ends the process."""
+    """Stay parked until woken; return the hello to wake with, or None if a signal ends the process."""
     if not parked.is_asleep:
         return parked.hello
     membership = Membership(schedulers, parked.hello, EngineLoad, lambda: False, is_parked=True)
-    logger.info("parked: weights and pool are given back")
+    logger.info("parked, weights and pool released")
     async with background_tasks() as tasks:
         tasks.create_task(membership.run())
         is_ending = await until_signal(or_when=membership.until_park_changes)

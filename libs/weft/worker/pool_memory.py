@@ -1,15 +1,10 @@
-"""The pool's bytes as transports and checks see them, wherever the pool lies.
+"""The pool's bytes: access for transports and checks, prefault of host pages, and staged copies.
 
-Pages of a pool in host memory, made before somebody waits for them: the kernel takes longer over the first byte of a
-page than over all the others. Knows how many blocks are in use, nothing of what they hold.
+Staged copies and checksums run in slices of the event loop if the pool is in host memory, and in a thread if it is on a
+device. A copy has ended when its call ends, also when the call is cancelled.
 
-Only so many bytes beyond what is in use, as a pool has room for more than most workers ever need.
-
-Copies between a pool and a staging area in shared memory, each checked on its way, beside the engine's own work;
-and checksums of blocks that are not copied.
-
-In turns of the loop where the pool lies in the host's memory, on a thread where it lies on a device. A copy that has
-begun has ended when the call has, also when it is cancelled.
+Prefault touches pages before they are needed: the kernel takes longer over a page's first byte than over all others. It
+stays at most AHEAD_BYTES ahead of use, since most workers never need the whole pool.
 """
 
 from __future__ import annotations
@@ -32,15 +27,17 @@ from weft.kv.memory import BlockBytes, HostBlocks, checksums
 
 
 def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
-    """The pool of this process, on "cpu" or "cuda"."""
+    """Return access to this process' pool on "cpu" or "cuda"."""
     if device == "cpu":
         return HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd)
     return TensorBlocks(torch.as_tensor(_DeviceMemory(pool), device=device))
 
 
 class TensorBlocks:
-    """A pool that only torch can reach. Copies go beside the engine's work, on a stream of their own, and wait for none
-    of its steps: what is copied out must be final, and nobody may look at what is copied in before that is done.
+    """A pool that only torch can access.
+
+    Copies run on their own CUDA stream and do not wait for engine steps. So copied-out blocks must be final, and blocks
+    that are copied in must stay unused until the copy is done.
     """
 
     is_host = False
@@ -56,26 +53,26 @@ class TensorBlocks:
         self._aside = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
-        """See BlockBytes."""
+        """Implements BlockBytes.copy_out."""
         self._copy([(row, self._pool[block]) for row, block in zip(self._rows(area), blocks, strict=True)])
 
     def copy_in(self, area: memoryview, blocks: Sequence[int]) -> None:
-        """See BlockBytes."""
+        """Implements BlockBytes.copy_in."""
         self._copy([(self._pool[block], row) for row, block in zip(self._rows(area), blocks, strict=True)])
 
     def _rows(self, area: memoryview) -> Sequence[Tensor]:
-        # block by block: to gather them first would take memory of a device that the pool has filled
+        # Copy block by block: gathering first would need device memory, which the pool has filled.
         return torch.frombuffer(area, dtype=torch.uint8).view(-1, self.block_bytes).unbind() if area else ()
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        with torch.cuda.stream(self._aside):  # none on a CPU
+        with torch.cuda.stream(self._aside):  # no stream on a CPU
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         if self._aside is not None:
             self._aside.synchronize()
 
     def read(self, block: int) -> memoryview:
-        """A copy."""
+        """Return a copy of the block."""
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"no block {block} in a pool of {self.num_blocks}")
         copied = torch.empty(self.block_bytes, dtype=torch.uint8)
@@ -83,7 +80,7 @@ class TensorBlocks:
         return memoryview(copied.numpy())  # type: ignore[arg-type]
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
-        """See BlockBytes."""
+        """Implements BlockBytes.write."""
         if not 0 <= block < self.num_blocks or not 0 <= offset_bytes <= self.block_bytes - len(data):
             raise ValueError(f"{len(data)} bytes at {offset_bytes} do not fit into block {block}")
         if data:
@@ -92,7 +89,7 @@ class TensorBlocks:
 
 
 class _DeviceMemory:
-    """An address on the device, in the form that torch takes without copying."""
+    """Device memory by address, in the form that torch maps without copying."""
 
     def __init__(self, pool: PoolMemory) -> None:
         self.__cuda_array_interface__ = {
@@ -104,16 +101,16 @@ class _DeviceMemory:
 
 
 AHEAD_BYTES = 256 * 1024 * 1024
-# at a time: whoever wants another map of this process waits for so much. That is why the thread is as urgent as any:
-# one that stood back on busy cores would stand there with the process' maps locked
+# Pages touched at a time. Other mappings of this process wait for that long. So the thread keeps normal priority: at
+# low priority it could be preempted while it holds the mmap lock.
 STEP_BYTES = 256 * 1024
 LOOK_SECONDS = 0.2
-# Linux 5.14; what is there already stays as it is
+# Linux 5.14; pages that exist stay unchanged.
 MADV_POPULATE_WRITE = 23
 
 
 class PoolPrefaulter:
-    """Of one pool, which hands out the lowest numbers first."""
+    """Prefaults one pool, which hands out its lowest block numbers first."""
 
     def __init__(self, memory: BlockBytes, load: Callable[[], EngineLoad]) -> None:
         self._memory = memory
@@ -121,7 +118,7 @@ class PoolPrefaulter:
         self._made_bytes = 0
 
     async def run(self) -> None:
-        """Until all pages are there, or the kernel has none or does not know how; or until cancelled."""
+        """Run until all pages exist, the kernel refuses, or the task is cancelled."""
         if self._memory.shared_fd is None:
             return
         total = self._memory.num_blocks * self._memory.block_bytes
@@ -153,12 +150,12 @@ def _libc() -> ctypes.CDLL:
 
 
 T = TypeVar("T")
-# longest stretch of copying and hashing, about a tenth of a millisecond, before the loop has its turn
+# Longest slice of copying and hashing in the event loop, about 0.1 ms.
 INLINE_BYTES = 1024 * 1024
 
 
 async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> list[int]:
-    """Copy blocks to the area, one behind the other. The checksums are those of the copies."""
+    """Copy blocks one after another into the area; return the checksums of the copies."""
     size = memory.block_bytes
 
     def copy(part: slice) -> list[int]:
@@ -170,13 +167,13 @@ async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> 
 
 
 async def staged_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
-    """The checksums of blocks where they lie."""
+    """Return the checksums of blocks in the pool."""
     parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part]))
     return [checksum async for _, found in parts for checksum in found]
 
 
 async def unstage(memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int]) -> int:
-    """Copy leading blocks of the area, as long as they are what they should be. Returns how many."""
+    """Copy leading blocks out of the area while their checksums match; return how many."""
     size = memory.block_bytes
 
     def copy(part: slice) -> int:
@@ -202,7 +199,7 @@ def _split(staged: memoryview, size: int) -> list[memoryview]:
 
 
 async def _parts(memory: BlockBytes, count: int, copy: Callable[[slice], T]) -> AsyncIterator[tuple[int, T]]:
-    """How many blocks each part of so many has, and what `copy` says of it."""
+    """Yield the number of blocks of each slice and the result of `copy` for it."""
     if not memory.is_host:
         yield count, await _on_thread(partial(copy, slice(0, count)))
         return

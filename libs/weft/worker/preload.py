@@ -1,6 +1,6 @@
-"""What every worker begins with, done once where workers are forked from: importing this does it.
+"""Imports what every worker needs, once, in the process from which workers are forked.
 
-A restart then opens none of these files. Mooncake is not among them: it has threads, which no fork takes along.
+A restarted worker then opens none of these files. Mooncake is left out: it has threads, which do not survive a fork.
 """
 
 from __future__ import annotations

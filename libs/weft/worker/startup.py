@@ -1,7 +1,4 @@
-"""From settings to an engine: weights from the node's weights service, sizes from the machine, and a fingerprint.
-
-Tries tiles for a model's packed matrices on this worker's GPU, within the time that the settings give.
-"""
+"""Builds the engine at startup: weights from the node's weights service, sizes from the machine, and the fingerprint."""
 
 from __future__ import annotations
 
@@ -51,13 +48,13 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 WEIGHTS_WAIT_SECONDS = 120.0
 RETRY_SECONDS = 0.5
-# by default a pool holds so many sequences of full length, memory permitting
+# Default pool size: this many sequences of full length, memory permitting.
 FULL_SEQUENCES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that has not been started, and what to tell peers about it."""
+    """An engine that has not been started, and its description for peers."""
 
     engine: Engine
     device: str
@@ -71,8 +68,14 @@ async def load_engine(
     progress: LoadProgress,
     clock: Callable[[], float] = time.monotonic,
 ) -> LoadedEngine:
-    """Load, map and build; `arrival` is kept up to date, `clock` is the engine's. Raises PeerLost when no weights
-    service answers in time, BadCheckpoint, NotFound; ConfigError where the worker wants a GPU and there is none."""
+    """Load weights and build the engine.
+
+    - `progress`: updated while loading.
+    - `clock`: the engine's clock.
+
+    Raises PeerLost if no weights service answers in time, BadCheckpoint, NotFound, or ConfigError if WEFT_DEVICE
+    demands a missing GPU.
+    """
     disable_malloc_trim()
     num_cores = pin_to_cpus(config.cpus) if config.cpus else torch.get_num_threads()
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
@@ -80,7 +83,7 @@ async def load_engine(
     if sizes.machine.device == "cpu":
         set_autogroup_nice(config.niceness)
     if config.model and (config.model / "config.json").is_file():
-        # before somebody reads a checkpoint that nobody can use; the one that counts comes with the weights
+        # Fail before the weights are read; the check that counts follows once they are loaded.
         await asyncio.to_thread(check_room, read_config(config.model), sizes, config.gpu_share)
     progress.set_phase("reading weights")
     ready = await load_weights(config.weights_addr, config.served_name, progress.set_bytes)
@@ -93,8 +96,10 @@ async def load_engine(
 
 
 def _has_cuda(wanted: DeviceChoice) -> bool:
-    """Raises ConfigError where it has to be and is not: computing on the CPU, such a worker would look as if all were
-    well."""
+    """Return whether CUDA is available. Raises ConfigError if WEFT_DEVICE demands it and it is missing.
+
+    On the CPU such a worker would run slowly without any error.
+    """
     if not (is_there := torch.cuda.is_available()) and wanted is DeviceChoice.CUDA:
         why = f"torch {torch.__version__} is built for CPUs only"
         if torch.version.cuda is not None:
@@ -104,7 +109,7 @@ def _has_cuda(wanted: DeviceChoice) -> bool:
 
 
 def check_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> MemoryBudget:
-    """What there is and what the model takes of it. Raises BadCheckpoint where not even a small pool is left."""
+    """Return available memory and the model's share. Raises BadCheckpoint if not even a small pool fits."""
     room = sizes.memory_budget(model, _free_bytes(sizes, gpu_share))
     room.check(*sizes.min_pool(model))
     return room
@@ -113,7 +118,7 @@ def check_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> MemoryBudg
 async def load_weights(
     address: str, model: str, on_progress: Progress = lambda done, total: None
 ) -> weights_service_pb2.LoadReady:
-    """Ask until the weights service is there, then follow its progress, in bytes."""
+    """Call the weights service until it answers, then follow its progress in bytes."""
     channel = open_channel(address)
     last: PeerLost | Overloaded | None = None
     try:
@@ -123,10 +128,10 @@ async def load_weights(
                     return await _follow_load(channel, model, silence_timeout, on_progress)
                 except (PeerLost, Overloaded) as error:
                     last = error
-                    logger.info("waiting for the weights service at %s: %s", address, error)
+                    logger.info("waiting for weights service address=%s error=%s", address, error)
                 await asyncio.sleep(RETRY_SECONDS)
     except TimeoutError:
-        why = f"is away or stands still; its last answer: {last}" if last else "is away or stands still"
+        why = f"does not answer; last error: {last}" if last else "does not answer"
         raise PeerLost(f"the weights service at {address} {why}") from last
     finally:
         await channel.close()
@@ -137,19 +142,21 @@ async def _follow_load(
 ) -> weights_service_pb2.LoadReady:
     stub = weights_service_pb2_grpc.WeightServiceStub(channel)
     loop = asyncio.get_running_loop()
-    told_at = loop.time()
+    reported_at = loop.time()
     async with cancelled_on_exit(stub.Load(weights_service_pb2.LoadRequest(model=model))) as call:
         async for response in call:
             silence_timeout.reschedule(loop.time() + WEIGHTS_WAIT_SECONDS)
             if response.WhichOneof("event") == "ready":
-                logger.info("weights: %.1f MiB from %s", response.ready.size_bytes / 2**20, response.ready.source)
+                logger.info(
+                    "weights loaded mib=%.1f source=%s", response.ready.size_bytes / 2**20, response.ready.source
+                )
                 return response.ready
             progress = response.progress
             on_progress(progress.read_bytes, progress.total_bytes)
-            if loop.time() - told_at >= 1.0:
-                told_at = loop.time()
+            if loop.time() - reported_at >= 1.0:
+                reported_at = loop.time()
                 log.progress("weights", progress.read_bytes, progress.total_bytes)
-    raise PeerLost("the weights service ended the call early")
+    raise PeerLost("the weights service ended the Load call early")
 
 
 def _build(
@@ -177,7 +184,7 @@ def _build(
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
     engine = make_engine(decoder, machine.dtype, engine_config)
     logger.info(
-        "engine: %s on %s, %d blocks of %d tokens, %d KiB each",
+        "engine built dtype=%s device=%s blocks=%d block_tokens=%d block_kib=%d",
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
     fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
@@ -187,41 +194,41 @@ def _build(
 def _profile_memory(
     config: WorkerConfig, decoder: Decoder, limits: EngineConfig, dtype: str, weights_hash: str, progress: LoadProgress
 ) -> tuple[int, int]:
-    """Tune and compile kernels; returns the GPU's free bytes, and those that the largest step takes of them."""
+    """Tune and compile kernels. Return the GPU's free bytes and the peak bytes of the largest step."""
     device, model = decoder.device, decoder.config
     if config.tune_seconds and decoder.packed:
         progress.set_phase("tuning kernels")
         tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
         log.startup_phase("tuning")
     progress.set_phase("measuring the largest step")
-    free = free_bytes(device)  # which gives back what packing and tuning left, before it counts as held
-    held = torch.cuda.memory_reserved(device) + RUNTIME_BYTES  # and what libraries have beside torch
+    free = free_bytes(device)  # Also releases what packing and tuning left, so that it does not count as held.
+    held = torch.cuda.memory_reserved(device) + RUNTIME_BYTES  # RUNTIME_BYTES: memory of libraries outside torch.
     free = usable_bytes(free, _total_bytes(), config.gpu_share, held)
     identity = peak_identity(weights_hash, limits, dtype, device)
-    # the same weights take more of a step where more experts are asked
+    # The same weights need more memory a step if more experts are active.
     identity |= {"form": config.weight_format, "layout": layout_name(model)}
     peak = cached_peak(identity, lambda: measure_peak(decoder, limits, dtype, device))
     log.startup_phase("largest step")
     progress.set_phase("compiling kernels")
     compile_sampling(model.vocab_size, device)
     log.startup_phase("sampling")
-    logger.info("engine: the largest step takes %d MiB", peak >> 20)
+    logger.info("engine memory profiled largest_step_mib=%d", peak >> 20)
     return free, peak
 
 
 def _log_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
-    """Where the model is not computed in what it was published in, or could be sooner."""
+    """Log if the model is computed in another dtype than published, or could run faster in another."""
     machine = sizes.machine
     if model.dtype == "float16":
         lost = "without loss" if machine.dtype == "float32" else "3 bits of each weight are lost; float32 keeps them"
-        logger.warning("the checkpoint is float16, computed in %s (WEFT_DTYPE): %s", machine.dtype, lost)
+        logger.warning("float16 checkpoint is computed in %s (WEFT_DTYPE): %s", machine.dtype, lost)
     is_free = config.dtype is Dtype.AUTO and machine.device == "cpu" and model.dtype == "bfloat16"
     if is_free and best_isa() in ("avx512_bf16", "amx"):
-        logger.info("computed in float32; this processor multiplies bfloat16: --dtype bfloat16 (WEFT_DTYPE) is quicker")
+        logger.info("computed in float32; --dtype bfloat16 (WEFT_DTYPE) is faster on this processor")
 
 
 def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineConfig:
-    """With as many blocks as there is any use for."""
+    """Return the engine's limits, with the largest useful number of blocks."""
     is_gpu, paging = sizes.machine.device == "cuda", sizes.paging(model)
     return EngineConfig(
         num_blocks=FULL_SEQUENCES * paging.max_pages(model.max_positions),
@@ -243,15 +250,12 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
 
 
 def parse_config(config_json: str) -> ModelConfig:
-    """The model's config as the weights service sent it, which has read it. Raises BadCheckpoint naming the field."""
+    """Parse the model config that the weights service sent. Raises BadCheckpoint naming the field."""
     return config_of(Fields(Path("config.json"), json.loads(config_json)))
 
 
 def usable_bytes(free: int, total: int, share: float, held: int) -> int:
-    """Of a GPU's free bytes those that a worker may still take, where others take theirs at the same time.
-
-    `held`: what it has already.
-    """
+    """Return the free bytes that this worker may still take of a shared GPU. `held`: bytes it already has."""
     return free if share == 1 else min(free, int(share * total) - held)
 
 
@@ -265,15 +269,15 @@ def _free_bytes(sizes: Sizes, share: float) -> int:
 
 
 def tune_tiles(decoder: Decoder, rows: Iterable[int], max_seconds: float) -> None:
-    """Beside what has been tried before; a cache that cannot be written is no reason to fail."""
+    """Tune tiles for packed matrices that the cache lacks. Failures only cost speed."""
     from weft_kernels.cuda_graphs import seconds_in_graph
     from weft_kernels.packed.tune_all import tune_all  # needs Triton
 
     try:
         num_tuned = tune_all(decoder.packed, rows, seconds_in_graph, max_seconds)
     except OSError as error:
-        logger.warning("tiles are not kept for the next start: %s", error)
-    except RuntimeError as error:  # no memory beside the model, or a capture that fails
-        logger.warning("tiles are not tried any further, those at hand are used: %s", error)
+        logger.warning("tile cache not written error=%s", error)
+    except RuntimeError as error:  # Out of memory next to the model, or a failed capture.
+        logger.warning("tile tuning stopped, using current tiles error=%s", error)
     else:
-        logger.info("tiles: %d products tuned", num_tuned)
+        logger.info("tiles tuned products=%d", num_tuned)

@@ -1,4 +1,4 @@
-"""Counts what a worker's caches and hand-offs were worth: for Prometheus, and for the reports that the fleet sees."""
+"""Counts cache hits and KV transfers of a worker, for Prometheus and for its reports."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weft import metrics
 from weft.kv.tiers import Tier
 from weft.worker_stats import PrefixCacheStats, TransferStats, WorkerStats
 
-# lenders that come and go under new names must not make reports grow
+# Bounds reports: prefill workers come and go under new names.
 MAX_PREFILL_WORKERS = 256
 metrics.init_series(metrics.PREFIX_HITS, Tier)
 
 
 class StatsRecorder:
-    """One a worker; belongs to the event loop."""
+    """One per worker; belongs to the event loop."""
 
     def __init__(self) -> None:
         self._looked_up = 0
@@ -24,11 +24,11 @@ class StatsRecorder:
         self._hand_offs: dict[str, TransferStats] = {}
 
     def declare_failures(self, reasons: Iterable[str]) -> None:
-        """So that the first of each can be seen."""
+        """Create the series of these failure reasons, so that their first event is visible."""
         metrics.init_series(metrics.TRANSFER_FAILURES, reasons)
 
     def on_lookup(self, num_tokens: int, found: Mapping[Tier, int]) -> None:
-        """A prompt of so many tokens, and how many of them lay where."""
+        """Count a prompt's tokens, and those found in each tier."""
         self._looked_up += num_tokens
         metrics.PREFIX_QUERIES.inc(num_tokens)
         for tier, count in found.items():
@@ -36,23 +36,23 @@ class StatsRecorder:
             metrics.PREFIX_HITS.labels(tier).inc(count)
 
     def on_fetched(self, seconds: Mapping[Tier, float]) -> None:
-        """Getting blocks from there took so long."""
+        """Count seconds of fetching by tier."""
         for tier, took in seconds.items():
             self._seconds[tier] += took
 
     def on_transfer(self, lender_id: str, size_bytes: int) -> None:
-        """A prompt's blocks have come from there."""
+        """Count a prompt whose blocks arrived from this prefill worker."""
         old = self._of(lender_id)
         self._put(TransferStats(lender_id, old.num_prompts + 1, old.size_bytes + size_bytes, old.num_failed))
 
     def on_transfer_failed(self, lender_id: str, reason: str) -> None:
-        """A prompt's blocks were to come from there, and were thrown away."""
+        """Count a prompt whose transfer from this prefill worker was discarded."""
         metrics.TRANSFER_FAILURES.labels(reason).inc()
         old = self._of(lender_id)
         self._put(TransferStats(lender_id, old.num_prompts, old.size_bytes, old.num_failed + 1))
 
     def read(self) -> WorkerStats:
-        """As of now."""
+        """Return the current counters."""
         found, seconds = self._found, self._seconds
         prefix = PrefixCacheStats(
             self._looked_up,
@@ -68,7 +68,7 @@ class StatsRecorder:
         return self._hand_offs.pop(lender_id, None) or TransferStats(lender_id)
 
     def _put(self, tally: TransferStats) -> None:
-        """The lender heard of longest ago is forgotten first."""
+        """Store the counters; the least recently used worker is dropped first."""
         self._hand_offs[tally.prefill_worker_id] = tally
         if len(self._hand_offs) > MAX_PREFILL_WORKERS:
             del self._hand_offs[next(iter(self._hand_offs))]

@@ -1,10 +1,8 @@
-"""A worker's use of the node's shared store: fetch blocks of a prompt, offer blocks that became full.
+"""A worker's client of the node's shared store: fetches blocks of a prompt, offers full blocks.
 
-A store that is away, frozen, full or wrong costs a request nothing but one short wait: after the first failure it is
-left alone until the background has found it answering again. A slow look-up costs no more than that; a transfer that
-fails costs the connection.
-
-More of a prompt's prefix than the pool holds, from the shared store.
+A store that is away, frozen, full or wrong costs a request one short wait at most: after the first failure it is
+skipped until the background task has found it answering again. A slow lookup costs no more than that wait; a failed
+transfer costs the connection.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from weft.worker.store_writer import StoreWriter
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 2.0
-STAGING_BYTES = 16 * 1024 * 1024  # each for reading and for writing
+STAGING_BYTES = 16 * 1024 * 1024  # one area for reading, one for writing
 MAX_SLOTS = 32
 MAX_FIND_KEYS = 16_384
 metrics.init_series(metrics.STORE_BLOCKS, ("put", "got", "failed", "skipped"))
 
 
 class StoreClient:
-    """All methods belong to the event loop. `unpin` is called exactly once for every block that was offered.
+    """All methods belong to the event loop. `unpin` is called exactly once for every offered block.
 
-    An empty address means that there is no store: nothing is found, offers are declined at once.
+    An empty address means no store: lookups find nothing, and offers are declined at once.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class StoreClient:
         digest = fingerprint_digest(fingerprint)
         self._fingerprint = digest
         num_slots = max(1, min(MAX_SLOTS, STAGING_BYTES // memory.block_bytes))
-        # puts that cannot read the pool have the staging area's second half
+        # Without a mappable pool, puts use the second half of the staging area.
         num_staged = num_slots if memory.shared_fd is not None else 2 * num_slots
         pool = (memory.shared_fd, 0 if memory.shared_fd is None else memory.num_blocks * memory.block_bytes)
         self._connector = StoreConnector(address, num_staged * memory.block_bytes, *pool)
@@ -65,23 +63,25 @@ class StoreClient:
 
     @property
     def is_connected(self) -> bool:
-        """Is the store in use now."""
+        """True while the store is in use."""
         return self._connector.connection is not None
 
     async def connect(self) -> None:
-        """Begin the background work, which `close` ends, and wait a little for the first attempt. Never raises."""
+        """Start the background task, which `close` ends, and wait up to CONNECT_SECONDS for the first attempt. Never
+        raises.
+        """
         if not self._address:
             return
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(_tell_failure)
+        self._task.add_done_callback(_log_failure)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._connector.was_tried.wait()
         except TimeoutError:
-            logger.warning("store: no answer from %s yet, going on without", self._address)
+            logger.warning("store does not answer yet, continuing without it address=%s", self._address)
 
     async def close(self) -> None:
-        """End the background work; blocks that wait are unpinned. Raises what the background failed by, if it did."""
+        """End the background task and unpin waiting blocks. Raises the background task's failure."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -89,11 +89,11 @@ class StoreClient:
                 self._task.result()
 
     async def fetch(self, request: FetchRequest, stall_seconds: float) -> FetchResult:
-        """Fill the blocks in the order of their keys, as far as the store has them and as it is worth it.
+        """Fill blocks in the order of their keys, as far as the store has them and fetching is worthwhile.
 
-        Ends, with what has come so far, when nothing comes for `stall_seconds`. Never raises for a store that is away.
-        Whatever it returns, and also when it is cancelled, nothing is written to the pool afterwards; blocks behind the
-        returned count may hold anything.
+        Ends with the blocks so far if nothing arrives for `stall_seconds`. Never raises if the store is away. After it
+        ends, also when cancelled, nothing writes to the pool any more. Blocks after the returned count may hold
+        anything.
         """
         connection, fetched = self._connector.connection, FetchResult()
         if connection is None:
@@ -102,16 +102,16 @@ class StoreClient:
             await self._reader.fetch(connection, request, fetched, stall_seconds)
         except (StoreLost, WeftError, TimeoutError) as error:
             if isinstance(error, WeftError):
-                connection.mark_slow(f"a look-up failed: {error}")
+                connection.mark_slow(f"lookup failed: {error}")
             else:
-                connection.break_off(f"a fetch failed: {error or 'no answer in time'}")
+                connection.break_off(f"fetch failed: {error or 'no answer in time'}")
             metrics.STORE_BLOCKS.labels("failed").inc(len(request.keys) - fetched.num_blocks)
         metrics.STORE_BLOCKS.labels("got").inc(fetched.num_blocks)
         self._writer.on_fetched(connection, request.keys[: fetched.num_blocks])
         return fetched
 
     async def find(self, keys: Sequence[bytes], timeout_seconds: float) -> set[bytes]:
-        """Those of the keys that the store has. Never raises for a store that is away."""
+        """Return the keys that the store has. Never raises if the store is away."""
         connection = self._connector.connection
         if connection is None:
             return set()
@@ -124,12 +124,12 @@ class StoreClient:
                     for each in await connection.find(self._fingerprint, keys[at : at + MAX_FIND_KEYS])
                 ]
         except (WeftError, TimeoutError) as error:
-            connection.mark_slow(f"a look-up failed: {error or 'no answer in time'}")
+            connection.mark_slow(f"lookup failed: {error or 'no answer in time'}")
             return set()
         return {key for key, is_there in zip(keys, are_there, strict=False) if is_there}
 
     def offer(self, sealed: Sequence[FullBlock]) -> None:
-        """Put these into the store sometime, if it is there and has room; returns at once."""
+        """Queue full blocks for the store; returns at once."""
         self._writer.offer(sealed)
 
     async def _run(self) -> None:
@@ -138,19 +138,19 @@ class StoreClient:
             tasks.create_task(self._writer.run())
 
 
-def _tell_failure(task: asyncio.Task[None]) -> None:
-    """A worker goes on without its store, but not in silence."""
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log a failed background task; the worker continues without the store."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the store is in use no more until this worker starts again", exc_info=error)
+        logger.error("store client failed, store disabled until restart", exc_info=error)
 
 
 STALL_SECONDS = 2.0
-# below this the hashes take less time than a thread
+# Below this, hashing takes less time than starting a thread.
 INLINE_HASH_TOKENS = 8192
 
 
 class StorePrefix:
-    """Fetches into blocks that a sequence has reserved; nothing is written there after `fetch` has ended."""
+    """Extends a sequence's cached prefix from the store. Nothing writes to its blocks after `fetch` has ended."""
 
     def __init__(self, store: StoreClient, paging: PagingPolicy, stats: StatsRecorder) -> None:
         self._store = store
@@ -158,11 +158,11 @@ class StorePrefix:
         self._stats = stats
 
     def may_have(self, token_ids: Sequence[int]) -> bool:
-        """Is there a store, and a block that could be there."""
+        """True if a store is connected and the prompt has a reusable block."""
         return self._store.is_connected and reusable_blocks(len(token_ids), self._paging.block_tokens) > 0
 
     async def fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> dict[Tier, int]:
-        """How many tokens beyond the pool's own prefix were fetched from which tier and are in place now."""
+        """Fetch blocks beyond the pool's prefix; return the number of tokens by tier."""
         with trace.child_span("store fetch"):
             found = await self._fetch(token_ids, cache_salt, reserved)
         in_pool = reserved.num_hit_tokens + found.get(Tier.POOL, 0)
@@ -184,7 +184,9 @@ class StorePrefix:
         return {tier: num_blocks * size for tier, num_blocks in fetched.by_tier.items()}
 
     async def _fetch_all(self, keys: Sequence[bytes], num_hit: int, runs: Sequence[PageRange]) -> dict[Tier, int]:
-        """Tokens beyond the first `num_hit` blocks: as many as all groups can go on from, or none."""
+        """Fetch the longest prefix that all layer groups can continue from, or nothing. Returns tokens beyond `num_hit`
+        blocks.
+        """
         paging, groups = self._paging, range(len(runs))
         held = {page_key(key, group) for key in keys[:num_hit] for group in groups}
         candidates = [page_key(key, group) for key in keys[num_hit:] for group in groups]
@@ -197,7 +199,7 @@ class StorePrefix:
         request: list[bytes] = []
         pages: list[int] = []
         for group, run in enumerate(runs):
-            # the prompt goes on behind these
+            # The prompt continues after these blocks.
             needed = paging.needed_blocks(group, num_hit, num_tokens, num_tokens + 1)
             request += [page_key(key, group) for key in keys[needed.start : needed.stop]]
             pages += paging.remap(group, run, num_hit, num_tokens).within(needed.start, needed.stop).blocks
@@ -206,7 +208,7 @@ class StorePrefix:
         fetched = await self._store.fetch(FetchRequest(request, pages, num_saved), STALL_SECONDS)
         if fetched.num_blocks < len(request):
             return {}
-        # the slowest tier that had a part in it
+        # Attribute the tokens to the slowest tier involved.
         slowest = max(fetched.by_tier, key=list(Tier).index)
         self._stats.on_fetched({slowest: sum(fetched.seconds.values())})
         return {slowest: num_saved}

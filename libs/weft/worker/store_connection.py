@@ -1,6 +1,6 @@
-"""The connection to the node's store, kept up in the background: the index by gRPC, the store by an agent process.
+"""The connection to the node's store, kept up in the background: kvstore by gRPC, block bytes by a client process.
 
-Knows when the store cannot be trusted to answer quickly; knows nothing of pools and what is worth storing.
+Knows whether the store is likely to answer quickly; transfers of blocks are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 logger = logging.getLogger(__name__)
 DESCRIBE_SECONDS = 1.0
 MATCH_SECONDS = 0.5
-MAX_MATCH_KEYS = 65_536  # kvstore refuses more
+MAX_MATCH_KEYS = 65_536  # kvstore's limit
 PUBLISH_SECONDS = 2.0
 TIERS = {pb2.STORE_TIER_UNSPECIFIED: Tier.DRAM, pb2.STORE_TIER_DRAM: Tier.DRAM, pb2.STORE_TIER_NVME: Tier.NVME}
 WATCH_INTERVAL_SECONDS = 1.0
@@ -35,7 +35,7 @@ MAX_BACKOFF_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A block that the store has: the xxh3_64 of its bytes, and where it lies."""
+    """A block in the store: the xxh3_64 of its bytes, and its tier."""
 
     checksum: int
     tier: Tier
@@ -43,13 +43,13 @@ class Match:
 
 @dataclass(eq=False, slots=True)
 class ActiveFetch:
-    """A fetch under way, and what it still needs."""
+    """A running fetch and the seconds that it still needs."""
 
     left_seconds: float
 
 
 class StoreConnection:
-    """One connection to one start of the store. Once given up it stays so, and its agent is ended.
+    """One connection to one run of the store. Once broken off it stays unusable, and its client process ends.
 
     `tasks` outlives it.
     """
@@ -60,7 +60,7 @@ class StoreConnection:
         self.boot_id = boot_id
         self.client = client
         self.trouble = ""
-        # one read at a time: it has the staging area's first half to itself
+        # One read at a time, since it uses the whole first half of the staging area.
         self.reading = asyncio.Lock()
         self._fetches: set[ActiveFetch] = set()
         self._is_doubted = False
@@ -72,36 +72,36 @@ class StoreConnection:
 
     @property
     def is_usable(self) -> bool:
-        """Has nobody given it up, and kvstore answered when it was last asked."""
+        """True unless it was broken off, or kvstore was slow when last asked."""
         return not (self._broken.is_set() or self._is_doubted)
 
     def break_off(self, trouble: str) -> None:
-        """Use it no more."""
+        """Stop using this connection."""
         if not self._broken.is_set():
             self.trouble = trouble
             self._broken.set()
 
     def check_usable(self) -> None:
-        """Raises StoreLost when somebody has given it up: what was begun here may still read and write."""
+        """Raise StoreLost if it was broken off: earlier transfers may still read and write."""
         if self._broken.is_set():
             raise StoreLost(self.trouble)
 
     def mark_slow(self, trouble: str) -> None:
-        """Kvstore was slow to answer: leave it alone until it has been found answering again."""
-        logger.info("store: left alone for a moment: %s", trouble)
+        """Skip the store until kvstore is found answering again."""
+        logger.info("store skipped reason=%s", trouble)
         self._is_doubted = True
 
     def mark_ok(self) -> None:
-        """Kvstore answers."""
+        """kvstore answers again."""
         self._is_doubted = False
 
     def queue_ahead(self, disk_seconds: float = 0.0) -> QueueAhead:
-        """What a fetch that begins now finds in its way, with so much of a line before the disk."""
+        """Return the work ahead of a fetch that starts now; `disk_seconds` is the disk's queue."""
         return QueueAhead(len(self._fetches), sum(each.left_seconds for each in self._fetches), disk_seconds)
 
     @contextmanager
     def active_fetch(self, seconds: float) -> Iterator[ActiveFetch]:
-        """One that needs so long on its own is under way, for the length of a scope."""
+        """Register a fetch of `seconds` for the length of the scope."""
         fetching = ActiveFetch(seconds)
         self._fetches.add(fetching)
         try:
@@ -110,16 +110,16 @@ class StoreConnection:
             self._fetches.remove(fetching)
 
     def mark_ended(self) -> None:
-        """Its agent is gone."""
-        self.break_off("it has ended")
+        """The client process has ended."""
+        self.break_off("the client process has ended")
         self._has_ended.set()
 
     async def until_ended(self) -> None:
-        """Nothing that was begun here reads or writes any more."""
+        """Wait until nothing started here reads or writes any more."""
         await self._has_ended.wait()
 
     async def breaks_within(self, seconds: float) -> bool:
-        """Wait so long for somebody to give it up."""
+        """Wait up to `seconds`; True if the connection was broken off."""
         try:
             async with asyncio.timeout(seconds):
                 return await self._broken.wait()
@@ -127,18 +127,18 @@ class StoreConnection:
             return False
 
     async def get(self, names: Sequence[str], size_bytes: int) -> list[int]:
-        """Into the staging area's first slots, by whoever holds `reading`; one code a name.
+        """Read into the first slots of the staging area while holding `reading`; return one code a name.
 
-        Raises StoreLost, also where an earlier read may still write there.
+        Raises StoreLost, also if an earlier read may still write there.
         """
         self.check_usable()
         self._last_read = self.client.get(names, [slot * size_bytes for slot in range(len(names))], size_bytes)
         return await asyncio.shield(self._last_read)
 
     def end_reading(self, stall_seconds: float) -> None:
-        """The next one may read: at once, or, when a read was cut off and may still write, when its reply is here.
+        """Let the next read start: at once, or when the reply of an interrupted read has arrived.
 
-        Of a link that was given up nobody reads any more, so nobody need wait.
+        After the connection was broken off nothing reads any more, so nothing needs to wait.
         """
         if self._last_read is None or self._last_read.done() or self._broken.is_set():
             self.reading.release()
@@ -146,35 +146,35 @@ class StoreConnection:
             self._tasks.create_task(self._release_after(self._last_read, stall_seconds))
 
     async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> tuple[list[Match], float]:
-        """The longest leading run of keys that is in the store, and how many seconds a promotion would wait there.
-
-        Raises WeftError.
-        """
+        """Return the longest stored prefix of `keys`, and the seconds that a promotion would queue. Raises WeftError."""
         with rpc_errors_translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys[:MAX_MATCH_KEYS])
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
-        # a kvstore that names no tiers has only one
+        # A kvstore that names no tiers has only DRAM.
         tiers = response.tiers or [pb2.STORE_TIER_DRAM] * len(response.checksums)
         matches = [Match(sum_, TIERS[tier]) for sum_, tier in zip(response.checksums, tiers, strict=True)]
         return matches, response.promote_wait_ms / 1000
 
     async def promote(self, fingerprint: bytes, keys: Sequence[bytes], timeout_seconds: float) -> tuple[int, float]:
-        """Bring blocks from the store's disk into its memory: how many leading ones came, and how many seconds they
-        waited for others. Raises WeftError."""
+        """Load blocks from the store's disk into its memory. Returns how many leading blocks came, and how long they
+        queued.
+
+        Raises WeftError.
+        """
         with rpc_errors_translated():
             request = pb2.PromoteRequest(fingerprint=fingerprint, keys=keys)
             response = await self._stub.Promote(request, timeout=timeout_seconds, metadata=trace.outgoing())
         return response.num_promoted, response.waited_ms / 1000
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
-        """Which of the keys are in the store. Raises WeftError."""
+        """Return for each key whether the store has it. Raises WeftError."""
         with rpc_errors_translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys, each=True)
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
         return [checksum != 0 for checksum in response.checksums]
 
     async def publish(self, fingerprint: bytes, blocks: Sequence[pb2.StoredBlock]) -> None:
-        """Say that these have been put. Raises WeftError."""
+        """Announce blocks that have been put. Raises WeftError."""
         with rpc_errors_translated():
             request = pb2.PublishRequest(fingerprint=fingerprint, blocks=blocks)
             await self._stub.Publish(request, timeout=PUBLISH_SECONDS)
@@ -182,12 +182,12 @@ class StoreConnection:
     async def _release_after(self, read: asyncio.Future[list[int]], stall_seconds: float) -> None:
         await asyncio.wait({read}, timeout=stall_seconds)
         if not read.done():
-            self.break_off("a read that was cut off does not end")
+            self.break_off("an interrupted read does not end")
         self.reading.release()
 
 
 class StoreConnector:
-    """Connects, watches, and connects again, also when the store has been started anew."""
+    """Connects, watches and reconnects, also after a restart of the store."""
 
     def __init__(self, address: str, staging_bytes: int, pool_fd: int | None, pool_bytes: int) -> None:
         self.was_tried = asyncio.Event()
@@ -199,11 +199,11 @@ class StoreConnector:
 
     @property
     def connection(self) -> StoreConnection | None:
-        """The connection, while there is one to be trusted."""
+        """The connection while it is usable, else None."""
         return self._connection if self._connection is not None and self._connection.is_usable else None
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Until cancelled. `tasks` takes what outlives a caller, and no link outlives this."""
+        """Keep connecting until cancelled. `tasks` runs work that outlives its caller; no connection outlives `run`."""
         loop = asyncio.get_running_loop()
         backoff = FIRST_BACKOFF_SECONDS
         async with open_channel(self._address) as channel:
@@ -240,7 +240,7 @@ class StoreConnector:
                 self._trouble = ""
                 self.was_tried.set()
                 size = store.segment_bytes >> 20
-                logger.info("store: connected master=%s segment=%d MiB", store.master_address, size)
+                logger.info("store connected master=%s segment_mib=%d", store.master_address, size)
                 try:
                     yield connection
                 finally:
@@ -250,7 +250,7 @@ class StoreConnector:
                 connection.mark_ended()
 
     async def _watch(self, stub: pb2_grpc.KvStoreServiceAsyncStub, connection: StoreConnection) -> None:
-        """Ends by StoreLost."""
+        """Poll kvstore until the connection breaks. Raises StoreLost."""
         failures = 0
         while not await connection.breaks_within(WATCH_INTERVAL_SECONDS):
             try:
@@ -265,12 +265,12 @@ class StoreConnector:
             if not connection.client.is_running:
                 raise StoreLost("the store process has ended")
             if store.boot_id != connection.boot_id:
-                raise StoreLost("the store was started anew")
+                raise StoreLost("the store was restarted")
         raise StoreLost(connection.trouble)
 
     def _log_trouble(self, trouble: str) -> None:
         if trouble != self._trouble:
-            logger.warning("store: not in use, trying again: %s", trouble)
+            logger.warning("store not in use, retrying error=%s", trouble)
         self._trouble = trouble
 
 
@@ -280,12 +280,12 @@ async def _describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeRespo
 
 
 def _own_address(peer: str) -> str:
-    """The address of this machine on the way to host:port; nothing is sent."""
+    """Return this machine's address on the route to host:port; sends nothing."""
     host, _, port = peer.rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, int(port)))
             address: str = probe.getsockname()[0]
     except (OSError, ValueError) as error:
-        raise StoreLost(f"the store's master at {peer!r} cannot be reached: {error}") from error
+        raise StoreLost(f"store master {peer!r} is unreachable: {error}") from error
     return address

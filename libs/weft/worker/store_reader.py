@@ -1,10 +1,8 @@
-"""How long a fetch may wait for others, all in all, before computing would have been quicker. Knows no store.
+"""Fetches blocks of a prompt from the node's store, as far as that is cheaper than computing them.
 
-Fetches blocks of a prompt from the node's store, as far as that is estimated to be quicker than computing them.
-
-Blocks come in batches through a staging area and reach the pool only when they are complete and their checksums are
-right, so a late write can hit nothing but the staging area. While one batch is got, the next comes up from the disk.
-Fetches take turns with it, batch by batch; whoever would have to wait longer than it is worth computes instead.
+Blocks arrive in batches through a staging area and enter the pool only when they are complete and their checksums
+match. So a late write can hit only the staging area. While one batch is read, the next is loaded from disk. Fetches
+take turns batch by batch; a fetch that would wait longer than it is worth computes instead.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ T = TypeVar("T")
 
 
 class WaitBudget:
-    """So many seconds, and none of the waits longer than `at_most`."""
+    """Total time that a fetch may wait for others; a single wait lasts at most `at_most`."""
 
     def __init__(self, seconds: float, at_most: float) -> None:
         self._left = seconds
         self._at_most = at_most
 
     async def wait(self, waiting: Awaitable[T], own_seconds: float = 0.0) -> T | None:
-        """What it gives; None, and it is cancelled, when that takes longer than is left for waiting.
+        """Return the result; None, and cancel it, if it takes longer than the budget allows.
 
-        `own_seconds`: what it takes when it waits for nobody.
+        `own_seconds`: its time without queueing, which is free.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -55,7 +53,7 @@ class WaitBudget:
             self._left -= max(0.0, loop.time() - started - own_seconds)
 
 
-# Mooncake's codes from here down: transfers or the master have failed; above: this object is not to be had
+# Mooncake's codes: from here down, transfers or the master failed; above, only this object is unavailable.
 TROUBLE_CODE = -800
 PROMOTE_SECONDS = 2.0
 STORED = (Tier.DRAM, Tier.NVME)
@@ -66,8 +64,7 @@ metrics.init_series(metrics.TIER_DECISIONS, STORED, ("fetch", "compute"))
 
 @dataclass(slots=True)
 class FetchResult:
-    """How many leading blocks are in place now, how many of them came from which tier, and what that took, in
-    seconds."""
+    """Leading blocks in place, blocks by tier, and seconds by tier."""
 
     num_blocks: int = 0
     by_tier: dict[Tier, int] = field(default_factory=dict)
@@ -76,10 +73,10 @@ class FetchResult:
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """Keys in prompt order, and the block of the pool that each is for.
+    """Keys in prompt order, and the pool block for each.
 
-    With `whole_tokens` they are of use only all together, and save the computing of so many tokens; 0: every leading
-    block saves that of its own. Raises ValueError where there is not one block for each key.
+    With `whole_tokens`, only all blocks together help, and save computing that many tokens. With 0, every leading block
+    saves its own tokens. Raises ValueError unless there is one block for each key.
     """
 
     keys: Sequence[bytes]
@@ -87,14 +84,14 @@ class FetchRequest:
     whole_tokens: int = 0
 
     def __post_init__(self) -> None:
-        # else what is behind the first that is missing would lie in another one's place
+        # Otherwise blocks after a missing one would land in the wrong place.
         if len(self.keys) != len(self.blocks):
             raise ValueError(f"{len(self.keys)} keys for {len(self.blocks)} blocks")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Neighbours in the prompt that lie in one tier: `first` is the place of the first one in what is wanted."""
+    """Consecutive blocks of one tier; `first` is the index of the first one in the request."""
 
     first: int
     tier: Tier
@@ -102,13 +99,13 @@ class Batch:
 
     @property
     def end(self) -> int:
-        """The place behind the last one."""
+        """Index after the last block."""
         return self.first + len(self.matches)
 
 
 @dataclass(slots=True)
 class FetchJob:
-    """A fetch under way: nothing of it may take longer than `stall_seconds`, nor wait longer than it is worth."""
+    """A running fetch. No operation may take longer than `stall_seconds`."""
 
     connection: StoreConnection
     request: FetchRequest
@@ -117,7 +114,7 @@ class FetchJob:
 
 
 class StoreReader:
-    """The reading half of a StoreClient: everything belongs to the event loop."""
+    """Reading half of a StoreClient; belongs to the event loop."""
 
     def __init__(self, memory: BlockBytes, fingerprint: bytes, num_slots: int, cost_model: FetchCostModel) -> None:
         self._memory = memory
@@ -128,10 +125,9 @@ class StoreReader:
     async def fetch(
         self, connection: StoreConnection, request: FetchRequest, fetched: FetchResult, stall_seconds: float
     ) -> None:
-        """Fill leading blocks and count them in `fetched` at once.
+        """Fill leading blocks and count them in `fetched` as they arrive.
 
-        Raises StoreLost, WeftError where it cannot be learned what there is, or TimeoutError; nothing is written to the
-        pool after it has ended.
+        Raises StoreLost, TimeoutError, or WeftError if the lookup fails. Nothing writes to the pool after it has ended.
         """
         if not self._cost_model.is_lookup_worthwhile(len(request.keys), request.whole_tokens, connection.queue_ahead()):
             return
@@ -146,7 +142,7 @@ class StoreReader:
     async def _fetch_matches(
         self, job: FetchJob, matches: Sequence[Match], fetched: FetchResult, disk_seconds: float
     ) -> None:
-        """More than one round only to go on after the probe of a tier that was never measured."""
+        """Fetch in rounds; a second round follows only after the probe of a tier that was never measured."""
         request, connection = job.request, job.connection
         if request.whole_tokens and len(matches) < len(request.keys):
             return
@@ -177,8 +173,9 @@ class StoreReader:
         return batches
 
     async def _get(self, job: FetchJob, batches: Sequence[Batch]) -> AsyncIterator[tuple[Batch, int, float]]:
-        """Each batch with how many leading blocks of it came, and in how many seconds beside those that it waited for
-        others; ends with the first gap."""
+        """Yield each batch, the number of leading blocks that arrived, and its seconds without queueing. Ends at the
+        first gap.
+        """
         promotion: asyncio.Task[tuple[int, float] | None] | None = None
         try:
             for number, batch in enumerate(batches):
@@ -195,24 +192,23 @@ class StoreReader:
                 promotion.cancel()
 
     def _start_promotion(self, job: FetchJob, batch: Batch) -> asyncio.Task[tuple[int, float] | None] | None:
-        """The batch on its way up from the disk; None when it is in memory already."""
+        """Start loading a batch from disk; None if it is in memory already."""
         if batch.tier is not Tier.NVME:
             return None
         return asyncio.create_task(self._promote(job, job.request.keys[batch.first : batch.end]))
 
     async def _promote(self, job: FetchJob, keys: Sequence[bytes]) -> tuple[int, float] | None:
-        """A disk that is busy or away is no reason to give up the store. None: it took too long."""
+        """Return (blocks, seconds); None if it took too long. A busy or missing disk does not break the connection."""
         try:
             return await job.connection.promote(self._fingerprint, keys, min(PROMOTE_SECONDS, job.stall_seconds))
         except WeftError as error:
-            logger.info("store: nothing from its disk: %s", error)
+            logger.info("store disk unavailable error=%s", error)
             return None if isinstance(error, DeadlineExceeded) else (0, 0.0)
 
     async def _until_promoted(
         self, job: FetchJob, batch: Batch, promotion: asyncio.Task[tuple[int, float] | None] | None
     ) -> tuple[int, float]:
-        """How many leading blocks of the batch are in memory now, and for how long that had to be waited for, less
-        what others took before the disk."""
+        """Wait for a promotion. Return the leading blocks in memory, and the seconds without the disk's queue."""
         if promotion is None:
             return len(batch.matches), 0.0
         started = time.perf_counter()
@@ -220,14 +216,14 @@ class StoreReader:
         promoted = await job.wait_budget.wait(promotion, own_seconds)
         seconds = time.perf_counter() - started
         if promoted is None:
-            # it would have taken longer still, nobody knows how long; unlearned, it would cost the next ones as much
+            # The true time is unknown but longer; without this estimate the next fetches would wait as long.
             self._cost_model.on_fetched(batch.tier, len(batch.matches), 2 * seconds)
             return 0, 0.0
         num_there, waited_seconds = promoted
         return num_there, max(0.0, seconds - waited_seconds)
 
     async def _get_batch(self, job: FetchJob, batch: Batch, num_there: int) -> tuple[int, float]:
-        """How many leading blocks of the batch came and were right, and in how many seconds."""
+        """Read a batch; return the number of good leading blocks and the seconds."""
         connection, matches = job.connection, batch.matches[:num_there]
         if not matches or not await job.wait_budget.wait(connection.reading.acquire()):
             return 0, 0.0
@@ -247,14 +243,14 @@ class StoreReader:
     async def _accept(
         self, connection: StoreConnection, codes: Sequence[int], blocks: Sequence[int], matches: Sequence[Match]
     ) -> int:
-        """Copy leading blocks from the staging area into the pool, each of which is checked first."""
+        """Copy leading blocks from the staging area into the pool, verifying each first."""
         size = self._memory.block_bytes
         num_got = next((slot for slot, code in enumerate(codes) if code != size), len(codes))
         checksums = [match.checksum for match in matches[:num_got]]
         staged = connection.client.staging[: num_got * size]
         num_sound = await unstage(self._memory, staged, checksums, blocks[:num_got])
         if num_sound < num_got:
-            logger.warning("store: a block came back damaged and is not used")
+            logger.warning("store block failed its checksum, not used")
         return num_sound
 
     def _measure(self, tier: Tier, num_blocks: int, seconds: float) -> None:
@@ -273,6 +269,6 @@ class StoreReader:
 
 
 def check_codes(connection: StoreConnection, codes: Sequence[int]) -> None:
-    """Give the link up when the library says that more than these objects is wrong."""
+    """Break off the connection if a code says that more than these objects failed."""
     if (worst := min(codes, default=0)) <= TROUBLE_CODE:
-        connection.break_off(f"Mooncake answers {worst}")
+        connection.break_off(f"Mooncake failed with code {worst}")

@@ -1,7 +1,7 @@
-"""Puts blocks that became full into the node's store, in the background, in batches and as far as it has room.
+"""Puts full blocks into the node's store in the background, in batches and as far as it has room.
 
-Straight from a pool in memory that the store client's process can map, by way of the staging area from a device's. A
-block stays pinned until its put has ended, or the process that may still read it.
+Reads a host pool directly, since the client process maps it; a device pool goes through the staging area. A block stays
+pinned until its put, or the process that may read it, has ended.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from weft.worker.store_reader import check_codes
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 
 PUT_SECONDS = 2.0
-# Mooncake evicts in the background, when it is asked for room that it has not got
+# Mooncake starts to evict only when a put finds no room.
 NO_SPACE_PAUSES = (0.05, 0.2, 0.5)
 MAX_FETCHED = 65_536
 
 
 class StoreWriter:
-    """The writing half of a StoreClient. `unpin` is called exactly once for every block that was offered."""
+    """Writing half of a StoreClient. `unpin` is called exactly once for every offered block."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class StoreWriter:
         self._fingerprint = fingerprint
         self._num_slots = num_slots
         self._unpin = unpin
-        # all that the engine has pinned at a time; what does not fit there waits with the engine
+        # Room for all blocks that the engine pins at a time; further blocks wait in the engine.
         most_pinned = max(MIN_PINNED, memory.num_blocks // MAX_PINNED_SHARE)
         self._offers: asyncio.Queue[FullBlock] = asyncio.Queue(most_pinned)
         self._fetched: OrderedDict[bytes, None] = OrderedDict()
         self._fetched_from: StoreConnection | None = None
 
     def on_fetched(self, connection: StoreConnection, keys: Sequence[bytes]) -> None:
-        """When these are offered, once, this start of the store has them already."""
+        """Remember fetched keys: when they are offered, the store already has them."""
         if connection is not self._fetched_from:
             self._fetched.clear()
         self._fetched_from = connection
@@ -62,7 +62,7 @@ class StoreWriter:
             self._fetched.popitem(last=False)
 
     def offer(self, full_blocks: Sequence[FullBlock]) -> None:
-        """Put these into the store sometime, if it is there and has room; returns at once."""
+        """Queue blocks for the store; returns at once."""
         declined, known = [], []
         connection = self._connector.connection
         for block in full_blocks:
@@ -78,7 +78,7 @@ class StoreWriter:
         self._decline(declined)
 
     async def run(self) -> None:
-        """Until cancelled; blocks that wait then are unpinned."""
+        """Put batches until cancelled, then unpin the blocks that still wait."""
         try:
             while True:
                 await self._put_batch([await self._offers.get()])
@@ -100,21 +100,21 @@ class StoreWriter:
             self._unpin([block.block for block in blocks])
 
     async def _put(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> None:
-        """Unpins in the end, so that a block which is not pinned any more can be found by others, or never will be."""
+        """Put a batch. Unpins at the end, so an unpinned block is either published or never will be."""
         try:
             async with asyncio.timeout(PUT_SECONDS):
                 num_stored = await self._store(connection, batch)
             metrics.STORE_BLOCKS.labels("put").inc(num_stored)
             metrics.STORE_BLOCKS.labels("skipped").inc(len(batch) - num_stored)
         except (StoreLost, WeftError, TimeoutError) as error:
-            connection.break_off(f"a put failed: {error or 'no answer in time'}")
+            connection.break_off(f"put failed: {error or 'no answer in time'}")
             metrics.STORE_BLOCKS.labels("failed").inc(len(batch))
             await connection.until_ended()
         finally:
             self._unpin([block.block for block in batch])
 
     async def _store(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> int:
-        """How many blocks found room and were published."""
+        """Return the number of blocks that found room and were published."""
         if self._is_shared:
             checksums = await staged_checksums(self._memory, [block.block for block in batch])
         else:
@@ -137,7 +137,7 @@ class StoreWriter:
     async def _transfer(
         self, connection: StoreConnection, batch: Sequence[FullBlock], checksums: Sequence[int]
     ) -> list[int]:
-        """One code a block; those that found no room are tried again. Raises StoreLost: then they may still be read."""
+        """Return one code a block, retrying blocks without room. Raises StoreLost; then blocks may still be read."""
         size = self._memory.block_bytes
         named = zip(batch, checksums, strict=True)
         names = [store_key(self._fingerprint, block.block_key, checksum) for block, checksum in named]
@@ -158,7 +158,7 @@ class StoreWriter:
         return codes
 
     async def _stage(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> list[int]:
-        """Copy to the staging area's second half; the checksums are those of the copies."""
+        """Copy into the staging area's second half; return the checksums of the copies."""
         area = connection.client.staging[self._offset(0) : self._offset(len(batch))]
         return await stage(self._memory, [block.block for block in batch], area)
 
