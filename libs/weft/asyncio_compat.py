@@ -31,7 +31,7 @@ class _ScopeEnds(Exception):
 
 @asynccontextmanager
 async def background_tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """Run a TaskGroup whose remaining tasks are cancelled at the end of the scope. A failing task ends the scope."""
+    """Run a TaskGroup that cancels its remaining tasks at the end of the scope. A failing task ends the scope."""
     with reraise_lost_cancellation():
         try:
             async with asyncio.TaskGroup() as group:

@@ -78,7 +78,7 @@ def path_exists(path: Path) -> bool:
 def open_regular(path: Path, flags: int = 0) -> int:
     """Open a regular file for reading.
 
-    Raises OSError, also for a pipe, whose opening would block until a writer comes.
+    Raises OSError, also for a pipe, since opening one would block until a writer comes.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if stat.S_ISREG(os.fstat(fd).st_mode):

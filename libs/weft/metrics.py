@@ -168,9 +168,7 @@ TRANSFER_SECONDS = Histogram(
 TRANSFER_FAILURES = Counter(
     "weft_kv_transfer_failures", "Hand-offs thrown away, by reason", ["reason"], registry=REGISTRY
 )
-OVERDUE_BLOCKS = Gauge(
-    "weft_kv_overdue_blocks", "Quarantined blocks whose pull should have ended long ago", registry=REGISTRY
-)
+OVERDUE_BLOCKS = Gauge("weft_kv_overdue_blocks", "Quarantined blocks of overdue pulls", registry=REGISTRY)
 LEASES = Counter(
     "weft_kv_leases", "Leases by end: returned, cancelled, expired, broken, stalled", ["end"], registry=REGISTRY
 )
@@ -224,7 +222,7 @@ DISK_FAILURES = Counter(
     registry=REGISTRY,
 )
 INDEX_BLOCKS = Gauge("weft_kv_index_blocks", "Blocks in the index of workers' pools", registry=REGISTRY)
-INDEX_RESYNCS = Counter("weft_kv_index_resyncs", "Workers told to begin anew with a snapshot", registry=REGISTRY)
+INDEX_RESYNCS = Counter("weft_kv_index_resyncs", "Workers asked for a new snapshot", registry=REGISTRY)
 
 
 def _anonymous_bytes() -> float:

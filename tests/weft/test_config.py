@@ -104,7 +104,7 @@ def test_a_number_that_no_message_between_services_holds_is_refused() -> None:
     for good in (2**63 - 1, -(2**63)):
         assert read_config(Peers, {"WEFT_NUM_BLOCKS": str(good)}) == Peers(num_blocks=good)
     for wrong in (2**63, -(2**63) - 1):
-        with pytest.raises(ConfigError, match=f"WEFT_NUM_BLOCKS='{wrong}': expected a number of 64 bits"):
+        with pytest.raises(ConfigError, match=f"WEFT_NUM_BLOCKS='{wrong}': expected a 64-bit integer"):
             read_config(Peers, {"WEFT_NUM_BLOCKS": str(wrong)})
 
 

@@ -1,1 +1,1 @@
-"""KV blocks: keys, the pool that owns them, and the ways they move between machines."""
+"""KV blocks: keys, the pool that owns them, and their transfer between machines."""

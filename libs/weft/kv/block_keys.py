@@ -1,8 +1,6 @@
-"""Block keys: which tokens, after which tokens, for whom. The same in every process, on every machine.
+"""Keys of KV blocks: in worker pools and in the shared store. The same in every process on every machine.
 
-key(i) = BLAKE2b(key(i-1), token ids of block i); key(-1) = BLAKE2b(salt, extras). Knows nothing of pools.
-
-What blocks are called in the shared store. The same in every process.
+key(i) = BLAKE2b(key(i-1), token ids of block i); key(-1) = BLAKE2b(salt, extras).
 """
 
 from __future__ import annotations
@@ -17,7 +15,9 @@ KEY_BYTES = 32
 
 
 def root_key(cache_salt: bytes, extras: bytes = b"") -> bytes:
-    """The parent of a prompt's first block. `extras`: whatever else changes the KV, such as an adapter id."""
+    """Return the parent key of a prompt's first block. `extras`: anything else that changes the KV, such as an adapter
+    id.
+    """
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"weft-kv-root")
     digest.update(len(cache_salt).to_bytes(4, "little"))
     digest.update(cache_salt)
@@ -26,12 +26,12 @@ def root_key(cache_salt: bytes, extras: bytes = b"") -> bytes:
 
 
 def tenant_tag(cache_salt: bytes) -> bytes:
-    """8 bytes by which quotas tell tenants apart without knowing their salts; empty for those who share."""
+    """Return 8 bytes that identify a tenant for quotas without its salt; empty without a salt."""
     return hashlib.blake2b(cache_salt, digest_size=8, person=b"weft-kv-tenant").digest() if cache_salt else b""
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of one full block."""
+    """Return the key of one full block."""
     digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=b"weft-kv-block")
     packed = array("I", token_ids)
     digest.update(packed.tobytes())
@@ -39,7 +39,7 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def block_keys(token_ids: Sequence[int], block_tokens: int, cache_salt: bytes = b"") -> list[bytes]:
-    """Keys of all full blocks of a sequence, in order; the partial tail has none."""
+    """Return the keys of all full blocks in order; a partial last block has none."""
     keys: list[bytes] = []
     parent = root_key(cache_salt)
     for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
@@ -49,12 +49,12 @@ def block_keys(token_ids: Sequence[int], block_tokens: int, cache_salt: bytes = 
 
 
 def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
-    """How many leading blocks of a prompt may come from a cache: at least one token must be computed for its logits."""
+    """Return how many leading blocks may come from a cache: the logits need at least one computed token."""
     return (num_tokens - 1) // block_tokens
 
 
 def fingerprint_digest(fingerprint: ModelFingerprint) -> bytes:
-    """16 bytes that stand for everything two workers must share before blocks move between them."""
+    """Return 16 bytes for everything that two workers must share before they exchange blocks."""
     fields = (
         fingerprint.weights_hash,
         fingerprint.kv_dtype,
@@ -66,9 +66,9 @@ def fingerprint_digest(fingerprint: ModelFingerprint) -> bytes:
 
 
 def store_key(fingerprint: bytes, key: bytes, checksum: int) -> str:
-    """A block's name in the Mooncake Store.
+    """Return a block's name in the Mooncake Store.
 
-    Objects there are immutable, and two workers may compute one block with different roundings: with the checksum in
-    its name, a name stands for just these bytes.
+    Store objects are immutable, and two workers may round differently. The checksum in the name makes each name stand
+    for one content.
     """
     return f"weft/{fingerprint.hex()}/{key.hex()}/{checksum:016x}"

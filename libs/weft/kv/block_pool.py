@@ -1,10 +1,10 @@
-"""The pool's books: which block numbers are free, held, findable or untouchable. Knows no bytes, sequences or clock.
+"""Block pool bookkeeping: which block numbers are free, held, cached or quarantined. Pure: no bytes and no clock.
 
 free --reserve--> reserved(refs) --publish--> ready(key, refs) --last release--> cached(key) --evict--> free
                       |  last release --> free                     ^------match------'
                       '--quarantine--> quarantined --unquarantine--> free
 
-No time ends a quarantine: only whoever knows that nothing can write to the block any more does.
+No timeout ends a quarantine. The caller ends it once nothing can write to the block any more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 
 class PoolExhausted(Exception):
-    """Fewer free and cached blocks than asked for; nothing was taken."""
+    """Fewer free and cached blocks than requested; nothing was taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Every block is in exactly one of these; they add up to the pool."""
+    """Blocks by state; they add up to the pool."""
 
     free: int
     active: int
@@ -30,7 +30,7 @@ class PoolCounts:
 
 
 class BlockPool:
-    """Owner of all block numbers 0 .. num_blocks-1. One thread at a time."""
+    """Owns all block numbers 0 .. num_blocks-1. Not thread-safe."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -45,11 +45,11 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `reserve` could hand out."""
+        """Blocks that `reserve` could return."""
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of `keys`; the caller holds one reference to each."""
+        """Return the blocks of the longest known prefix of `keys`, with one reference to each."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -61,7 +61,7 @@ class BlockPool:
         return blocks
 
     def is_known(self, key: bytes) -> bool:
-        """`match` would find it."""
+        """True if `match` would find this key."""
         return key in self._block_of
 
     def reserve(self, count: int) -> list[int]:
@@ -78,7 +78,7 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, key: bytes) -> bool:
-        """Make a held block findable. False when `key` has a block already: the first stays, this one stays private."""
+        """Make a held block findable. Returns False if `key` already has a block; this one then stays private."""
         assert block in self._refs, f"block {block} is not held"
         assert block not in self._key_of, f"block {block} is published already"
         if key in self._block_of:
@@ -89,7 +89,7 @@ class BlockPool:
         return True
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference to each back. Of a prefix, the end becomes the first candidate for eviction."""
+        """Drop one reference to each block. The end of a prefix becomes the first candidate for eviction."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block]:
@@ -101,31 +101,31 @@ class BlockPool:
                 heapq.heappush(self._free, block)
 
     def num_freeable(self, blocks: Iterable[int]) -> int:
-        """How many more would be available if each of these were released, as often as it is named."""
+        """Return how many blocks become available if each of these is released, as often as it is listed."""
         return sum(count == self._refs[block] for block, count in Counter(blocks).items())
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Put private blocks with a single holder aside, taking that reference: somebody may still write there."""
+        """Take over the only reference to private blocks: a transfer may still write to them."""
         for block in blocks:
-            assert self._refs.get(block) == 1, f"block {block} is not held by one alone"
+            assert self._refs.get(block) == 1, f"block {block} does not have exactly one holder"
             assert block not in self._key_of, f"block {block} is findable"
             del self._refs[block]
             self._quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
-        """These are safe now; blocks that are not in quarantine (any more) are left alone."""
+        """Free blocks that are safe now; blocks that are not quarantined stay unchanged."""
         for block in blocks:
             if block in self._quarantined:
                 self._quarantined.remove(block)
                 heapq.heappush(self._free, block)
 
     def take_changes(self) -> dict[bytes, bool]:
-        """Keys that can be found since the last call, or cannot any more; the last word on each."""
+        """Return keys that became findable (True) or unfindable (False) since the last call; the last change counts."""
         changes, self._changes = self._changes, {}
         return changes
 
     def counts(self) -> PoolCounts:
-        """Where the blocks are."""
+        """Return the number of blocks in each state."""
         return PoolCounts(len(self._free), len(self._refs), len(self._cached), len(self._quarantined))
 
     def _evict(self) -> None:

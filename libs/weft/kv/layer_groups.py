@@ -1,6 +1,7 @@
-"""Which pages of a sequence are needed: layers that look equally far back form groups, each with a block table.
+"""Paging of layer groups: which pages of a sequence each group needs.
 
-A page holds one block of tokens for one group's layers. Knows numbers, no pool, no bytes and no sequences.
+Layers with the same attention span form a group with its own block table. A page holds one block of tokens for one
+group's layers. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -15,50 +16,50 @@ from weft.kv.block_keys import reusable_blocks
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpan:
-    """How far back a token looks: at the last `window` tokens, those of its own aligned `chunk`, or all (both 0)."""
+    """How far back a token attends: the last `window` tokens, its own aligned `chunk`, or everything (both 0)."""
 
     window: int = 0
     chunk: int = 0
 
     @property
     def width(self) -> int:
-        """Tokens that one sees at most, itself included; 0: all."""
+        """Maximum number of visible tokens, including the token itself; 0 means all."""
         return min(self.window, self.chunk) if self.window and self.chunk else self.window or self.chunk
 
     def first(self, position: int) -> int:
-        """The first token that the one at `position`, or any behind it, looks at; up to `position` itself."""
+        """Return the first token visible to `position` or any later token; at most `position`."""
         start = position - position % self.chunk if self.chunk else 0
         return max(start, position + 1 - self.window) if self.window else start
 
 
 @dataclass(frozen=True, slots=True)
 class PageRange:
-    """One group's pages of a sequence: those of its blocks `first`, `first` + 1, ..."""
+    """Pages of one group of a sequence, for its blocks `first`, `first` + 1, ..."""
 
     first: int
     blocks: tuple[int, ...]
 
     @property
     def end(self) -> int:
-        """The first block behind."""
+        """The block after the last one."""
         return self.first + len(self.blocks)
 
     def page(self, index: int) -> int | None:
-        """That of block `index`, if there is one."""
+        """Return the page of block `index`, or None."""
         return self.blocks[index - self.first] if self.first <= index < self.end else None
 
     def within(self, first: int, end: int) -> PageRange:
-        """What it has of these blocks; `first` may lie before the run."""
+        """Return the part for blocks `first` to `end`; `first` may lie before the range."""
         first = max(first, self.first)
         return PageRange(first, self.blocks[first - self.first : max(0, end - self.first)])
 
 
 @dataclass(frozen=True, slots=True)
 class PagingPolicy:
-    """A model's groups, `block_tokens` to a page, and steps of at most `chunk_tokens` of one sequence.
+    """A model's layer groups, with `block_tokens` a page and steps of at most `chunk_tokens` of one sequence.
 
-    A group that sees everything has a run from block 0 on. Another one has what the next token sees and what the next
-    step writes: pages that nobody looks at any more go back.
+    A group that sees everything has pages from block 0 on. Any other group holds the pages that the next token sees and
+    the next step writes; earlier pages are freed.
     """
 
     spans: tuple[AttentionSpan, ...]
@@ -67,80 +68,82 @@ class PagingPolicy:
 
     @property
     def is_bounded(self) -> bool:
-        """Some group gives pages back before the sequence ends."""
+        """True if a group frees pages before the sequence ends."""
         return any(reach.width for reach in self.spans)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Return the number of blocks of `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
     def first(self, group: int, num_tokens: int) -> int:
-        """The first block that a group still needs once the KV of `num_tokens` tokens is there."""
+        """Return the first block that a group still needs once the KV of `num_tokens` tokens exists."""
         return self.spans[group].first(num_tokens) // self.block_tokens
 
     def max_pages_per_step(self, group: int) -> int:
-        """Pages with which a group can always take the next step, wherever in a block it begins; 0: no limit."""
+        """Return the pages with which a group can run any step, wherever it starts in a block; 0 means no limit."""
         width = self.spans[group].width
-        # and, see `sight`, a whole block behind a prompt's last step
+        # Includes a whole block after a prompt's last step, see `retention_point`.
         return self._spanned(group, width - 1 + max(self.chunk_tokens, self.block_tokens)) if width else 0
 
     def num_new_pages(self, group: int, num_hit: int, num_blocks: int) -> int:
-        """Pages to be had behind `num_hit` found blocks before a sequence of so many may start.
+        """Return the new pages needed after `num_hit` found blocks before a sequence of `num_blocks` may start.
 
-        Found pages do not count: they may be others' as well, and then giving them back makes no room.
+        Found pages do not count: other sequences may share them, so freeing them makes no room.
         """
         return min(num_blocks - num_hit, self.max_pages_per_step(group) or num_blocks)
 
     def max_pages_decoding(self, group: int) -> int:
-        """Pages of a group while tokens are generated one by one; 0: no limit."""
+        """Return the maximum pages of a group while decoding; 0 means no limit."""
         width = self.spans[group].width
         return self._spanned(group, width) if width else 0
 
     def num_pages(self, num_tokens: int) -> int:
-        """What a sequence of so many tokens takes while it generates, in all groups together."""
+        """Return the pages of a decoding sequence of `num_tokens` tokens, over all groups."""
         total = self.num_blocks(num_tokens)
         return sum(min(total, self.max_pages_decoding(group) or total) for group in range(len(self.spans)))
 
     def max_pages(self, num_tokens: int) -> int:
-        """What a sequence of so many tokens takes at any time of its life: as a prompt, found pages beside new ones."""
+        """Return the maximum pages of a sequence of `num_tokens` tokens at any time, including found pages of a prompt."""
         return sum(self._max_held(group, num_tokens) for group in range(len(self.spans)))
 
     def table_widths(self, num_tokens: int) -> list[int]:
-        """Of each group, entries of such a sequence's block table at most: its pages behind those not left out."""
+        """Return for each group the maximum block table entries of such a sequence, without skipped blocks."""
         total = self.num_blocks(num_tokens)
         periods = [reach.chunk // gcd(reach.chunk, self.block_tokens) if reach.chunk else 1 for reach in self.spans]
         return [min(total, self._max_held(group, num_tokens) + each - 1) for group, each in enumerate(periods)]
 
     def max_sequence_tokens(self, num_pages: int, max_tokens: int) -> int:
-        """Tokens of the longest sequence that so many pages can take through its life, `max_tokens` at most."""
+        """Return the longest sequence, up to `max_tokens`, that fits into `num_pages` at all times."""
         counts = range(0, max_tokens + self.block_tokens, self.block_tokens)
         return min(max_tokens, counts[bisect_right(counts, num_pages, key=self.max_pages) - 1])
 
     def retention_point(self, num_ready: int, num_prompt: int) -> int:
-        """The tokens behind which pages of a prompt may go once `num_ready` of it have their KV.
+        """Return the token before which a prompt's pages may be freed once `num_ready` tokens have KV.
 
-        At its end fewer than those: whoever asks for the same prompt again goes on from its last reusable block, and
-        what is looked at from there is to be found.
+        At the prompt's end this lies earlier: a repetition of the prompt continues from its last reusable block, and
+        must find the pages visible from there.
         """
         return min(num_ready, reusable_blocks(num_prompt, self.block_tokens) * self.block_tokens)
 
-    def remap(self, group: int, run: PageRange, num_fixed: int, sight: int) -> PageRange:
-        """What becomes of a run whose pages may go as far as is out of `sight`.
+    def remap(self, group: int, run: PageRange, num_fixed: int, retention_point: int) -> PageRange:
+        """Drop the pages that no later token attends to, and remap the rest.
 
-        Pages before block `num_fixed` stay where they are. Those behind have nothing in them yet: where the next token
-        looks at none of the others, they begin at the first block that it looks at.
+        Pages before block `num_fixed` keep their place. Later pages are still empty: if the next token sees none of the
+        fixed ones, they start at the first block that it sees.
         """
-        first = self.first(group, sight)
+        first = self.first(group, retention_point)
         return PageRange(first, run.blocks[min(first, num_fixed) - run.first :])
 
     def needed_blocks(self, group: int, num_held: int, num_ready: int, num_prompt: int) -> range:
-        """Blocks that somebody with the first `num_held` of a prompt needs of another's KV of `num_ready` tokens."""
+        """Return the blocks that a holder of the first `num_held` blocks needs of a peer's KV of `num_ready` tokens."""
         return range(
             max(self.first(group, self.retention_point(num_ready, num_prompt)), num_held), self.num_blocks(num_ready)
         )
 
     def longest_prefix_hit(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool]) -> int:
-        """Blocks of the longest prefix that can be gone on from: each group has all pages that the next token sees."""
+        """Return the longest prefix, in blocks, that can be continued: each group has all pages visible to the next
+        token.
+        """
         num_blocks = len(keys)
         for group, reach in enumerate(self.spans):
             if not reach.width:
@@ -152,7 +155,7 @@ class PagingPolicy:
         return num_blocks
 
     def skipped_blocks(self, group: int, first: int) -> int:
-        """Of the blocks before a run, those that attention need not count: without them no chunk's edge moves."""
+        """Return the blocks before a range that attention need not count: skipping them moves no chunk boundary."""
         chunk = self.spans[group].chunk
         return first - first % (chunk // gcd(chunk, self.block_tokens)) if chunk else first
 
@@ -161,7 +164,7 @@ class PagingPolicy:
         return min(total, self._spanned(group, width - 1) + self.max_pages_per_step(group)) if width else total
 
     def _prefix_without_gap(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool], num_blocks: int) -> int:
-        """`num_blocks`, or, where a page is missing, the longest prefix for which that one is not looked at."""
+        """Return `num_blocks`, or the longest prefix from which a missing page is not visible."""
         for group, reach in enumerate(self.spans):
             if reach.width:
                 needed = range(self.first(group, num_blocks * self.block_tokens), num_blocks)
@@ -170,12 +173,14 @@ class PagingPolicy:
         return num_blocks
 
     def _spanned(self, group: int, num_tokens: int) -> int:
-        """Blocks that so many tokens in a row touch at most, where the first one may be the first that is seen."""
+        """Return the maximum blocks that `num_tokens` consecutive tokens touch if the first may be the first visible
+        one.
+        """
         reach = self.spans[group]
         latest = self.block_tokens - (1 if reach.window else gcd(reach.chunk, self.block_tokens))
         return (latest + num_tokens - 1) // self.block_tokens + 1
 
 
 def page_key(key: bytes, group: int) -> bytes:
-    """The key of one group's page; the first group's is the block's own."""
+    """Return the key of one group's page; the first group uses the block's own key."""
     return key + group.to_bytes(2, "little") if group else key

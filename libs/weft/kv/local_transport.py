@@ -1,6 +1,7 @@
-"""Pulls from a pool on the same machine: read out of its file by the kernel, with no network and no peer in between.
+"""KV transport for pools on the same machine: the kernel reads the peer's memory file, without network or peer.
 
-Only the lender's file of that very start is read, never written and never mapped: its memory goes when it ends.
+Reads only the file of the peer's current process, and never writes or maps it, so its memory is freed when the peer
+ends.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, coa
 
 NUM_THREADS = 4
 MAX_READ_BYTES = 16 * 1024 * 1024
-# so much is read before another thread would have begun
+# Reading this much takes less time than starting a thread.
 MAX_BYTES_AT_ONCE = 256 * 1024
 OPEN_FILES = Path("/proc")
-# a process, one of its open files, and the name that no other file has
+# Process, open file, and a name that no other file has.
 FILE_NAME = re.compile(r"(\d+/fd/\d+) (/memfd:\S+-[0-9a-f]{32}\b.*)")
 
 
 class LocalTransport:
-    """For a pool that lies in an open file of this process, as `create_shared_memory` makes them."""
+    """For a pool in an open file of this process, as `create_shared_memory` makes it."""
 
     name = "local"
 
     def __init__(self, memory: BlockBytes) -> None:
-        """Raises OSError where the system does not show open files."""
+        """Raises OSError if the system does not show open files."""
         assert memory.shared_fd is not None
         link = os.readlink(OPEN_FILES / "self" / "fd" / str(memory.shared_fd))
         self._file = f"{os.getpid()}/fd/{memory.shared_fd} {link}"
@@ -43,18 +44,18 @@ class LocalTransport:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="near")
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Nothing to register: the file is open."""
+        """Do nothing: the file is open."""
 
     def endpoint(self) -> Endpoint:
-        """For peers on this machine alone."""
+        """Return an endpoint for peers on this machine only."""
         return self.with_file(Endpoint(self.name, "", self._address))
 
     def with_file(self, endpoint: Endpoint) -> Endpoint:
-        """Another transport's endpoint of the same pool, with the file in it for those who see it."""
+        """Return another transport's endpoint of the same pool, plus this pool's file."""
         return replace(endpoint, file=self._file)
 
     def reaches(self, peer: Endpoint) -> bool:
-        """Does the peer live on this machine, under the same user, and not apart in a container."""
+        """True if the peer runs on this machine under the same user and shares /proc."""
         match = FILE_NAME.fullmatch(peer.file)
         if match is None:
             return False
@@ -63,10 +64,10 @@ class LocalTransport:
         return False
 
     async def connect(self, peer: Endpoint) -> None:
-        """Nothing to connect."""
+        """Do nothing: opening the file is part of a pull."""
 
     async def pull(self, source: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
-        """See Transport.pull. It waits for nobody: a lender that is frozen, or ends meanwhile, changes nothing."""
+        """Implements Transport.pull. A frozen or ending peer has no effect."""
         deadline = time.monotonic() + timeout_seconds
         if sum(run.size_bytes for run in runs) <= MAX_BYTES_AT_ONCE:
             self._read(source.endpoint, runs, deadline)
@@ -74,7 +75,7 @@ class LocalTransport:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._read, source.endpoint, runs, deadline)
 
     async def close(self) -> None:
-        """Wait for what is being read."""
+        """Wait for running reads, then stop the threads."""
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
     def _read(self, peer: Endpoint, runs: Sequence[CopyRange], deadline: float) -> None:
@@ -83,7 +84,7 @@ class LocalTransport:
                 for run in coalesce(runs):
                     at, offset = run.local_address - self._address, run.remote_address - peer.pool_address
                     if min(at, offset) < 0 or at + run.size_bytes > len(self._pool):
-                        raise OSError("a run leaves the pool")
+                        raise OSError("a range exceeds the pool")
                     _fill(file, offset, self._pool[at : at + run.size_bytes], deadline)
         except OSError as error:
             raise TransferFailed(f"reading {peer.file!r}: {error}") from error
@@ -91,14 +92,14 @@ class LocalTransport:
 
 @contextmanager
 def _opened(name: str) -> Iterator[int]:
-    """Raises OSError when it is not there any more, or another one by now."""
+    """Open the file. Raises OSError if it is gone or is another file by now."""
     match = FILE_NAME.fullmatch(name)
     if match is None:
-        raise OSError("that names no pool's file")
+        raise OSError("the name is not a pool's file")
     file = os.open(OPEN_FILES / match[1], os.O_RDONLY | os.O_CLOEXEC)
     try:
         if os.readlink(OPEN_FILES / "self" / "fd" / str(file)) != match[2]:
-            raise OSError("another file has its number")
+            raise OSError("the descriptor belongs to another file now")
         yield file
     finally:
         os.close(file)
@@ -108,9 +109,9 @@ def _fill(file: int, offset: int, target: memoryview, deadline: float) -> None:
     done = 0
     while done < len(target):
         if time.monotonic() > deadline:
-            raise OSError("it took too long")
+            raise OSError("the deadline passed")
         part = target[done : done + MAX_READ_BYTES]
         count = os.preadv(file, [part], offset + done)
         if count == 0:
-            raise OSError("the pool ends before the block")
+            raise OSError("the file ends before the block")
         done += count

@@ -1,4 +1,4 @@
-"""Memory of this process that another one can map, by the number of an open file. Knows nothing of what lies in it."""
+"""Shared memory in an anonymous file, which another process maps by its descriptor."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Zeros at first, page-aligned; there as long as somebody has the mapping."""
+    """Page-aligned memory, zero at first; it exists as long as the mapping."""
 
     mapping: mmap.mmap
     fd: int
 
 
 def create_shared_memory(size_bytes: int, name: str) -> SharedMemory | None:
-    """Of a file without a path, which goes with its last process; None where the system has no such thing.
+    """Create memory in a memfd, which vanishes with its last process; None if the system has none.
 
-    To whoever finds it among the open files of another process, `name` and 128 random bits tell that it is this one.
+    `name` and 128 random bits identify the file among another process' open files.
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -35,13 +35,13 @@ def create_shared_memory(size_bytes: int, name: str) -> SharedMemory | None:
 
 
 def map_file(fd: int, size_bytes: int, is_writable: bool) -> int:
-    """The address of the file's bytes, mapped for as long as this process lives; the file is closed. Raises OSError."""
+    """Map a file for the life of this process, close it, and return the address. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
     rights = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
     address: int = libc.mmap(None, size_bytes, rights, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), f"{size_bytes} shared bytes cannot be mapped")
+        raise OSError(ctypes.get_errno(), f"{size_bytes} shared bytes: mmap failed")
     os.close(fd)
     return address

@@ -1,4 +1,4 @@
-"""The bytes of a block pool by block number, and their checksums. Knows addresses, not what the bytes mean."""
+"""Access to the pool's bytes by block number, and block checksums."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import xxhash
 
 
 class BlockBytes(Protocol):
-    """Read and written by transports and checks, never by the engine."""
+    """Pool bytes for transports and checks; the engine does not use it."""
 
     @property
     def address(self) -> int:
-        """Of block 0."""
+        """Address of the pool's first byte."""
 
     @property
     def block_bytes(self) -> int:
-        """Size of one block."""
+        """Size of one block in bytes."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
 
     @property
     def shared_fd(self) -> int | None:
-        """An open file that begins with the pool's bytes, for other processes to map; None where there is none."""
+        """Open file that starts with the pool's bytes, for other processes to map; None without one."""
 
     @property
     def is_host(self) -> bool:
-        """Copies take as long as their bytes do; otherwise they wait for a device, and want a thread."""
+        """True for host memory. Device copies wait and should run in a thread."""
 
     def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
-        """These blocks into an area of their size, one behind the other; whole when it returns."""
+        """Copy blocks one after another into an area of their size; complete on return."""
 
     def copy_in(self, area: memoryview, blocks: Sequence[int]) -> None:
-        """The way back."""
+        """Copy an area back into blocks."""
 
     def read(self, block: int) -> memoryview:
-        """The bytes of one block, as they are now."""
+        """Return the current bytes of one block."""
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
-        """Overwrite a part of one block. Raises ValueError when it would leave the block."""
+        """Overwrite part of one block. Raises ValueError if it would exceed the block."""
 
 
 class HostBlocks:
-    """A pool in this process' own memory; `read` copies nothing."""
+    """A pool in this process' memory; `read` copies nothing."""
 
     is_host = True
 
@@ -59,28 +59,25 @@ class HostBlocks:
         self._bytes = memoryview(whole).cast("B")
 
     def read(self, block: int) -> memoryview:
-        """A view, not a copy."""
+        """Return a view of the block, not a copy."""
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"no block {block} in a pool of {self.num_blocks}")
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
-        """See BlockBytes."""
         for slot, block in enumerate(blocks):
             area[slot * self.block_bytes : (slot + 1) * self.block_bytes] = self.read(block)
 
     def copy_in(self, area: memoryview, blocks: Sequence[int]) -> None:
-        """See BlockBytes."""
         for slot, block in enumerate(blocks):
             self.read(block)[:] = area[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
-        """In place."""
         if offset_bytes < 0 or offset_bytes + len(data) > self.block_bytes:
             raise ValueError(f"{len(data)} bytes at {offset_bytes} leave a block of {self.block_bytes}")
         self.read(block)[offset_bytes : offset_bytes + len(data)] = data
 
 
 def checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
-    """xxh3_64 of each block, about 10 GB/s: give it a thread of its own above a megabyte or so."""
+    """Return xxh3_64 of each block at about 10 GB/s; use a thread above 1 MB."""
     return [xxhash.xxh3_64_intdigest(memory.read(block)) for block in blocks]

@@ -1,8 +1,8 @@
-"""Pulls through Mooncake's Transfer Engine, peer to peer: the peer's name is its handshake listener's host:port.
+"""KV transport through Mooncake's Transfer Engine, peer to peer. A peer's name is host:port of its handshake listener.
 
-Every run is a transfer of its own, submitted without waiting and asked about until it has ended: only then does nothing
-write any more. The library's own waiting calls return at the first failure or at a timeout, and what they leave behind
-was seen to land 30 seconds later, when a frozen peer went on.
+Every range is its own transfer, submitted without waiting and polled until it has ended; only then does nothing write
+any more. The library's blocking calls return at the first failure or timeout. Their remaining transfers landed up to 30
+s later, when a frozen peer continued.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from weft.kv.mooncake_loading import load_cuda_runtime
 from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
 
 logger = logging.getLogger(__name__)
-# a peer that hangs holds up so many pulls, and nobody else's
+# A hanging peer blocks only this many pulls of its own.
 PULLS_PER_PEER = 2
-# beyond 1024 queued transfers a peer the library fails the next ones
+# Beyond 1024 queued transfers to a peer, the library fails further ones.
 MAX_IN_FLIGHT = 256
 MAX_RUN_BYTES = 16 * 1024 * 1024
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-# whoever sleeps for a millisecond's transfer wakes up late, and whoever keeps asking takes the processor from the
-# library's own thread: at first it is only offered to others between two questions, then these are as far apart as the
-# bytes under way take at the best. After a second in which nothing has moved there is no hurry
+# Polling interval. Sleeping through a 1 ms transfer wakes up late; busy polling takes the CPU from the library's
+# thread. So the first polls only yield, and later ones sleep as long as the bytes in flight take at the best rate.
+# After 1 s without progress, sleep longer.
 ASK_AT_ONCE_SECONDS = 0.001
 SHORTEST_NAP_SECONDS, LONGEST_NAP_SECONDS, BEST_BYTES_PER_SECOND = 0.000002, 0.002, 8e9
 LONG_NAP_SECONDS, LONG_AFTER_SECONDS = 0.01, 1.0
@@ -40,24 +40,24 @@ MAX_LANES = 64
 PR_SET_TIMERSLACK = 29
 SUCCEEDED, FAILED = 1, -1
 _ENVIRONMENT = {
-    # seconds without a byte until the library closes the connection of a transfer and it has ended
+    # Seconds without a byte until the library closes a transfer's connection, which ends it.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
-    # without it every transfer leaves a socket in TIME_WAIT
+    # Without this, every transfer leaves a socket in TIME_WAIT.
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
 
 
 class MooncakeUnavailable(Exception):
-    """The library cannot be loaded or started here; the message says why."""
+    """The library cannot be loaded or started; the message says why."""
 
 
 class MooncakeTransport:
-    """One Transfer Engine for the process. `host` is the address under which peers reach this machine."""
+    """One Transfer Engine for the process. `host` is this machine's address for peers."""
 
     def __init__(self, host: str, protocol: str = "tcp") -> None:
-        # over RDMA it cannot read from a peer that speaks TCP, nor the other way: they are two ways, by two names
+        # A peer with RDMA cannot read from a peer with TCP or vice versa, so they are two transports.
         self.name = "mooncake" if protocol == "tcp" else f"mooncake_{protocol}"
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
@@ -65,43 +65,42 @@ class MooncakeTransport:
             os.environ.setdefault("MC_FORCE_TCP", "1")
         load_cuda_runtime()
         try:
-            # optional: three wheels share this name, and each needs libraries of the machine
+            # Optional: three wheels share this name, and each needs system libraries.
             from mooncake.engine import TransferEngine
         except (ImportError, OSError) as error:
             raise MooncakeUnavailable(str(error)) from error
         self._engine: Any = TransferEngine()
-        with _captured_stderr() as said:
+        with _captured_stderr() as captured:
             code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
             if code != 0:
-                raise MooncakeUnavailable(f"initialize({host}, {protocol}) returned {code}: {said()}")
+                raise MooncakeUnavailable(f"initialize({host}, {protocol}) returned {code}: {captured()}")
         self._segment = f"{host}:{self._engine.get_rpc_port()}"
         self._pool_address = 0
         self._opened: set[str] = set()
         self._peers: dict[str, _PeerThreads] = {}
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Raises MooncakeUnavailable when the library refuses the memory."""
+        """Register the pool. Raises MooncakeUnavailable if the library refuses the memory."""
         if (code := self._engine.register_memory(address, size_bytes)) != 0:
             raise MooncakeUnavailable(f"register_memory({size_bytes} bytes) returned {code}")
         self._pool_address = address
 
     def endpoint(self) -> Endpoint:
-        """What peers need."""
+        """Return the segment name and pool address for peers."""
         return Endpoint(self.name, self._segment, self._pool_address)
 
     def reaches(self, peer: Endpoint) -> bool:
-        """Does it speak Mooncake, and over the same."""
+        """True if the peer uses Mooncake over the same protocol."""
         return peer.transport == self.name
 
     async def connect(self, peer: Endpoint) -> None:
-        """Handshake beside the loop, so that the first pull does not wait for it."""
+        """Start the handshake in a thread, so that the first pull does not wait for it."""
         if peer.segment not in self._opened:
             self._opened.add(peer.segment)
-            # a frozen peer holds the probe for a minute: neither a pull nor our exit may wait for that
+            # A frozen peer blocks the probe for a minute; neither a pull nor process exit may wait for it.
             threading.Thread(target=self._engine.send_probe, args=(peer.segment,), daemon=True).start()
 
     async def pull(self, source: KvSource, ranges: Sequence[CopyRange], timeout_seconds: float) -> None:
-        """See Transport.pull."""
         deadline = time.monotonic() + timeout_seconds
         segment = source.endpoint.segment
         peer_threads = self._peers.setdefault(segment, _PeerThreads())
@@ -114,24 +113,24 @@ class MooncakeTransport:
             self._retire()
 
     def _retire(self) -> None:
-        """Peers come and go under new names: of many, those that are not in use give their threads back."""
+        """Shut down idle threads above MAX_LANES peers, since peers come and go under new names."""
         idle = [segment for segment, peer_threads in self._peers.items() if not peer_threads.num_users]
         for segment in idle[: max(0, len(self._peers) - MAX_LANES)]:
             self._peers.pop(segment).threads.shutdown(wait=False)
 
     async def close(self) -> None:
-        """Wait for the transfers under way to end, then give the memory back, and the library's threads and sockets."""
+        """Wait for running transfers, then release memory, threads and sockets."""
         for peer_threads in self._peers.values():
             await asyncio.to_thread(peer_threads.threads.shutdown, wait=True, cancel_futures=True)
         if self._pool_address:
             self._engine.unregister_memory(self._pool_address)
             self._pool_address = 0
-        # its end takes a second in which no thread of Python's runs: now, and not whenever the collector comes by it
+        # The destructor takes a second in which no Python thread runs; do it now, not during a garbage collection.
         self._engine = None
 
 
 class _PeerThreads:
-    """The threads that read from one peer: one that hangs holds up its own, and nobody else's."""
+    """Threads that read from one peer, so that a hanging peer blocks only its own."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(PULLS_PER_PEER, thread_name_prefix="mooncake", initializer=_set_timer_slack)
@@ -139,25 +138,25 @@ class _PeerThreads:
 
 
 def _set_timer_slack() -> None:
-    """Have this thread's naps end when they should: Linux adds up to 50 us, as long as a small transfer takes."""
+    """Make this thread's sleeps precise: Linux adds up to 50 us, as long as a small transfer takes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)
 
 
 class Pull:
-    """Runs from one peer, a bounded number of transfers at a time. `run` blocks until the last of them has ended."""
+    """Reads ranges from one peer with a bounded number of transfers. `run` blocks until the last one has ended."""
 
     def __init__(self, engine: Any, segment: str, ranges: Sequence[CopyRange], deadline: float) -> None:
         self._engine = engine
         self._segment = segment
         self._deadline = deadline
         self._waiting = deque(pieces(ranges))
-        self._in_flight: dict[int, int] = {}  # transfer -> bytes, the oldest first
+        self._in_flight: dict[int, int] = {}  # transfer -> bytes, oldest first
         self._in_flight_bytes = 0
         self._trouble = ""
 
     def run(self) -> None:
-        """Raises TransferFailed."""
+        """Run to the end. Raises TransferFailed."""
         moved_at = time.monotonic()
         while self._submit():
             now = time.monotonic()
@@ -169,7 +168,7 @@ class Pull:
             raise TransferFailed(f"mooncake read from {self._segment} {self._trouble}")
 
     def _submit(self) -> bool:
-        """Begin what may begin; False when nothing is under way after that."""
+        """Start transfers within the bounds; False if none is in flight afterwards."""
         begin, waiting = self._engine.batch_transfer_async_read, self._waiting
         while waiting and not self._trouble and self._has_room(waiting[0]):
             if time.monotonic() > self._deadline:
@@ -177,7 +176,7 @@ class Pull:
                 break
             run = waiting.popleft()
             transfer = begin(self._segment, [run.local_address], [run.remote_address], [run.size_bytes])
-            if transfer == 0:  # nothing was begun
+            if transfer == 0:  # nothing was started
                 self._trouble = "was refused"
                 break
             self._in_flight[transfer] = run.size_bytes
@@ -185,7 +184,7 @@ class Pull:
         return bool(self._in_flight)
 
     def _collect(self) -> bool:
-        """Take in what has ended, oldest first: one that has not stands for those behind it. False when none has."""
+        """Remove ended transfers, oldest first; the first running one stops the scan. False if none has ended."""
         check, ended = self._engine.transfer_check_status, []
         for transfer in self._in_flight:
             status = check(transfer)
@@ -214,9 +213,9 @@ class Pull:
 
 @contextmanager
 def _captured_stderr() -> Iterator[Callable[[], str]]:
-    """Keep what the library writes to stderr: it reports an error at every start that is none."""
+    """Capture the library's stderr: it reports a harmless error at every start."""
     kept = os.dup(2)
-    with open(os.memfd_create("weft-stderr"), "rb") as file:  # a file on a disk has metadata to be read
+    with open(os.memfd_create("weft-stderr"), "rb") as file:  # A file on disk would need metadata reads.
         os.dup2(file.fileno(), 2)
         try:
             yield lambda: os.pread(file.fileno(), 2000, 0).decode(errors="replace")
@@ -226,9 +225,9 @@ def _captured_stderr() -> Iterator[Callable[[], str]]:
 
 
 def pieces(ranges: Sequence[CopyRange]) -> Iterator[CopyRange]:
-    """The runs, in order, those that are too long cut up."""
+    """Yield the ranges in order, split to MAX_RUN_BYTES."""
     for run in ranges:
-        if run.size_bytes <= MAX_RUN_BYTES:  # nearly all: to make one anew takes as long as to begin its transfer
+        if run.size_bytes <= MAX_RUN_BYTES:  # Nearly all: a new object costs as much as starting its transfer.
             yield run
             continue
         for offset in range(0, run.size_bytes, MAX_RUN_BYTES):

@@ -1,8 +1,7 @@
-"""What Mooncake's wheels for GPUs name and do not bring: the CUDA runtime, which pip puts where no loader looks.
+"""Loads the CUDA runtime, which Mooncake's GPU wheels need and pip installs where no loader looks.
 
-It comes with torch, and a process that has imported torch has it. Those that have not call `load_cuda_runtime` before
-they import `mooncake`. Run as `python -m weft.kv.mooncake_loading` this loads all of Mooncake that Weft uses, or fails
-with the reason in its last line.
+torch loads it too. A process without torch calls `load_cuda_runtime` before it imports `mooncake`. `python -m
+weft.kv.mooncake_loading` loads all of Mooncake that Weft uses, or fails with the reason in its last line.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 
 def load_cuda_runtime() -> None:
-    """Silent where there is none, or none that loads: if Mooncake needs it, importing that says what is missing."""
+    """Load it if it exists. If Mooncake needs a missing one, importing Mooncake reports it."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for library in sorted(Path(folder).glob("*/lib/libcudart.so.*")):
@@ -23,7 +22,7 @@ def load_cuda_runtime() -> None:
 
 
 def main() -> None:
-    """Load it, as a worker and its store's process do. Raises ImportError or OSError."""
+    """Load Mooncake as a worker and its store process do. Raises ImportError or OSError."""
     load_cuda_runtime()
     from mooncake.engine import TransferEngine as _Engine
     from mooncake.store import MooncakeDistributedStore as _Store

@@ -1,7 +1,4 @@
-"""Full blocks on their way to copies elsewhere: so many are pinned at a time, the others wait. Pure bookkeeping.
-
-Knows the pool; does not know who copies, nor where to.
-"""
+"""Queue of full blocks to copy to the store: pins a bounded number, the others wait. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -24,40 +21,40 @@ class FullBlock:
 
 
 class OffloadQueue:
-    """At most `most_pinned` blocks unanswered at a time; 0: nobody copies any."""
+    """At most `most_pinned` blocks are pinned at a time; 0 disables offloading."""
 
     def __init__(self, pool: BlockPool, most_pinned: int) -> None:
         self._pool = pool
         self._most_pinned = most_pinned
-        # each once: as long as a block is pinned its key is known, so that nobody can publish it again
+        # Each key once: while a block is pinned its key is known, so it cannot be published again.
         self._pinned: set[int] = set()
         self._waiting: OrderedDict[bytes, FullBlock] = OrderedDict()
 
     def add(self, full_block: FullBlock) -> list[FullBlock]:
-        """A new one that can be found; returns whose turn it is now."""
+        """Add a full block; return the blocks that are pinned now."""
         if not self._most_pinned:
             return []
         self._waiting[full_block.block_key] = full_block
         return self._pin()
 
     def on_copied(self, blocks: Iterable[int]) -> list[FullBlock]:
-        """These were copied or declined, unknown ones are left alone; returns whose turn it is now."""
+        """Unpin blocks that were copied or declined; return the blocks that are pinned now. Ignores unknown blocks."""
         done = []
         for block in blocks:
             if block in self._pinned:
                 self._pinned.remove(block)
                 done.append(block)
-        self._pool.release(done)  # together: of a prefix that nobody else holds the end is to go first
+        self._pool.release(done)  # Release together, so that the end of an unused prefix is evicted first.
         return self._pin()
 
     def _pin(self) -> list[FullBlock]:
-        """Who has waited longest, as far as they are still there."""
+        """Pin the blocks that waited longest and still exist."""
         offered = []
         while self._waiting and len(self._pinned) < self._most_pinned:
             key, full_block = self._waiting.popitem(last=False)
             for block in self._pool.match((key,)):
                 self._pinned.add(block)
                 offered.append(replace(full_block, block=block))
-        if len(self._waiting) > self._pool.num_blocks:  # most of them are gone
+        if len(self._waiting) > self._pool.num_blocks:  # most of them were evicted
             self._waiting.popitem(last=False)
         return offered

@@ -17,7 +17,7 @@ OUR_SESSION = Path("/proc/self/autogroup")
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends. Exits if it has ended already."""
+    """Make the kernel kill this process when its parent ends. Exits if the parent has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -26,11 +26,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def inherit_autogroup(pid: int) -> None:
-    """A child that leads a session of its own lets others pass as much as our session does.
+    """Give a child's session the niceness of our session.
 
-    Where the kernel deals out cores by session first (sched_autogroup), what a worker's store client copies in the
-    background would else go before the steps of its worker. Elsewhere nothing happens, nor where no session was ever
-    made, as for what a container starts first: the file is empty there.
+    With sched_autogroup the kernel shares cores by session. A store client's background copies would otherwise run
+    before its worker's steps. Has no effect elsewhere, or if no session exists: the file is empty then, as for the
+    first process of a container.
     """
     with contextlib.suppress(OSError):
         if ours := OUR_SESSION.read_text().split():  # as in "/autogroup-17 nice 10"

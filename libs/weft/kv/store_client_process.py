@@ -1,11 +1,11 @@
-"""A Mooncake Store client in a process of its own: JSON lines with `store_agent`, block bytes through shared memory.
+"""A Mooncake Store client in its own process: JSON lines with `store_client_proxy`, block bytes in shared memory.
 
-Not in the worker's process because the library's setup and close hold the GIL, for 20 s and more when the master is
-frozen or dead, and because a read that timed out may still be written: here that can only hit the staging area, and
-ending the process ends every transfer for certain. A worker's pool is put from as it lies, and never written.
+Setup and close of the library hold the GIL for 20 s and more if the master is frozen or dead. A read that timed out may
+still be written; here it can hit only the staging area, and ending the process ends every transfer for certain. A
+worker's pool is read in place and never written.
 
-Each operation has a thread of its own, so that a look-up does not wait for a put: the library's object is made for
-calls from several threads, and lets the GIL go in each.
+Each operation has its own thread, so that a lookup does not wait for a put. The library's object is thread-safe and
+releases the GIL in each call.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from weft.startup_cache import lock_startup_files, site_files
 
 _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
-    # calls to a frozen master end after this instead of 30 s
+    # Calls to a frozen master end after this instead of 30 s.
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    # without it every transfer leaves a socket in TIME_WAIT
+    # Without this, every transfer leaves a socket in TIME_WAIT.
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
 }
 Areas = dict[str, int]
 
 
 def open_store(spec: dict[str, Any]) -> tuple[Any, Areas]:
-    """The library's store object, set up, and the addresses of `staging` and `pool`, as far as there are such.
+    """Return the library's store object and the addresses of the areas `staging` and `pool`, if present.
 
-    Raises RuntimeError saying why not, or OSError.
+    Raises RuntimeError with the reason, or OSError.
     """
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -53,7 +53,7 @@ def open_store(spec: dict[str, Any]) -> tuple[Any, Areas]:
     if code != 0:
         raise RuntimeError(f"no store at the master {spec['master']}: setup returned {code}")
     areas: Areas = {}
-    # RDMA registers what it may write, too; over TCP the processor sees to it that only its owner writes a pool
+    # RDMA registers memory for writing too; over TCP the mapping can be read-only.
     for area, is_writable in (("staging", True), ("pool", spec["protocol"] != "tcp")):
         if size := spec[f"{area}_bytes"]:
             areas[area] = map_file(spec[f"{area}_fd"], size, is_writable)
@@ -63,7 +63,10 @@ def open_store(spec: dict[str, Any]) -> tuple[Any, Areas]:
 
 
 def execute(store: Any, areas: Areas, request: dict[str, Any]) -> list[int]:
-    """One code a key: existence (exist, probe) 1 or 0, put and remove 0, get the size; failures are negative."""
+    """Run a request; return one code a key.
+
+    exist and probe: 1 or 0; put and remove: 0; get: the size. Failures are negative.
+    """
     keys = request["keys"]
     if request["op"] in ("exist", "probe"):
         return list(store.batch_is_exist(keys))
@@ -75,17 +78,17 @@ def execute(store: Any, areas: Areas, request: dict[str, Any]) -> list[int]:
     if request["op"] == "get":
         return list(store.batch_get_into(keys, addresses, sizes))
     codes = list(store.batch_put_from(keys, addresses, sizes))
-    # what nobody has asked for yet would be the first that the library evicts, before kvstore could copy it to its disk
+    # The library evicts unread objects first; this lookup keeps them until kvstore has copied them to disk.
     store.batch_is_exist([key for key, code in zip(keys, codes, strict=True) if code == 0])
     return codes
 
 
 def main() -> None:
-    """Set up, say so, then answer until stdin ends: calls of one operation in their order."""
+    """Set up, report it, then answer until stdin ends; calls of one operation run in order."""
     spec = json.loads(sys.argv[1])
     die_with_parent(spec["parent_pid"])
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the library prints must not mix with replies
+    os.dup2(2, 1)  # The library's output must not mix with replies.
     try:
         store, areas = open_store(spec)
     except (RuntimeError, OSError) as error:
@@ -104,7 +107,7 @@ def _answer(store: Any, areas: Areas, request: dict[str, Any], reply: Callable[[
     try:
         codes = execute(store, areas, request)
     except Exception as error:
-        # whoever waits for this call, or for one behind it, must hear of it
+        # Callers of this call and of later ones must receive the error.
         reply({"error": f"{request['op']}: {error!r}"})
     else:
         reply({"op": request["op"], "codes": codes})

@@ -1,7 +1,4 @@
-"""The parent's side of a `store_process`: starts it, talks to it without blocking the loop, ends it.
-
-Knows keys and offsets in the memory that both see, not what blocks mean nor which are worth keeping.
-"""
+"""Parent side of `store_client_process`: starts it, calls it without blocking the event loop, ends it."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ MAX_PENDING = 256
 MAX_LINE_BYTES = 1024 * 1024
 START_SECONDS = 15.0
 PROBE_KEY = "weft/probe"
-NO_SPACE = -200  # Mooncake's code; it begins to evict when it has answered so
+NO_SPACE = -200  # Mooncake's code; it starts to evict after this answer
 
 
 class StoreLost(Exception):
@@ -34,14 +31,16 @@ class StoreLost(Exception):
 
 
 class StoreBusy(StoreLost):
-    """Too much has been asked of it already; that says nothing of its health."""
+    """Too many calls are pending; that says nothing about the store's health."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Where the store is. `host` is this machine as its peers reach it; 0 `segment_bytes` lends the store no memory.
+    """Address and memory of the store client.
 
-    `pool_fd`: a file of `pool_bytes` bytes that blocks can be put from as they lie.
+    - `host`: this machine's address for peers.
+    - `segment_bytes`: memory lent to the store; 0 for none.
+    - `pool_fd`: file of `pool_bytes` bytes from which blocks can be put directly.
     """
 
     master: str
@@ -54,23 +53,24 @@ class StoreSpec:
 
 
 class StoreClientProxy:
-    """A running store process. Not restarted: after StoreLost or TimeoutError leave its scope and enter another.
+    """A running store client process. Not restarted: after StoreLost or TimeoutError, leave its scope and enter
+    another.
 
-    Calls of one operation go one after the other, those of different ones beside each other.
+    Calls of one operation run in order, calls of different operations concurrently.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, staging: mmap.mmap | None) -> None:
         self._reader = reader
         self._writer = writer
         self._staging = staging
-        # by operation: each has a line of its own
+        # by operation, each with its own queue
         self._pending: defaultdict[str, deque[asyncio.Future[list[int]]]] = defaultdict(deque)
         self._lost = ""
 
     @classmethod
     @asynccontextmanager
     async def running(cls, spec: StoreSpec) -> AsyncIterator[StoreClientProxy]:
-        """An agent for the length of a scope, which no transfer outlives. Raises StoreLost."""
+        """Yield a proxy for the length of the scope; no transfer outlives it. Raises StoreLost."""
         async with _process(spec) as (ours, staging):
             proxy = cls(*await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), staging)
             ready = proxy._expect("setup")
@@ -85,49 +85,46 @@ class StoreClientProxy:
 
     @property
     def is_running(self) -> bool:
-        """Has it not been found to have ended."""
+        """True until the process is found to have ended."""
         return not self._lost
 
     @property
     def staging(self) -> memoryview:
-        """The area that `get` writes and `put` reads, unless it reads the pool."""
+        """The area that `get` writes, and that `put` reads unless it reads the pool."""
         assert self._staging is not None
         return memoryview(self._staging)
 
     async def exist(self, keys: Sequence[str], timeout_seconds: float) -> list[bool]:
-        """Which keys are in the store now; a positive answer keeps them there for some seconds.
+        """Return which keys are in the store; a found key stays there for some seconds.
 
-        Raises StoreLost, also when the master does not answer, StoreBusy, or TimeoutError.
+        Raises StoreLost, also if the master does not answer, StoreBusy, or TimeoutError.
         """
         return [code == 1 for code in await self._look_up("exist", keys, timeout_seconds)]
 
     async def probe(self, timeout_seconds: float) -> None:
-        """Does the master answer; in a line of its own, which is not longer where much is looked up.
-
-        Raises StoreLost or TimeoutError.
-        """
+        """Check that the master answers, independent of queued lookups. Raises StoreLost or TimeoutError."""
         await self._look_up("probe", [PROBE_KEY], timeout_seconds)
 
     async def remove(self, keys: Sequence[str]) -> list[int]:
-        """Take them out of the store; one code a key, 0 is success. Those that somebody may be reading stay.
+        """Remove keys; return one code a key, 0 for success. Keys that may be in use stay.
 
-        Raises StoreLost; slow when the store is frozen.
+        Raises StoreLost; slow if the store is frozen.
         """
         return await self._call("remove", {"keys": list(keys)})
 
     async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int, from_pool: bool = False) -> list[int]:
-        """Store what lies at these offsets of the staging area, or of the pool; one code a key, 0 is success.
+        """Store bytes at these offsets of the staging area or the pool; return one code a key, 0 for success.
 
-        Raises StoreLost; slow when the store is frozen. Until the reply is here, or the agent's scope has ended, these
-        bytes may be read.
+        Raises StoreLost; slow if the store is frozen. The bytes may be read until the reply arrives or the scope ends.
         """
         area = "pool" if from_pool else "staging"
         return await self._call("put", {"area": area, "keys": list(keys), "offsets": list(offsets), "size": size})
 
     def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> asyncio.Future[list[int]]:
-        """Copy into the staging area; one code a key, `size` is success, or StoreLost; slow when the store is frozen.
+        """Copy into the staging area; the future yields one code a key (`size` for success) or StoreLost.
 
-        Begun at once, and not to be cancelled: until the reply is here, these parts of the area may be written.
+        Starts at once and cannot be cancelled: these parts of the area may be written until the reply arrives. Slow if
+        the store is frozen.
         """
         return self._ask("get", {"keys": list(keys), "offsets": list(offsets), "size": size})
 
@@ -146,12 +143,12 @@ class StoreClientProxy:
         return codes
 
     async def _call(self, operation: str, request: dict[str, object]) -> list[int]:
-        # a caller that leaves must not take the place of its reply out of the row
+        # A cancelled caller must not take its reply's place out of the queue.
         return await asyncio.shield(self._ask(operation, request))
 
     def _ask(self, operation: str, request: dict[str, object]) -> asyncio.Future[list[int]]:
         if len(self._pending[operation]) >= MAX_PENDING:
-            raise StoreBusy("too many calls are waiting for the store")
+            raise StoreBusy("too many pending calls to the store")
         reply = self._expect(operation)
         if not reply.done():
             self._writer.write(json.dumps({"op": operation, **request}).encode() + b"\n")
@@ -159,7 +156,7 @@ class StoreClientProxy:
 
     def _expect(self, operation: str) -> asyncio.Future[list[int]]:
         reply: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        # nobody may be left to hear of a failure
+        # The failure may have no reader left; retrieve it to avoid a warning.
         reply.add_done_callback(lambda done: done.exception())
         if self._lost:
             reply.set_exception(StoreLost(self._lost))
@@ -168,7 +165,7 @@ class StoreClientProxy:
         return reply
 
     async def _listen(self) -> None:
-        """Replies to one operation come in the order of its requests."""
+        """Resolve replies; those of one operation arrive in request order."""
         try:
             while line := await self._reader.readline():
                 message = json.loads(line)
@@ -185,9 +182,9 @@ class StoreClientProxy:
 
 @asynccontextmanager
 async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.mmap | None]]:
-    """A store process, our end of its line and the staging area; killed and gone at the end of the scope.
+    """Yield our end of the socket and the staging area of a new process; kill it at the end of the scope.
 
-    Killed, not asked: it has nothing to save, and its library takes a second to say goodbye.
+    It has nothing to save, and a clean shutdown of its library takes a second.
     """
     staging, files = None, {} if spec.pool_fd is None else {"pool_fd": spec.pool_fd}
     with ExitStack() as ours_to_close:
@@ -197,14 +194,14 @@ async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.m
                 ours_to_close.callback(ours.close)
                 childs.callback(theirs.close)
                 if spec.staging_bytes:
-                    # memory without a name: gone with the last of the two processes
+                    # Anonymous memory, freed with the last of the two processes.
                     files["staging_fd"] = os.memfd_create("weft-store-staging")
                     childs.callback(os.close, files["staging_fd"])
                     os.ftruncate(files["staging_fd"], spec.staging_bytes)
                     staging = mmap.mmap(files["staging_fd"], spec.staging_bytes)
                 process = _spawn(spec, theirs, files)
         except OSError as error:
-            raise StoreLost(f"no store process can be started: {error}") from error
+            raise StoreLost(f"the store process cannot start: {error}") from error
         try:
             yield ours, staging
         finally:
@@ -213,16 +210,16 @@ async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.m
 
 
 def _spawn(spec: StoreSpec, theirs: socket.socket, files: dict[str, int]) -> subprocess.Popen[bytes]:
-    """By subprocess, which forks without running gRPC's fork handlers."""
+    """Start it by subprocess, which forks without gRPC's fork handlers."""
     arguments = {"parent_pid": os.getpid(), **dataclasses.asdict(spec), **files}
     process = subprocess.Popen(
         [sys.executable, "-m", "weft.kv.store_client_process", json.dumps(arguments)],
         stdin=theirs.fileno(),
         stdout=theirs.fileno(),
-        # the library's own lines would drown the log; what matters comes back as codes
+        # The library's own lines would flood the log; errors come back as codes.
         stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
         pass_fds=tuple(files.values()),
-        # a Ctrl-C in the terminal is for the parent to act on
+        # Ctrl-C in the terminal is for the parent.
         start_new_session=True,
     )
     inherit_autogroup(process.pid)

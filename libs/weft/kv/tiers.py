@@ -1,4 +1,4 @@
-"""Where a block may lie, the fastest first. The same names in every process, metric and message."""
+"""Storage tiers of blocks, fastest first. The names are the same in every process, metric and message."""
 
 from __future__ import annotations
 

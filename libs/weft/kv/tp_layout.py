@@ -1,7 +1,7 @@
-"""Which bytes of a block belong to which tensor-parallel rank, and who sends what when the two sides differ in degree.
+"""Layout of a block over tensor-parallel ranks, and the copies between sides of different degree. Pure arithmetic.
 
-A block's outermost dimension is the key head, so a rank's share is one contiguous run of it. With more ranks than
-heads, neighbouring ranks hold the same head. Pure arithmetic.
+A block's outermost dimension is the key head, so a rank holds one contiguous range. With more ranks than heads,
+neighbouring ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class HeadRange:
 
     @property
     def end(self) -> int:
-        """The first head behind."""
+        """The head after the last one."""
         return self.first + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class RankCopy:
-    """A run of one block: from the lender's rank, at this offset of its share, to this offset of ours."""
+    """Bytes of one block: from `source_offset` of the source rank's part to `offset` of ours."""
 
     source_rank: int
     source_offset: int
@@ -33,7 +33,7 @@ class RankCopy:
 
 
 def head_range(num_heads: int, degree: int, rank: int) -> HeadRange:
-    """A rank's part. Raises ValueError where heads and ranks do not divide evenly."""
+    """Return a rank's heads. Raises ValueError unless heads and ranks divide evenly."""
     if not 0 <= rank < degree:
         raise ValueError(f"no rank {rank} of {degree}")
     if max(num_heads, degree) % min(num_heads, degree):
@@ -45,9 +45,9 @@ def head_range(num_heads: int, degree: int, rank: int) -> HeadRange:
 
 
 def rank_copies(num_heads: int, head_bytes: int, source_degree: int, degree: int, rank: int) -> tuple[RankCopy, ...]:
-    """What `rank` of `degree` pulls of each block, in order and as few runs as can be.
+    """Return what `rank` of `degree` pulls of each block, in order and in as few copies as possible.
 
-    Of several lenders that hold the same head each borrower takes another one.
+    If several source ranks hold a head, each puller uses another one.
     """
     own = head_range(num_heads, degree, rank)
     num_copies = max(1, source_degree // num_heads)

@@ -1,4 +1,4 @@
-"""The seam below which block bytes move. A transport only ever pulls: no peer writes into our pool."""
+"""Interface of KV transports. A transport only pulls: no peer writes into our pool."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from weft.request import RequestKey
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How a peer's pool is reached. `segment` is the transport's own name for the peer; empty for gRPC.
+    """How to reach a peer's pool.
 
-    `file`: the pool's file as processes of the peer's machine find it, whatever the transport; empty for none.
+    - `segment`: the transport's own name for the peer; empty for gRPC.
+    - `file`: the pool's file for processes on the peer's machine, independent of the transport; empty without one.
     """
 
     transport: str
@@ -24,7 +25,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Whom we pull from: its pool, the gRPC listener beside it, and the lease under which we may read."""
+    """Where to pull from: the peer's pool, its gRPC listener, and the lease that allows reading."""
 
     endpoint: Endpoint
     address: str
@@ -33,7 +34,7 @@ class KvSource:
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """Bytes to copy: from `remote_address` in the peer's memory to `local_address` in ours."""
+    """Bytes to copy from `remote_address` in the peer's memory to `local_address` in ours."""
 
     remote_address: int
     local_address: int
@@ -41,42 +42,42 @@ class CopyRange:
 
 
 class TransferFailed(Exception):
-    """A pull that did not complete. Like one that did, it has ended: nothing is written any more."""
+    """A pull that did not complete. It has ended: nothing is written any more."""
 
 
 class Transport(Protocol):
-    """Used by both sides: the lender registers and advertises, the borrower pulls."""
+    """One kind of transfer. Prefill registers and advertises its pool; decode pulls."""
 
     @property
     def name(self) -> str:
         """Metric label: "local", "mooncake", "mooncake_rdma" or "grpc"."""
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Make our pool readable by peers and writable by our own pulls. Once, at start."""
+        """Make our pool readable by peers and writable by our own pulls. Called once at start."""
 
     def endpoint(self) -> Endpoint:
-        """What peers need to pull from us."""
+        """Return the address that peers need to pull from us."""
 
     def reaches(self, peer: Endpoint) -> bool:
-        """Can this transport read there. Does not wait for the peer."""
+        """True if this transport can read from there. Does not wait for the peer."""
 
     async def connect(self, peer: Endpoint) -> None:
-        """Open the peer ahead of need. Never raises: a dead peer shows at the first pull."""
+        """Connect ahead of need. Never raises: a dead peer shows at the first pull."""
 
     async def pull(self, source: KvSource, runs: Sequence[CopyRange], timeout_seconds: float) -> None:
-        """Copy all runs, or raise TransferFailed.
+        """Copy all ranges, or raise TransferFailed.
 
-        Returns or raises only once nothing can be written any more, which may be much later than the timeout: that is
-        the proof on which blocks are used again. Cancelling it does not stop the bytes: let it run in a task of its
-        own, and wait for that with patience of your own.
+        Returns or raises only once nothing can be written any more, which may be much later than the timeout. Blocks
+        are reused on that guarantee. Cancelling does not stop the transfer: run it in its own task and await that with
+        your own timeout.
         """
 
     async def close(self) -> None:
-        """Unregister and stop."""
+        """Unregister the pool and release resources."""
 
 
 def coalesce(runs: Sequence[CopyRange]) -> list[CopyRange]:
-    """Join runs that are neighbours on both sides, order kept."""
+    """Join ranges that are adjacent on both sides, in order."""
     joined: list[CopyRange] = []
     for run in runs:
         last = joined[-1] if joined else None

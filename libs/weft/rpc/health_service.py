@@ -1,4 +1,4 @@
-"""grpc.health.v1 for a process whose services are all ready or all not ready.
+"""grpc.health.v1 for a process in which all services are ready together.
 
 The library's servicer writes to a watcher while it holds the lock that a change needs. One client that reads nothing
 then blocks every health check. This one never waits for a watcher.
@@ -37,7 +37,6 @@ class HealthService(health_pb2_grpc.HealthServicer):
             self._changed = asyncio.Event()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Response:
-        """Return the current state."""
         if request.service not in self._names:
             raise NotFound("unknown service")
         return Response(status=self._status(request.service))

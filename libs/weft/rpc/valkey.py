@@ -78,7 +78,6 @@ class Valkey:
             self._turns.release()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self.redis.aclose()
 
     async def _call(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:

@@ -51,7 +51,7 @@ def role_to_wire(role: WorkerRole) -> common_pb2.WorkerRole.ValueType:
 
 
 def role_from_wire(role: common_pb2.WorkerRole.ValueType) -> WorkerRole:
-    """Raises KeyError for UNSPECIFIED."""
+    """Convert a role. Raises KeyError for UNSPECIFIED."""
     return _ROLE_FROM_WIRE[role]
 
 

@@ -33,7 +33,7 @@ class DeviceChoice(StrEnum):
 
 
 class WeightFormat(StrEnum):
-    """How matrices stay in memory: as published, or packed losslessly to 12 bits where possible; auto packs on a CPU."""
+    """How matrices stay in memory: as published, or packed losslessly to 12 bits; auto packs on a CPU."""
 
     AUTO = "auto"
     PLAIN = "plain"
@@ -49,8 +49,6 @@ class TransportChoice(StrEnum):
 
 
 class MooncakeProtocol(StrEnum):
-    """Network protocol of Mooncake."""
-
     TCP = "tcp"
     RDMA = "rdma"
 

@@ -100,7 +100,6 @@ class FetchCostModel:
         self._retried: set[Tier] = set()  # tiers being probed again
 
     def on_computed(self, num_tokens: int, seconds: float) -> None:
-        """Record a prefill step."""
         self._compute.observe(num_tokens, seconds)
 
     def on_lookup(self, seconds: float) -> None:

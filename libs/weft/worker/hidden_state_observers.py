@@ -26,7 +26,6 @@ class MeanPooling:
         self._mean: Tensor | None = None
 
     def observe(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """See `HiddenStateObserver`."""
         total = hidden.sum(0, dtype=torch.float32)
         self._sum = total if start == 0 or self._sum is None else self._sum + total
         if start + len(hidden) == self._num_tokens:
@@ -38,7 +37,7 @@ class MeanPooling:
         return tuple(self._mean.tolist())
 
 
-# Rows whose logits exist together; `weft.worker.memory_profile` measures their memory.
+# Logits exist for this many rows at a time; `weft.worker.memory_profile` measures their memory.
 NUM_ROWS = 32
 # Minimum tokens of a piece, if the prompt has as many. A chunk may be tens of tokens, and the number of queued messages
 # to a gateway is bounded.
@@ -46,8 +45,9 @@ PIECE_TOKENS = 4096
 
 
 class PromptLogprobReader:
-    """Computes logprobs of prompt tokens. The first token has none, and the last position's logits belong to no prompt
-    token.
+    """Computes logprobs of prompt tokens.
+
+    The first token has no logprob, and the last position's logits belong to no prompt token.
     """
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
@@ -56,7 +56,6 @@ class PromptLogprobReader:
         self._found: list[tuple[int, list[Tensor]]] = []
 
     def observe(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """See `HiddenStateObserver`."""
         if start == 0:
             self._found.clear()
         link = DeviceCopier(hidden.device)
@@ -71,7 +70,10 @@ class PromptLogprobReader:
         self._found.append((start + 1, [link.download(each) for each in scores]))
 
     def found(self) -> list[PromptLogprobs]:
-        """Return the logprobs in order, consecutive small chunks joined; valid once the first token has been sampled."""
+        """Return the logprobs in order, with consecutive small chunks joined.
+
+        Valid once the first token has been sampled.
+        """
         groups: list[list[tuple[int, list[Tensor]]]] = []
         for start, scores in self._found:
             if not groups or start - groups[-1][0][0] >= PIECE_TOKENS:
@@ -80,8 +82,9 @@ class PromptLogprobReader:
         return [_piece(group[0][0], [scores for _, scores in group]) for group in groups]
 
     def _room(self, num_tokens: int, device: torch.device) -> list[Tensor]:
-        """Allocate the results of `_score` at once: interleaved allocations would keep the logits' memory from being
-        reused.
+        """Allocate the results of `_score` at once.
+
+        Interleaved allocations would keep the memory of the logits from being reused.
         """
         numbers, places = torch.float32, torch.int64
         top = (self._num_top,)

@@ -37,7 +37,7 @@ class KvEventPublisher:
         self._must_begin = True
 
     def on_changes(self, changes: Mapping[bytes, bool]) -> None:
-        """Record keys that were added to the pool or removed from it. The backlog is bounded by pool and snapshot size."""
+        """Record keys added to the pool or removed from it. Pool and snapshot size bound the backlog."""
         if not self._address:
             return
         for key, is_held in changes.items():

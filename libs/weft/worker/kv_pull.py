@@ -57,7 +57,7 @@ class Quarantine:
         self._entries += [_Entry(pull, blocks, now) for pull, blocks in pulls.items()]
 
     async def run(self) -> None:
-        """Sweep every SWEEP_SECONDS, forever."""
+        """Sweep every SWEEP_SECONDS until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self.sweep()

@@ -134,18 +134,16 @@ class AnyToken:
 
     failure = None
 
-    def accept(self, token_ids: Items[int]) -> None:
-        """Implements `Constraint.accept`."""
+    def accept(self, token_ids: Items[int]) -> None: ...
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """Implements `Constraint.fill`."""
         words.fill(-1)
 
 
 def _chunk(
     paging: PagingPolicy, start: int, num_tokens: int, reader: HiddenStateObserver | None = None
 ) -> ScheduledChunk:
-    """Tokens of a sequence all of whose pages are the pool's first one: what they hold does not matter."""
+    """Return tokens of a sequence that maps all its pages to page 0; their content does not matter."""
     end = start + num_tokens
     tokens, mode = (0,) * end, SequenceMode.GENERATE
     spec = SequenceSpec(RequestKey("peak"), tokens, SAMPLING, mode, constraint=AnyToken(), observer=reader)

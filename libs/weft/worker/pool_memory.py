@@ -53,11 +53,9 @@ class TensorBlocks:
         self._aside = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
-        """Implements BlockBytes.copy_out."""
         self._copy([(row, self._pool[block]) for row, block in zip(self._rows(area), blocks, strict=True)])
 
     def copy_in(self, area: memoryview, blocks: Sequence[int]) -> None:
-        """Implements BlockBytes.copy_in."""
         self._copy([(self._pool[block], row) for row, block in zip(self._rows(area), blocks, strict=True)])
 
     def _rows(self, area: memoryview) -> Sequence[Tensor]:
@@ -80,7 +78,6 @@ class TensorBlocks:
         return memoryview(copied.numpy())  # type: ignore[arg-type]
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
-        """Implements BlockBytes.write."""
         if not 0 <= block < self.num_blocks or not 0 <= offset_bytes <= self.block_bytes - len(data):
             raise ValueError(f"{len(data)} bytes at {offset_bytes} do not fit into block {block}")
         if data:

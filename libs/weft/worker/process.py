@@ -1,4 +1,4 @@
-"""A worker's process, the same for either role and for both: boot, listen, join, watch the engine, drain, leave.
+"""Process of a worker with one role or both: load, listen, join, watch the engine, drain, leave.
 
 boot -> serving -> draining -> gone
  ^                    \\-> parked -> boot
@@ -51,26 +51,31 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25
 LEAVE_SECONDS = 0.5
 CUT_OFF_SECONDS = 0.2
-# what lives when a worker is parked may take so long to its end, or what a signal leaves it if that is more
+# Grace period for requests when a worker parks; WEFT_GRACE_SECONDS if that is longer.
 PARK_GRACE_SECONDS = 60.0
-# several times what a transfer takes that nobody answers
+# Several times the duration of a transfer that gets no answer.
 RELEASE_SECONDS = 30.0
 
 
 class RequestTracker(Protocol):
-    """What a role keeps of its requests."""
+    """The running requests of a role."""
 
     def close(self) -> None:
-        """Take no more."""
+        """Reject new requests; running ones continue."""
 
     async def until_idle(self) -> None:
-        """Every request has ended."""
+        """Wait until every request has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a role finds when it is installed. `transports`: the nearest first. `endpoint`: what peers are told of its
-    pool. `tasks` outlives every request. `clock`: limits on peers' silence go by it."""
+    """Everything a role needs at installation.
+
+    - `transports`: in order of preference.
+    - `endpoint`: describes our pool to peers.
+    - `tasks`: outlives every request.
+    - `clock`: measures the silence of peers.
+    """
 
     worker_id: str
     boot_id: str
@@ -92,7 +97,7 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True)
 class RoleService:
-    """A role as a process takes it up: the service it answers, and what puts it to work at a place."""
+    """A role of a process: its gRPC service, and the function that installs it."""
 
     role: WorkerRole
     service_name: str
@@ -100,8 +105,10 @@ class RoleService:
 
 
 async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
-    """Serve one role, or both and begin with `config.role`, until SIGTERM. Raises when the engine dies, so that the
-    process ends and is started again."""
+    """Serve one role, or both starting with `config.role`, until SIGTERM.
+
+    Raises when the engine dies, so that the process ends and is restarted.
+    """
     mark_inherited_modules()
     logger.info(format_config(config))
     role = roles[0].role if len(roles) == 1 else config.role
@@ -120,7 +127,7 @@ async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
 async def _run_until_parked(
     config: WorkerConfig, roles: Sequence[RoleService], is_draining: bool = False
 ) -> ParkedState | None:
-    """From weights and a pool until they are given back, or the process is to end."""
+    """Load weights and pool, and serve until they are released. None means that the process must end."""
     events, progress = EngineEvents(), LoadProgress(config.worker_id, config.role, config.served_name)
     clock = StallAwareClock(on_standstill=metrics.STALLED_SECONDS.inc)
     async with reporting_progress(config.scheduler_addr, progress):
@@ -243,14 +250,14 @@ def _hello(
 async def _join_fleet(
     config: WorkerConfig, membership: Membership, health: WorkerHealth, progress: LoadProgress
 ) -> None:
-    """Join; then, off the way of a start, have what it read at hand for the next one."""
+    """Join; then lock the files of this start in memory for the next one."""
     await membership.until_joined()
     progress.is_done = True
     log.startup_phase(log.JOINING)
     await health.join()
     about = {str(config.model / name) for name in ("config.json", "generation_config.json")} if config.model else set()
     if (num_bytes := await asyncio.to_thread(lock_startup_files, about)) > 0:
-        logger.info("kept in memory for the next start: %d MiB of libraries and modules", num_bytes >> 20)
+        logger.info("startup files locked mib=%d", num_bytes >> 20)
 
 
 async def _serve_until_drained(
@@ -259,10 +266,10 @@ async def _serve_until_drained(
     drain: Callable[[float], Awaitable[None]],
     watches: Sequence[Coroutine[Any, Any, None]],
 ) -> ParkedState | None:
-    """Work on until a signal, or the scheduler's wish to park; what lives has come to its end then."""
+    """Serve until a signal, or until a scheduler asks to park; running requests have ended then."""
     is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
     if not is_ending:
-        # a signal meanwhile counts for more than the wish to park
+        # A signal takes precedence over parking.
         grace = max(PARK_GRACE_SECONDS, config.grace_seconds)
         is_ending = await until_signal(or_when=partial(drain, grace))
     if is_ending:
@@ -272,16 +279,16 @@ async def _serve_until_drained(
 
 
 async def _watch_engine(engine: Engine, health: WorkerHealth) -> None:
-    while engine.is_alive:  # a thread that dies or hangs tells nobody
+    while engine.is_alive:  # a dead or hanging thread reports nothing itself
         await health.check()
         await asyncio.sleep(WATCH_SECONDS)
-    raise EngineFailed("the engine's thread has ended")
+    raise EngineFailed("the engine's thread ended")
 
 
 async def _drain(
     grace_seconds: float, trackers: Sequence[RequestTracker], membership: Membership, rpc: RpcServer
 ) -> None:
-    """Say goodbye, then let what lives come to its end, for so long."""
+    """Leave the fleet, then wait up to `grace_seconds` for running requests."""
     await rpc.set_ready(False)
     for tracker in trackers:
         tracker.close()
@@ -291,11 +298,11 @@ async def _drain(
             for tracker in trackers:
                 await tracker.until_idle()
     except TimeoutError:
-        logger.warning("requests are cut off: the grace of %g s is over", grace_seconds)
+        logger.warning("requests aborted, grace period over seconds=%g", grace_seconds)
 
 
 async def _release(context: WorkerContext) -> None:
-    """Give everything back. What a library does not let go of goes with the process; its keeper starts another."""
+    """Release all resources. A library that does not return ends the process; the supervisor starts another."""
     try:
         async with asyncio.timeout(RELEASE_SECONDS):
             context.grammars.close()
@@ -304,5 +311,5 @@ async def _release(context: WorkerContext) -> None:
                 await transport.close()
             await context.channels.close()
     except TimeoutError:
-        logger.error("transfers have not ended after %g s; this process ends without them", RELEASE_SECONDS)
+        logger.error("transfers did not end, exiting seconds=%g", RELEASE_SECONDS)
         os._exit(1)

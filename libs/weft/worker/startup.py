@@ -1,4 +1,4 @@
-"""Builds the engine at startup: weights from the node's weights service, sizes from the machine, and the fingerprint."""
+"""Builds the engine at startup: weights from the node's weights service, sizes, engine and fingerprint."""
 
 from __future__ import annotations
 

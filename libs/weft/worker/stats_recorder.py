@@ -41,18 +41,17 @@ class StatsRecorder:
             self._seconds[tier] += took
 
     def on_transfer(self, lender_id: str, size_bytes: int) -> None:
-        """Count a prompt whose blocks arrived from this prefill worker."""
+        """Count a prompt with blocks from this prefill worker."""
         old = self._of(lender_id)
         self._put(TransferStats(lender_id, old.num_prompts + 1, old.size_bytes + size_bytes, old.num_failed))
 
     def on_transfer_failed(self, lender_id: str, reason: str) -> None:
-        """Count a prompt whose transfer from this prefill worker was discarded."""
+        """Count a discarded transfer from this prefill worker."""
         metrics.TRANSFER_FAILURES.labels(reason).inc()
         old = self._of(lender_id)
         self._put(TransferStats(lender_id, old.num_prompts, old.size_bytes, old.num_failed + 1))
 
     def read(self) -> WorkerStats:
-        """Return the current counters."""
         found, seconds = self._found, self._seconds
         prefix = PrefixCacheStats(
             self._looked_up,

@@ -76,7 +76,6 @@ class StoreConnection:
         return not (self._broken.is_set() or self._is_doubted)
 
     def break_off(self, trouble: str) -> None:
-        """Stop using this connection."""
         if not self._broken.is_set():
             self.trouble = trouble
             self._broken.set()
@@ -92,7 +91,7 @@ class StoreConnection:
         self._is_doubted = True
 
     def mark_ok(self) -> None:
-        """kvstore answers again."""
+        """Use kvstore again, since it answers."""
         self._is_doubted = False
 
     def queue_ahead(self, disk_seconds: float = 0.0) -> QueueAhead:
@@ -146,7 +145,10 @@ class StoreConnection:
             self._tasks.create_task(self._release_after(self._last_read, stall_seconds))
 
     async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> tuple[list[Match], float]:
-        """Return the longest stored prefix of `keys`, and the seconds that a promotion would queue. Raises WeftError."""
+        """Return the longest stored prefix of `keys`, and the seconds that a promotion would queue.
+
+        Raises WeftError.
+        """
         with rpc_errors_translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys[:MAX_MATCH_KEYS])
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
@@ -156,10 +158,9 @@ class StoreConnection:
         return matches, response.promote_wait_ms / 1000
 
     async def promote(self, fingerprint: bytes, keys: Sequence[bytes], timeout_seconds: float) -> tuple[int, float]:
-        """Load blocks from the store's disk into its memory. Returns how many leading blocks came, and how long they
-        queued.
+        """Load blocks from the store's disk into its memory.
 
-        Raises WeftError.
+        Returns how many leading blocks came, and how many seconds they queued. Raises WeftError.
         """
         with rpc_errors_translated():
             request = pb2.PromoteRequest(fingerprint=fingerprint, keys=keys)
@@ -167,7 +168,7 @@ class StoreConnection:
         return response.num_promoted, response.waited_ms / 1000
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether the store has it. Raises WeftError."""
+        """Return for each key if the store has it. Raises WeftError."""
         with rpc_errors_translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys, each=True)
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())

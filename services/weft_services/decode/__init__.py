@@ -1,1 +1,1 @@
-"""The decode worker: takes sequences from gateways, fetches their prompts' KV from prefill, generates."""
+"""The decode worker: takes sequences from gateways, fetches their prompts' KV from prefill workers, and generates."""

@@ -1,9 +1,7 @@
-"""The calls that decode makes to prefill workers: one Prefill stream a prompt, kept alive while it is open.
+"""Receives a prompt's KV from a prefill worker into reserved blocks: the Prefill call, and the pulls.
 
-One lender's blocks, group by group and position by position, into blocks that are reserved here.
-
-One task reads what the lender says, another pulls what was announced, all of it at a time: while a pull is under way
-the lender computes on, and its silence is noticed.
+One task reads the prefill worker's messages; another pulls all blocks announced so far. Meanwhile the prefill worker
+computes on, and its silence is detected.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from weft.worker.kv_pull import BlockCopy, KvPull, KvPuller
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.decode.stage_clock import StageClock
 
-# whatever lease a peer names, renewing it must not keep the loop busy
+# Lower bound, so that a peer's short lease cannot keep the loop busy.
 MIN_RENEWAL_SECONDS = 0.01
 
 
 class PrefillCall:
-    """One prompt's stream, kept alive until `finish`."""
+    """One prompt's Prefill stream, kept alive until `finish`."""
 
     def __init__(
         self, request: PrefillRequest, lease_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -55,21 +53,21 @@ class PrefillCall:
         self.responses: AsyncIterator[prefill_service_pb2.PrefillResponse]
 
     def keep_alive(self, lease_ms: int) -> None:
-        """The lease has begun; this is what the lender takes for silence."""
+        """Start renewing: the lease has begun and ends after `lease_ms` of silence."""
         self.lease_seconds = lease_ms / 1000
         self._changed.set()
 
     def silence_timeout(self) -> StallAwareTimeout:
-        """Ends a scope in which the lender says nothing for the length of the lease; `restart` it at each word."""
+        """Return a timeout for the peer's silence; restart it at each message."""
         return StallAwareTimeout(self.lease_seconds, self._clock)
 
     def finish(self) -> None:
-        """The last read has returned."""
+        """Send `done`: the last pull has ended."""
         self._is_done = True
         self._changed.set()
 
     async def requests(self) -> AsyncIterator[prefill_service_pb2.PrefillRequest]:
-        """Our side of the stream: the order, renewals, done."""
+        """Yield our messages: the request, renewals, done."""
         yield prefill_service_pb2.PrefillRequest(start=prefill_request_to_wire(self._request))
         while not self._is_done:
             with suppress(TimeoutError):
@@ -81,18 +79,17 @@ class PrefillCall:
         yield prefill_service_pb2.PrefillRequest(done=prefill_service_pb2.TransferDone())
 
     async def events(self) -> AsyncIterator[PrefillEvent]:
-        """Their side."""
         with rpc_errors_translated():
             async for response in self.responses:
                 try:
                     event = event_from_wire(response)
                 except ValueError as error:
-                    raise PeerLost(f"prefill said something unheard of: {error}") from error
+                    raise PeerLost(f"prefill sent an unknown event: {error}") from error
                 yield event
 
 
 class PrefillClient:
-    """All prefill workers, by address. Until one has named its lease it is taken to be ours."""
+    """Opens calls to prefill workers. Until a worker names its lease, ours counts."""
 
     def __init__(
         self, channels: ChannelPool, lease_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -105,34 +102,37 @@ class PrefillClient:
     async def open(
         self, worker: WorkerAddress, request: PrefillRequest, timeout_seconds: float
     ) -> AsyncIterator[PrefillCall]:
-        """Place an order; the call ends with the scope. Broken calls come out as WeftError."""
+        """Start a prefill; the call ends with the scope. RPC errors are raised as WeftError."""
         request = replace(request, lease_ms=round(1000 * self._lease_seconds))
         call = PrefillCall(request, self._lease_seconds, self._clock)
         async with self._channels.lend(worker.address) as channel:
             stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
             prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())
-            with send_failures_raised("the call to prefill"):
+            with send_failures_raised("the call to the prefill worker"):
                 async with cancelled_on_exit(prefill) as stream:
                     call.responses = aiter(stream)
                     yield call
 
 
 PULL_SECONDS = 30.0
-# so much is read in that time, or it is broken off, however long the prompt
+# A pull of this size must finish in PULL_SECONDS, however long the prompt.
 MAX_PULL_BYTES = 256 * 1024 * 1024
 
 
 class LeaseLost(Exception):
-    """The lender took blocks back while we read."""
+    """The prefill worker released blocks while we read."""
 
 
 class ProtocolViolation(Exception):
-    """The lender announced what cannot be, or less than the prompt."""
+    """The prefill worker announced impossible blocks, or too few."""
 
 
 class KvReceiver:
-    """`receive` once, then perhaps `abandon`. `on_event` hears of the prompt's end, ahead of its last blocks, and of
-    heartbeats while the prompt waits for room at the lender; what it raises ends the hand-off."""
+    """Call `receive` once; after a failure call `abort`.
+
+    `on_event` receives the prompt's end, ahead of its last blocks, and heartbeats while the prompt waits for room at
+    the prefill worker. An exception from it ends the transfer.
+    """
 
     def __init__(
         self,
@@ -150,16 +150,15 @@ class KvReceiver:
         self._puller = puller
         self._on_event = on_event
         self._kv_pull: KvPull | None = None
-        self._announced: list[list[int]] = [[] for _ in targets]  # the lender's blocks, from each target's first on
+        self._announced: list[list[int]] = [[] for _ in targets]  # the peer's blocks, from each target's first on
         self._copies: list[BlockCopy] = []  # announced, not yet pulled
-        self._announced_at = 0.0  # the last of them
+        self._announced_at = 0.0  # the last announcement
         self._finished: PromptFinished | None = None
         self._changed = asyncio.Event()
         self._stages = StageClock(0.0)
 
     @property
     def transferred_bytes(self) -> int:
-        """So far."""
         return self._kv_pull.transferred_bytes if self._kv_pull else 0
 
     @property
@@ -170,7 +169,7 @@ class KvReceiver:
         )
 
     async def receive(self, call: PrefillCall, stages: StageClock) -> PromptFinished:
-        """Everything, to the lender's word that the lease held. Raises ExceptionGroup."""
+        """Receive everything up to the peer's confirmation that the lease held. Raises ExceptionGroup."""
         self._stages = stages
         async with asyncio.TaskGroup() as group:
             pulling = group.create_task(self._pull(call))
@@ -178,7 +177,7 @@ class KvReceiver:
         return finished
 
     def abort(self) -> tuple[int, ...]:
-        """The blocks that a pull may still write."""
+        """Stop; return the blocks that a pull may still write."""
         return self._kv_pull.abort() if self._kv_pull else ()
 
     async def _listen(self, call: PrefillCall, pulling: asyncio.Task[None]) -> PromptFinished:
@@ -188,7 +187,7 @@ class KvReceiver:
                     return self._closed(event, pulling)
                 self._take(event, call)
                 patience.restart(call.lease_seconds)
-        raise PeerLost("the lender ended the call early")
+        raise PeerLost("the prefill worker ended the call early")
 
     def _take(self, event: PrefillEvent, call: PrefillCall) -> None:
         match event:
@@ -198,9 +197,9 @@ class KvReceiver:
                 self._announce(event)
             case PromptFinished():
                 if self._kv_pull is None:
-                    raise ProtocolViolation("the prompt ended before it was accepted")
+                    raise ProtocolViolation("the prompt ended before Accepted")
                 self._finished = event
-                # before the first token is told, which is not to come within the stage that it ends
+                # Before the first token is reported, which must not fall into the stage that it ends.
                 self._stages.reach(RequestStage.TRANSFERRING)
                 self._on_event(event)
                 self._changed.set()
@@ -210,22 +209,22 @@ class KvReceiver:
 
     def _accept(self, event: Accepted, call: PrefillCall) -> None:
         if event.boot_id != self.request.prefill_boot_id:
-            raise Incompatible("another boot of the prefill worker answered")
-        if self._kv_pull is None:  # said twice, it changes nothing
+            raise Incompatible("the prefill worker has restarted")
+        if self._kv_pull is None:  # a repetition changes nothing
             self._stages.reach(RequestStage.PREFILLING)
             self._kv_pull = self._puller.open(KvSource(event.endpoint, self._address, self.request.key))
             call.keep_alive(event.lease_ms)
 
     def _announce(self, event: ReadyBlocks) -> None:
         if self._kv_pull is None or event.group >= len(self._targets):
-            raise ProtocolViolation(f"blocks of group {event.group} were lent, of {len(self._targets)}")
+            raise ProtocolViolation(f"blocks of group {event.group} were announced, of {len(self._targets)} groups")
         target, announced = self._targets[event.group], self._announced[event.group]
         first, end = event.first_index - target.first, event.first_index + len(event.blocks)
         if first >= 0 and tuple(announced[first : first + len(event.blocks)]) == event.blocks:
-            return  # said twice
+            return  # repeated
         if first != len(announced) or end > target.end:
             raise ProtocolViolation(
-                f"blocks {event.first_index} to {end} were lent, {target.first + len(announced)} was next"
+                f"blocks {event.first_index} to {end} were announced, {target.first + len(announced)} was next"
             )
         if event.checksums and len(event.checksums) != len(event.blocks):
             raise ProtocolViolation(f"{len(event.blocks)} blocks came with {len(event.checksums)} checksums")
@@ -237,9 +236,9 @@ class KvReceiver:
         self._changed.set()
 
     async def _pull(self, call: PrefillCall) -> None:
-        """Until the whole prompt is here; then tell the lender so."""
+        """Pull until the whole prompt has arrived, then send `done`."""
         while self._copies or self._finished is None or not self._is_all_announced:
-            # the end of the prompt and its last blocks are said in one breath
+            # The prompt's end and its last blocks arrive together, so from either on the wait is bounded.
             is_ending = self._finished is not None or self._is_all_announced
             async with asyncio.timeout(call.lease_seconds if is_ending else None):
                 await self._changed.wait()
@@ -249,14 +248,14 @@ class KvReceiver:
             for first in range(0, len(copies), most):
                 assert self._kv_pull is not None
                 await self._kv_pull.pull(copies[first : first + most], PULL_SECONDS)
-        # everything before the last announcement was hidden behind the computing
+        # Transfers before the last announcement were hidden behind computing.
         self.exposed_seconds = time.perf_counter() - self._announced_at
         metrics.EXPOSED_SECONDS.observe(self.exposed_seconds)
         call.finish()
 
     def _closed(self, event: LeaseClosed, pulling: asyncio.Task[None]) -> PromptFinished:
         if not self._is_all_announced:
-            raise ProtocolViolation(f"only {sum(map(len, self._announced))} blocks were lent")
+            raise ProtocolViolation(f"only {sum(map(len, self._announced))} blocks were announced")
         if self._finished is None or not pulling.done() or not event.lease_held:
-            raise LeaseLost("the lender took blocks back")
+            raise LeaseLost("the prefill worker released blocks")
         return self._finished

@@ -1,7 +1,4 @@
-"""What a gateway asks for and what it is told, as values; `service.py` puts them on the wire.
-
-Frames on their way to one gateway, never more than a bound: a gateway that reads too slowly is cut off.
-"""
+"""Values exchanged with gateways, which `service.py` encodes, and the bounded queue of updates."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from weft.request import (
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """What a gateway asks for. With `num_prompt_logprobs` the prompt is computed here, and there is no `prefill`."""
+    """A gateway's request. With `num_prompt_logprobs` the prompt is computed here and `prefill` must be None."""
 
     key: RequestKey
     decode_boot_id: str
@@ -43,7 +40,7 @@ class SequenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailure:
-    """Why a sequence ended badly; `worker_id` only when a worker is to blame."""
+    """Why a sequence failed; `worker_id` is set only if a worker is at fault."""
 
     code: int
     message: str
@@ -67,24 +64,23 @@ ItemT = TypeVar("ItemT")
 
 
 class Outbox(Generic[ItemT]):
-    """`put` never waits; `until_overflow` tells the owner that the reader has fallen behind for good."""
+    """Frames for one gateway. `put` never waits; `until_overflow` raises once the gateway reads too slowly."""
 
     def __init__(self, max_frames: int) -> None:
         self._frames: asyncio.Queue[list[ItemT]] = asyncio.Queue(max_frames)
         self._has_overflown = asyncio.Event()
 
     def put(self, frame: list[ItemT]) -> None:
-        """Behind the others; thrown away once there are too many."""
+        """Append a frame, or drop it if the queue is full."""
         try:
             self._frames.put_nowait(frame)
         except asyncio.QueueFull:
             self._has_overflown.set()
 
     async def get(self) -> list[ItemT]:
-        """The next frame."""
         return await self._frames.get()
 
     async def until_overflow(self) -> None:
-        """Raises Overloaded when a frame was thrown away; never returns."""
+        """Raise Overloaded when a frame was dropped; never returns."""
         await self._has_overflown.wait()
         raise Overloaded("the gateway reads its stream too slowly")

@@ -1,14 +1,11 @@
-"""Prompts that are computed here because their hand-off failed: how many tokens of them one worker takes on.
+"""Fills reserved sequences with KV from a prefill worker, and falls back to local prefill when that fails.
 
-The first is always taken: a lost prefill worker costs a request time, and nothing else. When a whole prefill worker's
-queue comes back at once, the rest goes to another one by way of the gateway, and who generates here is spared.
+Failed transfers make a request slower, never wrong. The budget bounds local prefills: the first is always taken, so
+losing a prefill worker costs only time. When a whole worker's queue comes back at once, the rest returns to the
+gateway, which protects decoding sequences.
 
-Workers of both roles can wait for one another: the pool of each is held by prompts that the other is to compute, and
-has no room for the other's. Whoever sees that had better compute one of its own. Knows the engine's load, no peers.
-
-One prompt's way from a prefill worker into blocks that are reserved here, and the way out when it breaks.
-
-Whatever breaks it, the prompt is computed here instead: slower, never wrong.
+Workers with both roles can deadlock: the pool of each is held by prompts that the other must compute. A worker that
+detects this computes one of its own prompts.
 """
 
 from __future__ import annotations
@@ -47,26 +44,28 @@ MAX_LOCAL_PREFILL_TOKENS = 8192
 
 
 class LocalPrefillBudget:
-    """Prompt tokens by sequence, from the failed hand-off to the first token."""
+    """Prompt tokens of local prefills, from the failed transfer to the first token."""
 
     def __init__(self) -> None:
         self._tokens: dict[RequestKey, int] = {}
 
     def has_room(self, num_tokens: int) -> bool:
-        """`begin` would take them."""
+        """True if `begin` would accept."""
         others = sum(self._tokens.values())
         return not others or others + num_tokens <= MAX_LOCAL_PREFILL_TOKENS
 
     def begin(self, key: RequestKey, num_tokens: int, lost_worker_id: str) -> None:
-        """Raises PeerLost when others fill the bound already; it names the prefill worker, if that was lost."""
+        """Add a local prefill. Raises PeerLost if the budget is full, naming a lost prefill worker."""
         if not self.has_room(num_tokens):
             others = sum(self._tokens.values())
-            raise PeerLost(f"the hand-off failed, and {others} such tokens are being computed", lost_worker_id)
+            raise PeerLost(
+                f"the kv transfer failed and {others} tokens of local prefills are already running", lost_worker_id
+            )
         self._tokens[key] = num_tokens
         self._observe()
 
     def end(self, key: RequestKey) -> None:
-        """Computed, or given up; unknown keys change nothing."""
+        """Remove a finished or abandoned prefill; unknown keys change nothing."""
         if self._tokens.pop(key, None) is not None:
             self._observe()
 
@@ -75,9 +74,10 @@ class LocalPrefillBudget:
 
 
 class PoolDeadlockDetector:
-    """One prompt's look at its own worker, now and then while another one is to compute it.
+    """Checks the local worker periodically while another worker computes a prompt.
 
-    `load` is the engine's latest, `num_own` how many sequences decode here: whatever waits beside them is lent.
+    - `load`: returns the engine's latest load.
+    - `num_own`: number of sequences decoding here; any other waiting prompt belongs to a peer.
     """
 
     def __init__(self, load: Callable[[], EngineLoad], num_own: Callable[[], int]) -> None:
@@ -86,7 +86,7 @@ class PoolDeadlockDetector:
         self._num_made: int | None = None
 
     def is_deadlocked(self) -> bool:
-        """Since the last look prompts of others have waited for room here, and nothing was computed."""
+        """True if since the last check prompts of peers waited for room and nothing was computed."""
         load = self._load()
         is_there = not load.num_running and load.num_waiting > self._num_own()
         num_made = load.computed_prompt_tokens + load.generated_tokens if is_there else None
@@ -95,17 +95,17 @@ class PoolDeadlockDetector:
 
 
 class PoolDeadlock(Exception):
-    """The lender has no room, and nor have we for what others are to borrow: somebody has to begin."""
+    """Neither side has room for the prompts that the other must compute."""
 
 
-# what the lender is to blame for: others should not be sent to it for a while
+# Failures of the prefill worker: gateways should avoid it for a while.
 _LOST = (PeerLost, Cancelled, DeadlineExceeded, TimeoutError)
 _REASONS: dict[type[BaseException], str] = {
     PeerLost: "peer_lost",
     Cancelled: "peer_lost",
     Overloaded: "overloaded",
     Incompatible: "incompatible",
-    BadCheckpoint: "incompatible",  # as FAILED_PRECONDITION comes back from the wire
+    BadCheckpoint: "incompatible",  # FAILED_PRECONDITION maps to this
     DeadlineExceeded: "timeout",
     TimeoutError: "timeout",
     TransferFailed: "transfer",
@@ -146,16 +146,15 @@ class RemotePrefill:
         stages: StageClock,
         deadlock_detector: PoolDeadlockDetector,
     ) -> PromptUsage | None:
-        """Let the engine go on, with the prompt's KV in place or with the prompt to compute itself; then None, or only
-        the name of a lender that was lost.
+        """Transfer the prompt's KV, or let the engine compute the prompt.
 
-        The engine hears `filled` on every way out, as the last act before returning; where a pull was broken off, with
-        all blocks named that it may still write. Raises PeerLost where prefill failed and this worker has enough of
-        such prompts to compute already.
+        Returns None for a local prefill, or a usage that only names a lost prefill worker. Every path calls
+        `complete_kv` as its last act. After an aborted pull it names all blocks that the pull may still write. Raises
+        PeerLost if the transfer failed and the local prefill budget is full.
         """
         num_hit, num_tokens = reserved.num_hit_tokens, len(request.token_ids)
         if num_hit and num_tokens - num_hit <= self._fingerprint.block_tokens:
-            # a last block costs less to compute than to fetch
+            # Computing the last block is cheaper than fetching it.
             self._engine.complete_kv(request.key, num_hit)
             stages.reach(RequestStage.PREFILLING)
             return None
@@ -191,10 +190,12 @@ class RemotePrefill:
                 reason = _REASONS.get(type(error), _OTHER_REASON)
                 receiver.is_prefill_lost = isinstance(error, _LOST)
                 self.stats.on_transfer_failed(prefill.worker_id, reason)
-                logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)
+                logger.warning(
+                    "kv transfer discarded prefill_worker=%s reason=%s error=%s", prefill.worker_id, reason, error
+                )
             finally:
                 if finished is None:
-                    # also when cancelled: whoever cancels the sequence next finds its suspect blocks in quarantine
+                    # Also when cancelled: the blocks must be quarantined before the sequence is cancelled.
                     self._engine.complete_kv(receiver.request.key, num_hit, suspect_blocks=receiver.abort())
         return finished
 
@@ -205,12 +206,11 @@ class RemotePrefill:
         deadlock_detector: PoolDeadlockDetector,
         event: PromptFinished | Heartbeat,
     ) -> None:
-        """Raises Circle."""
         if isinstance(event, PromptFinished):
-            # the client need not wait for the KV: the token is what it is, however the last blocks get here
+            # The client need not wait for the KV: the first token no longer depends on it.
             self._engine.set_first_token(key, FirstToken(event.first_token_id, event.logprobs))
         elif deadlock_detector.is_deadlocked() and self.local_prefills.has_room(num_tokens):
-            raise PoolDeadlock("neither side has room for what the other is to compute")
+            raise PoolDeadlock("neither pool has room for the other's prompts")
 
     def _receiver(
         self,
@@ -239,7 +239,7 @@ class RemotePrefill:
         return KvReceiver(prefill_request, targets, prefill.address, self._puller, on_event)
 
     def _targets(self, request: SequenceRequest, reserved: Reserved) -> list[PageRange]:
-        """Of each group, the pages that are to be filled."""
+        """Return the pages to fill, by layer group."""
         paging, num_hit, num_tokens = self._engine.paging, reserved.num_hit_tokens, len(request.token_ids)
         num_held = num_hit // paging.block_tokens
         targets = []
@@ -251,6 +251,6 @@ class RemotePrefill:
 
 
 def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What went wrong first; the rest came of it."""
+    """Return the first exception of a group; the others are consequences."""
     error = group.exceptions[0]
     return first_leaf(error) if isinstance(error, BaseExceptionGroup) else error

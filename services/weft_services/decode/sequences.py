@@ -1,6 +1,6 @@
-"""A sequence's life on the decode worker: submitted, filled by prefill or computed here, generating, ended.
+"""Sequences on the decode worker: submitted, filled by prefill or computed here, generating, ended.
 
-Knows the engine and the hand-off, not the wire. Every sequence has one task and one way out, where the engine lets go.
+Every sequence has one task and one exit, where the engine releases it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ WATCH_SECONDS = 0.5
 
 
 class DecodeSequence:
-    """A live sequence and what the engine has said about it."""
+    """A running sequence and the engine's events for it."""
 
     def __init__(self, request: SequenceRequest, outbox: Outbox[SequenceUpdate]) -> None:
         self.request = request
         self.outbox = outbox
-        # what prefill did, once no more of it is to come; and what the engine says of the prompt, until it was told
+        # `prefill_usage`: set once the remote prefill is over. `counts`: the engine's prompt counts, until they are
+        # sent.
         self.prefill_usage: PromptUsage | None = None if request.prefill else PromptUsage()
         self.counts: PromptCounts | None = None
-        # of its own prompt, what was in the store; None: nobody has asked
+        # Tokens of a locally computed prompt found in the store; None if it was not asked.
         self.store_tokens: int | None = None
         self.has_ended = False
         self.stages = StageClock(request.remaining_seconds)
@@ -57,33 +58,33 @@ class DecodeSequence:
         self._changed = asyncio.Event()
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """Blocks are held."""
+        """Blocks are reserved for the prompt."""
         self.stages.reach(RequestStage.RESERVED)
         self._reserved = reserved
         self._changed.set()
 
     def end(self, failure: WeftError | None = None) -> None:
-        """The engine has let go of it already."""
+        """The engine has released the sequence."""
         self.has_ended = True
         self._failure = failure
         self._changed.set()
 
     def fail(self, failure: WeftError) -> None:
-        """The engine has not."""
+        """End a sequence that the engine still holds."""
         self._failure = failure
         self._changed.set()
 
     async def until_reserved(self) -> Reserved:
-        """Raises the engine's refusal."""
+        """Wait for the blocks. Raises the engine's rejection."""
         while self._reserved is None:
             await self._change()
         return self._reserved
 
     async def until_ended(self) -> None:
-        """Raises the engine's failure."""
+        """Wait for the end. Raises the engine's failure."""
         while not self.has_ended:
             await self._change()
-        if self._failure is not None:  # it came while nobody waited
+        if self._failure is not None:  # it came while no task waited
             raise self._failure
 
     async def _change(self) -> None:
@@ -94,7 +95,7 @@ class DecodeSequence:
 
 
 class SequenceManager:
-    """All sequences of this worker. Subscribe `on_step` to the engine's feed."""
+    """All sequences of this worker. Subscribe `on_step` to the engine's events."""
 
     def __init__(self, context: WorkerContext, remote_prefill: RemotePrefill) -> None:
         self._engine = context.engine
@@ -109,15 +110,15 @@ class SequenceManager:
         self._is_idle.set()
 
     def close(self) -> None:
-        """Take nothing new; what lives goes on."""
+        """Reject new sequences; running ones continue."""
         self._is_open = False
 
     async def until_idle(self) -> None:
-        """All sequences have ended."""
+        """Wait until all sequences have ended."""
         await self._is_idle.wait()
 
     def on_step(self, output: StepOutput) -> None:
-        """One frame for each gateway that this step has tokens for."""
+        """Put one frame for each gateway that this step has tokens for."""
         frames: dict[Outbox[SequenceUpdate], list[SequenceUpdate]] = {}
         for reserved in output.reserved:
             if sequence := self._sequences.get(reserved.key):
@@ -133,16 +134,18 @@ class SequenceManager:
             outbox.put(frame)
 
     async def watch(self, watchdog: StepWatchdog) -> None:
-        """For ever: when the engine stands still, its sequences go on elsewhere."""
+        """Fail all sequences when the engine hangs, so that gateways migrate them. Never returns."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if watchdog.is_hung:
                 for sequence in self._sequences.values():
-                    sequence.fail(PeerLost("the decode engine stands still", self._worker_id))
+                    sequence.fail(PeerLost("the decode engine hangs", self._worker_id))
 
     async def run(self, request: SequenceRequest, outbox: Outbox[SequenceUpdate]) -> None:
-        """A sequence from its start to its end, which is told to `outbox` unless this is cancelled. A second order with
-        a key that lives already changes nothing, nor does one of an earlier attempt."""
+        """Run a sequence to its end, which goes to `outbox` unless this task is cancelled.
+
+        A second request with a running key, or one of an earlier attempt, changes nothing.
+        """
         if request.key in self._sequences or is_superseded(request.key, self._sequences):
             return
         log.request_id.set(str(request.key))
@@ -156,9 +159,9 @@ class SequenceManager:
         except WeftError as error:
             outbox.put([self._failed(request.key, error)])
         except TimeoutError:
-            outbox.put([self._failed(request.key, DeadlineExceeded("the request's time is over"))])
+            outbox.put([self._failed(request.key, DeadlineExceeded("the request's deadline has passed"))])
         except Exception:
-            # a bug; it must not end the stream, and with it every other sequence of the gateway
+            # A bug must not end the stream and with it the gateway's other sequences.
             logger.exception("sequence failed by a bug")
             outbox.put([self._failed(request.key, EngineFailed("internal error"))])
         finally:
@@ -175,14 +178,16 @@ class SequenceManager:
                 self._engine.cancel(request.key)
 
     def _submit(self, sequence: DecodeSequence, constraint: Constraint | None) -> bool:
-        """Does it wait for KV from elsewhere."""
+        """Submit to the engine; True if it waits for KV from elsewhere."""
         request, scorer = sequence.request, sequence.scorer
         if not self._is_open:
-            raise PeerLost("this decode worker is leaving", self._worker_id)
+            raise PeerLost("this decode worker is shutting down", self._worker_id)
         if request.decode_boot_id != self._boot_id:
             raise Incompatible("the decode worker has been restarted since the request was routed")
         if scorer is not None and request.prefill is not None:
-            raise InvalidRequest("a prompt whose logprobs are wanted is computed here", "prefill")
+            raise InvalidRequest(
+                "must be empty with num_prompt_logprobs: the decode worker computes such prompts", "prefill"
+            )
         spec = SequenceSpec(
             key=request.key,
             token_ids=request.token_ids,
@@ -214,7 +219,7 @@ class SequenceManager:
         await sequence.until_ended()
 
     async def _fill(self, sequence: DecodeSequence) -> None:
-        """A prompt that is computed here: take what the store has beyond the pool's own prefix."""
+        """Fill a locally computed prompt with blocks from the store."""
         request, reserved = sequence.request, await sequence.until_reserved()
         found = await self._store_prefix.fetch(request.token_ids, request.cache_salt, reserved)
         sequence.store_tokens = sum(found.values())
@@ -232,7 +237,7 @@ class SequenceManager:
         return SequenceUpdate(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason)
 
     def _usage(self, sequence: DecodeSequence, counts: PromptCounts, usage: PromptUsage) -> PromptUsage:
-        """As prefill counted it, or our own count when the prompt was computed here."""
+        """Return prefill's counts, or our own if the prompt was computed here."""
         sequence.stages.computed(counts)
         sequence.stages.reach(RequestStage.DECODING)
         usage = sequence.stages.with_times(usage)
@@ -251,17 +256,17 @@ class SequenceManager:
         )
 
     def _failed(self, key: RequestKey, error: WeftError) -> SequenceUpdate:
-        # one that is full is no more at fault than another, but the next attempt should go elsewhere
+        # An overloaded worker is not faulty, but the next attempt should go elsewhere.
         at_fault = isinstance(error, (EngineFailed, Incompatible, Overloaded))
         worker_id = error.worker_id if isinstance(error, PeerLost) else self._worker_id if at_fault else ""
-        logger.warning("sequence failed: %s", error)
-        # what went wrong inside stays in the log
+        logger.warning("sequence failed error=%s", error)
+        # Details of internal errors stay in the log.
         message = "the engine has failed" if isinstance(error, EngineFailed) else str(error)
         return SequenceUpdate(key, failure=SequenceFailure(error.code, message, worker_id))
 
 
 def _send_prompt_logprobs(sequence: DecodeSequence) -> None:
-    """Its first token is there: ahead of that goes how likely the prompt was, a frame a piece."""
+    """Send prompt logprobs before the first token, one frame per piece."""
     if sequence.scorer is not None:
         for piece in sequence.scorer.found():
             sequence.outbox.put([SequenceUpdate(sequence.request.key, prompt_logprobs=piece)])

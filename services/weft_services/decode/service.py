@@ -1,4 +1,4 @@
-"""DecodeService on the wire: one gateway's stream, its sequences' tasks, its frames."""
+"""DecodeService: one gateway's stream, its sequences' tasks, its frames."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from weft_services.decode.messages import Outbox, SequenceRequest, SequenceUpdat
 from weft_services.decode.remote_prefill import RemotePrefill
 from weft_services.decode.sequences import SequenceManager
 
-# steps that a gateway may lag behind
+# Frames that a gateway may lag behind.
 MAX_FRAMES = 1024
 Requests = AsyncIterator[decode_service_pb2.AttachRequest]
 
 
 class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
-    """A gateway's sequences live in its stream's task group and end with it."""
+    """A gateway's sequences run in its stream's task group and end with it."""
 
     def __init__(self, manager: SequenceManager) -> None:
         self._manager = manager
 
-    # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
+    # A coroutine that writes, not a generator: it holds a TaskGroup over its responses.
     async def Attach(  # type: ignore[override]
         self, request_iterator: Requests, context: Any
     ) -> None:
@@ -51,7 +51,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             async for request in request_iterator:
                 if request.WhichOneof("command") == "start":
                     sequence = sequence_from_wire(request.start)
-                    if sequence.key not in sequences:  # a second start of a living key changes nothing
+                    if sequence.key not in sequences:  # a repeated start of a running key changes nothing
                         _start(group, sequences, sequence.key, self._manager.run(sequence, outbox))
                 elif (task := sequences.get(key_from_wire(request.cancel.key))) is not None:
                     task.cancel()
@@ -77,7 +77,6 @@ async def _write(outbox: Outbox[SequenceUpdate], context: Any) -> None:
 
 
 def sequence_from_wire(start: decode_service_pb2.StartSequence) -> SequenceRequest:
-    """Total."""
     return SequenceRequest(
         key=key_from_wire(start.key),
         decode_boot_id=start.decode_boot_id,
@@ -95,7 +94,6 @@ def sequence_from_wire(start: decode_service_pb2.StartSequence) -> SequenceReque
 
 
 def update_to_wire(delta: SequenceUpdate) -> decode_service_pb2.SequenceDelta:
-    """Total."""
     failure = delta.failure
     return decode_service_pb2.SequenceDelta(
         key=key_to_wire(delta.key),
@@ -116,7 +114,7 @@ SERVICE_NAME = decode_service_pb2.DESCRIPTOR.services_by_name["DecodeService"].f
 
 
 def install(context: WorkerContext, server: grpc.aio.Server) -> SequenceManager:
-    """Put the role to work at this place."""
+    """Install the decode role in a worker."""
     quarantine = Quarantine(context.engine.unquarantine)
     context.tasks.create_task(quarantine.run())
     puller = KvPuller(context.transports, context.memory, context.tasks, quarantine)

@@ -1,4 +1,4 @@
-"""How long a sequence is in each stage of its life, as far as the decode worker sees it, and how long it may live."""
+"""Time of a sequence in each stage on the decode worker, and its deadline."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from weft.request import PromptUsage
 from weft.request_stage import RequestStage
 from weft.trace import Span
 
-MAX_US = 2**32 - 1  # what the wire takes: more than an hour in one stage
+MAX_US = 2**32 - 1  # limit of the wire: more than an hour
 _BEFORE_DECODING = (RequestStage.ROUTED, RequestStage.RESERVED, RequestStage.PREFILLING, RequestStage.TRANSFERRING)
 
 
 class StageClock:
-    """Made when the gateway's order arrives; every stage that is left is counted with its time."""
+    """Starts when the gateway's request arrives; records the time of every stage that ends."""
 
     def __init__(self, remaining_seconds: float) -> None:
         self.stage = RequestStage.ROUTED
         self._since = time.perf_counter()
         self._deadline = self._since + remaining_seconds
         self._began_ns = time.time_ns()
-        self._spent: dict[RequestStage, float] = {}  # in the order in which they were left
+        self._spent: dict[RequestStage, float] = {}  # in order
 
     @property
     def remaining_seconds(self) -> float:
-        """To the request's deadline."""
+        """Seconds to the request's deadline."""
         return max(self._deadline - time.perf_counter(), 0.0)
 
     def reach(self, stage: RequestStage) -> None:
-        """The next stage; the same once more changes nothing."""
+        """Enter a stage; repeating the current one changes nothing."""
         if stage is self.stage:
             return
         now = time.perf_counter()
@@ -39,7 +39,7 @@ class StageClock:
         self.stage, self._since = stage, now
 
     def computed(self, counts: PromptCounts) -> None:
-        """The engine computed a prompt that nobody waited for: it alone knows when it began."""
+        """Record a prompt that the engine computed without waiting for KV; only the engine knows when it started."""
         if self.stage is RequestStage.ROUTED:
             self._leave(counts.queue_ms / 1000)
             self.stage = RequestStage.PREFILLING
@@ -47,7 +47,7 @@ class StageClock:
             self.stage, self._since = RequestStage.DECODING, time.perf_counter()
 
     def with_times(self, usage: PromptUsage) -> PromptUsage:
-        """With the time in each stage before this one."""
+        """Return the usage with the time in each stage before decoding."""
         routed, reserved, prefilling, transferring = (
             min(round(self._spent.get(stage, 0.0) * 1e6), MAX_US) for stage in _BEFORE_DECODING
         )
@@ -56,7 +56,7 @@ class StageClock:
         )
 
     def trace(self, span: Span) -> None:
-        """Every stage that was left as a part of the span, one after the other as they were."""
+        """Add every ended stage to the span as a child."""
         start = self._began_ns
         for stage, seconds in self._spent.items():
             end = start + round(seconds * 1e9)

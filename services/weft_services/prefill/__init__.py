@@ -1,1 +1,1 @@
-"""The prefill worker: computes prompts and lends their KV blocks for as long as the borrower's call is open."""
+"""The prefill worker: computes prompts and serves their KV blocks for as long as decode's call is open."""

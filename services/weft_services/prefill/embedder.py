@@ -1,4 +1,4 @@
-"""Prompts of which nothing but the mean hidden state is wanted: in and out of the engine. Nothing is lent."""
+"""Computes embeddings: the mean hidden state of a prompt. No blocks are transferred."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WATCH_SECONDS = 0.5
 
 
 class Embedder:
-    """Subscribe `on_step` to the engine's feed."""
+    """Runs prompts for embeddings. Subscribe `on_step` to the engine's events."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -24,17 +24,17 @@ class Embedder:
         self._is_open = True
 
     def close(self) -> None:
-        """Take no more."""
+        """Reject new prompts; running ones continue."""
         self._is_open = False
 
     async def until_idle(self) -> None:
-        """Every prompt has ended."""
+        """Wait until every prompt has ended."""
         while self._ends:
             await asyncio.wait(self._ends.values())
-            await asyncio.sleep(0)  # whoever waited for it goes first
+            await asyncio.sleep(0)  # lets the waiting task finish first
 
     def on_step(self, output: StepOutput) -> None:
-        """The engine's news; keys that are not embedded here are somebody else's."""
+        """Handle engine events; keys of other components are ignored."""
         for delta in output.deltas:
             if (end := self._open(delta.key)) is not None:
                 end.set_result(None)
@@ -43,25 +43,26 @@ class Embedder:
                 end.set_exception(failure.error)
 
     async def watch(self, watchdog: StepWatchdog) -> None:
-        """For ever: when the engine stands still, its prompts are computed elsewhere."""
+        """Fail all prompts when the engine hangs, so that gateways retry elsewhere. Never returns."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if watchdog.is_hung:
                 for key in self._ends:
                     if (end := self._open(key)) is not None:
-                        end.set_exception(PeerLost("the prefill engine stands still"))
+                        end.set_exception(PeerLost("the prefill engine hangs"))
 
     async def embed(
         self, key: RequestKey, token_ids: tuple[int, ...], cache_salt: bytes, priority: int
     ) -> tuple[float, ...]:
-        """Raises InvalidRequest, Overloaded, PeerLost or EngineFailed. Cancelled, it leaves nothing behind.
+        """Return the mean hidden state. Raises InvalidRequest, Overloaded, PeerLost or EngineFailed.
 
-        The blocks that it fills can be found by whoever has the salt, as any prompt's.
+        Cancelling releases everything. Other requests with the same salt can reuse the filled blocks, as for any
+        prompt.
         """
         if not self._is_open:
-            raise PeerLost("the worker is leaving")
+            raise PeerLost("the worker is shutting down")
         if key in self._ends:
-            raise InvalidRequest("this attempt is being computed already")
+            raise InvalidRequest("this attempt is already running")
         reader, mode = MeanPooling(len(token_ids)), SequenceMode.PREFILL
         self._engine.submit(SequenceSpec(key, token_ids, NO_TEXT, mode, cache_salt, priority=priority, observer=reader))
         self._ends[key] = end = asyncio.get_running_loop().create_future()

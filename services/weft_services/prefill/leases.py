@@ -1,4 +1,4 @@
-"""Who borrows what: one Lease a call, from the order to the borrower's last word. Knows the engine, not the wire."""
+"""Leases of prompts for decode workers: one KvLease a call, from the request to decode's last message."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class KvLease:
         self.request = request
         self.store_tokens = 0
         self.announced_blocks: set[int] = set()
-        self.is_accepted = False  # and decode knows how often to renew it
-        # how it ended, for the metric; a stream that breaks says nothing
+        self.is_accepted = False  # decode knows the renewal interval
+        # End of the lease, for the metric; a broken stream leaves the default.
         self.end = "broken"
-        self.is_begun = False  # the engine knows it
+        self.is_begun = False  # submitted to the engine
         self._reserved: Reserved | None = None
         self._progress: PromptProgress | None = None
         self._first: TokenDelta | None = None
@@ -39,12 +39,12 @@ class KvLease:
         self._changed = asyncio.Event()
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """Admitted."""
+        """The engine has admitted the prompt."""
         self._reserved = reserved
         self._changed.set()
 
     def on_progress(self, progress: PromptProgress) -> None:
-        """More blocks are final."""
+        """More blocks of the prompt are final."""
         self._progress = progress
         self._changed.set()
 
@@ -54,18 +54,18 @@ class KvLease:
         self._changed.set()
 
     def fail(self, error: WeftError) -> None:
-        """Nothing more will come; whoever waits gets `error`."""
+        """End the lease: waiting tasks raise `error`."""
         self._failure = error
         self._changed.set()
 
     def dismiss(self) -> None:
-        """The borrower is done; before the prompt is, that means it has lost interest."""
+        """Decode is done. Before the prompt is, decode no longer needs it."""
         self.end = "cancelled" if self._first is None else "returned"
         if self._first is None:
-            self.fail(Cancelled("decode no longer wants the prompt"))
+            self.fail(Cancelled("decode no longer needs the prompt"))
 
     async def until_reserved(self) -> Reserved:
-        """Raises what the engine refused it with."""
+        """Wait for admission. Raises the engine's rejection."""
         while self._reserved is None:
             await self._change()
         return self._reserved
@@ -73,16 +73,16 @@ class KvLease:
     async def events(
         self, memory: BlockBytes, paging: PagingPolicy, with_checksums: bool
     ) -> AsyncIterator[PrefillEvent]:
-        """Blocks as they become final, those that the borrower holds left out.
+        """Yield blocks as they become final, without those that decode holds.
 
-        The end of the prompt comes ahead of the last ones: its token need not wait for their checksums.
+        The prompt's end comes before the last blocks: its token need not wait for their checksums.
         """
         held, num_tokens = self.request.held_blocks, len(self.request.token_ids)
         next_index = [
             paging.needed_blocks(group, held, num_tokens, num_tokens).start for group in range(len(paging.spans))
         ]
         while True:
-            # read before the progress: with the first token out, the progress is complete
+            # Read before the progress: once the first token exists, the progress is complete.
             first = self._first
             if first is not None:
                 yield self._finished(first)
@@ -98,7 +98,7 @@ class KvLease:
             await self._change()
 
     def _final_runs(self, paging: PagingPolicy, is_complete: bool) -> list[tuple[int, PageRange]]:
-        """What may be read of each group; the partial tail only at the end."""
+        """Return the readable pages of each group; a partial last block only at the end."""
         if self._progress is None:
             return []
         num_final = self._progress.num_ready_tokens // paging.block_tokens
@@ -124,7 +124,7 @@ class KvLease:
 
 
 class LeaseManager:
-    """All leases of this worker. Subscribe `on_step` to the engine's feed."""
+    """All leases of this worker. Subscribe `on_step` to the engine's events."""
 
     def __init__(
         self,
@@ -145,25 +145,24 @@ class LeaseManager:
         self._is_idle.set()
 
     def close(self) -> None:
-        """Take no new orders; leases that live go on."""
+        """Reject new requests; running leases continue."""
         self._is_open = False
 
     @property
     def is_stalled(self) -> bool:
-        """The engine's thread stands still; nothing that is being computed will be."""
+        """True if the engine's thread hangs, so no prompt will finish."""
         return self._engine.watchdog.is_hung
 
     @property
     def paging(self) -> PagingPolicy:
-        """How the pages of sequences lie."""
         return self._engine.paging
 
     async def until_idle(self) -> None:
-        """All leases have ended."""
+        """Wait until all leases have ended."""
         await self._is_idle.wait()
 
     def on_step(self, output: StepOutput) -> None:
-        """The engine's news; keys that are not lent here are somebody else's."""
+        """Handle engine events; keys of other components are ignored."""
         for reserved in output.reserved:
             if lease := self._leases.get(reserved.key):
                 lease.on_reserved(reserved)
@@ -179,7 +178,10 @@ class LeaseManager:
 
     @asynccontextmanager
     async def open(self, request: PrefillRequest) -> AsyncIterator[KvLease]:
-        """Hold what `begin` has computed until the scope ends. Raises Incompatible, InvalidRequest or PeerLost."""
+        """Hold the blocks that `begin` computes until the scope ends.
+
+        Raises Incompatible, InvalidRequest or PeerLost.
+        """
         self._check(request)
         self._leases[request.key] = lease = KvLease(request)
         self._is_idle.clear()
@@ -189,14 +191,14 @@ class LeaseManager:
             del self._leases[request.key]
             if not self._leases:
                 self._is_idle.set()
-            if lease.is_begun:  # one that was refused before that lent nothing, and broke nothing off
+            if lease.is_begun:  # A request rejected earlier held nothing and does not count.
                 self._engine.release(request.key)
                 metrics.LEASES.labels(lease.end).inc()
 
     async def begin(self, lease: KvLease) -> None:
-        """Have the prompt computed. Raises Incompatible, InvalidRequest or Overloaded.
+        """Submit the prompt. Raises Incompatible, InvalidRequest or Overloaded.
 
-        Its grammar comes first, which may take seconds where it is the first one: the lease lives meanwhile.
+        Compiles its grammar first. The first grammar may take seconds; the lease is alive meanwhile.
         """
         request = lease.request
         spec = SequenceSpec(
@@ -215,27 +217,27 @@ class LeaseManager:
         lease.is_begun = True
 
     async def fill(self, lease: KvLease) -> None:
-        """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""
+        """Fill blocks from the store, then let the engine compute the rest."""
         reserved = await lease.until_reserved()
         request = lease.request
         lease.store_tokens = sum((await self._store.fetch(request.token_ids, request.cache_salt, reserved)).values())
         self._engine.complete_kv(request.key, reserved.num_hit_tokens + lease.store_tokens)
 
     def find(self, key: RequestKey) -> KvLease:
-        """Raises NotFound without a live lease."""
+        """Return a live lease. Raises NotFound."""
         lease = self._leases.get(key)
         if lease is None:
-            raise NotFound("no live lease of that key")
+            raise NotFound("no live lease has this key")
         return lease
 
     def _check(self, request: PrefillRequest) -> None:
         if not self._is_open:
-            raise PeerLost("this prefill worker is leaving")
+            raise PeerLost("this prefill worker is shutting down")
         if request.prefill_boot_id != self._boot_id:
             raise Incompatible("the prefill worker has been restarted since the request was routed")
         if (difference := self._fingerprint.difference(request.fingerprint)) is not None:
             raise Incompatible(f"prefill and decode differ in {difference}")
         if is_superseded(request.key, self._leases):
-            raise InvalidRequest("a later attempt at the request is being computed")
+            raise InvalidRequest("a later attempt at the request is running")
         if request.key in self._leases:
-            raise InvalidRequest("this attempt is being computed already")
+            raise InvalidRequest("this attempt is already running")

@@ -1,4 +1,4 @@
-"""PrefillService on the wire: translates; the desk decides."""
+"""PrefillService: converts messages; LeaseManager and Embedder decide."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from weft_services.prefill.embedder import Embedder
 from weft_services.prefill.leases import KvLease, LeaseManager
 
 FIRST_MESSAGE_SECONDS = 10.0
-# whatever lease a peer names, heartbeats must not keep the loop busy
+# Lower bound, so that a peer's short lease cannot keep the loop busy.
 MIN_BEAT_SECONDS = 0.01
 Requests = AsyncIterator[prefill_service_pb2.PrefillRequest]
 
 
 class _ResponseStream:
-    """Our side of a stream: one message at a time, whoever speaks."""
+    """Our side of a stream; several tasks may send, one message at a time."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._turn = asyncio.Lock()
 
     async def send(self, event: PrefillEvent) -> None:
-        """Returns when gRPC has taken the message."""
+        """Send an event; returns when gRPC has taken it."""
         async with self._turn:
             await self._context.write(event_to_wire(event))
 
 
 class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
-    """The open call is the lease: its scope ends, whatever the way, and the blocks are the engine's again."""
+    """The open call is the lease: when its scope ends, the blocks return to the engine."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._with_checksums = with_checksums
         self._clock = clock
 
-    # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
+    # A coroutine that writes, not a generator: it holds a TaskGroup over its responses.
     async def Prefill(  # type: ignore[override]
         self, request_iterator: Requests, context: Any
     ) -> None:
@@ -93,21 +93,21 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 group.create_task(self._send_heartbeats(responses, listening, lease))
                 await self._leases.begin(lease)
                 await lease.until_reserved()
-                # the computing waits for no message
+                # Computing must not wait for a message.
                 group.create_task(self._leases.fill(lease))
-                # decode may have answered before we know that this was sent
+                # decode may answer before the send returns.
                 lease.is_accepted = True
                 await responses.send(self._accepted)
                 async for event in lease.events(self._memory, self._leases.paging, self._with_checksums):
                     if span is not None and isinstance(event, PromptFinished):
                         _describe(span, request, event)
                     await responses.send(event)
-            # the engine has held every block since `lend`: nothing but the end of the scope gives them back
+            # The engine has held every block since `open`; only the end of the scope releases them.
             await responses.send(LeaseClosed(lease_held=True))
 
     async def _send_heartbeats(self, responses: _ResponseStream, listening: asyncio.Task[None], lease: KvLease) -> None:
-        """Tell decode that the engine lives until decode is done; raises PeerLost when the engine stands still."""
-        # a prompt that waits for its turn has decode wait by its own lease, which may be shorter than ours
+        """Send heartbeats until decode is done. Raises PeerLost when the engine hangs."""
+        # While a prompt is queued, decode uses its own lease, which may be shorter than ours.
         shorter_ms = min(self._accepted.lease_ms, lease.request.lease_ms or self._accepted.lease_ms)
         pause = max(shorter_ms / 1000 / HEARTBEATS_PER_LEASE, MIN_BEAT_SECONDS)
         while True:
@@ -116,12 +116,14 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 return
             if self._leases.is_stalled:
                 lease.end = "stalled"
-                raise PeerLost("the prefill engine stands still")
+                raise PeerLost("the prefill engine hangs")
             await responses.send(Heartbeat())
 
     async def _until_done(self, requests: Requests, lease: KvLease) -> None:
-        """Returns at decode's `done`; raises NotFound when decode is silent for longer than the lease: a deadline would
-        be taken for this worker's fault. Before it knows our lease it renews by its own."""
+        """Return at decode's `done`. Raises NotFound if decode is silent for longer than the lease.
+
+        DeadlineExceeded would blame this worker. Until decode knows our lease it renews by its own.
+        """
         ours_ms = self._accepted.lease_ms
         while True:
             silence_ms = ours_ms if lease.is_accepted else max(ours_ms, lease.request.lease_ms)
@@ -130,7 +132,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                     request = await anext(requests, None)
             except TimeoutError:
                 lease.end = "expired"
-                raise NotFound("the lease ended: decode fell silent") from None
+                raise NotFound("the lease expired: decode sent nothing") from None
             if request is None or request.WhichOneof("message") == "done":
                 break
         lease.dismiss()
@@ -155,13 +157,14 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         if not self._leases.find(key).announced_blocks.issuperset(request.blocks):
             raise NotFound("the lease does not cover these blocks")
         async for chunk in block_chunks(self._memory, request.blocks):
-            # for every piece: its bytes were copied just now, and the lease may have ended while the last one was sent
+            # Check for every chunk: its bytes were copied just now, and the lease may have ended while the last one was
+            # sent.
             self._leases.find(key)
             yield chunk
 
 
 def _describe(span: trace.Span, request: PrefillRequest, finished: PromptFinished) -> None:
-    """The prompt has just been computed; before that it waited."""
+    """Add queue and compute times of the finished prompt to the span."""
     now = time.time_ns()
     began = now - finished.compute_ms * 1_000_000
     span.child("queue", began - finished.queue_ms * 1_000_000, began)
@@ -175,24 +178,22 @@ SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillRole:
-    """Leases and embeddings."""
-
     leases: LeaseManager
     embedder: Embedder
 
     def close(self) -> None:
-        """Take no more."""
+        """Reject new requests; running ones continue."""
         self.leases.close()
         self.embedder.close()
 
     async def until_idle(self) -> None:
-        """Every request has ended."""
+        """Wait until every request has ended."""
         await self.leases.until_idle()
         await self.embedder.until_idle()
 
 
 def install(worker: WorkerContext, server: grpc.aio.Server) -> PrefillRole:
-    """Put the role to work at this place."""
+    """Install the prefill role in a worker."""
     prefix = StorePrefix(worker.store, worker.engine.paging, worker.stats)
     leases = LeaseManager(worker.engine, prefix, worker.boot_id, worker.fingerprint, worker.grammars)
     worker.events.subscribe(leases.on_step)

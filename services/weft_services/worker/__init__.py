@@ -1,1 +1,1 @@
-"""A worker that holds both roles: one engine and one pool behind the doors of prefill and of decode."""
+"""A worker with both roles: prefill and decode services on one engine and one pool."""

@@ -1,4 +1,4 @@
-"""`python -m weft_services.worker`: computes prompts and generates tokens for itself and for others."""
+"""`python -m weft_services.worker`: a worker with both roles."""
 
 from __future__ import annotations
 

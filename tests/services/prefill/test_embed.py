@@ -67,7 +67,7 @@ async def test_a_worker_that_leaves_ends_its_embeddings_first_and_takes_no_more(
         answers = await asyncio.gather(*calls, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
         assert len(refused) < len(calls)
-        assert {error.details() for error in refused} <= {"the worker is leaving"}, "who came too late"
+        assert {error.details() for error in refused} <= {"the worker is shutting down"}, "who came too late"
         with pytest.raises(grpc.aio.AioRpcError, match="leaving"):
             await stub.Embed(request(worker, PROMPT), timeout=20)
 
@@ -81,7 +81,7 @@ async def test_an_engine_that_stands_still_gives_its_embeddings_back(tiny: Tiny)
                 assert isinstance(answer, grpc.aio.AioRpcError)
                 assert (answer.code(), answer.details()) == (
                     grpc.StatusCode.UNAVAILABLE,
-                    "the prefill engine stands still",
+                    "the prefill engine hangs",
                 )
         await worker.until_idle()
         assert (await stub.Embed(request(worker, PROMPT), timeout=20)).values

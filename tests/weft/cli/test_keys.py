@@ -78,7 +78,7 @@ def test_a_models_name_in_brackets_is_listed_as_it_is(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_told_in_one_line() -> None:
     added = runner.invoke(app, ["keys", "add", "bob", "--keys", "redis://me:secret@HOST:PORT/DB"])
     assert (added.exit_code, added.stdout) == (1, "")
-    assert "HOST:PORT/DB is no address of a Valkey" in added.stderr
+    assert "HOST:PORT/DB is not a Valkey URL" in added.stderr
     assert "secret" not in added.stderr
 
 

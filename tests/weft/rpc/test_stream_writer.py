@@ -154,7 +154,7 @@ async def test_who_reads_hears_of_a_failure_and_not_of_a_cancellation() -> None:
             outgoing.push()
             await call.answer
 
-    with pytest.raises(PeerLost, match="nothing more can be said: no message"):
+    with pytest.raises(PeerLost, match="the stream can no longer be written: no message"):
         await speak()
 
 

@@ -29,7 +29,7 @@ URL = "redis://127.0.0.1:1/0"
 )
 def test_an_address_that_is_none_is_refused_by_its_variable_and_without_its_password(url: str) -> None:
     """Of the second each question would fail, for as long as the process lives."""
-    with pytest.raises(ConfigError, match=r"WEFT_REDIS_URL: valkey\S* is no address of a Valkey") as refused:
+    with pytest.raises(ConfigError, match=r"WEFT_REDIS_URL: valkey\S* is not a Valkey URL") as refused:
         Valkey(url, "found", "lost")
     assert "secret" not in str(refused.value)
     assert refused.value.__suppress_context__

@@ -29,7 +29,7 @@ def test_an_engine_that_stands_still_is_trouble_and_at_last_lost() -> None:
     scene = Scene()
     scene.watchdog.start_step()
     scene.now += FIRST_HANG_SECONDS + 1
-    assert "stood still" in scene.vitals.trouble()
+    assert "has hung" in scene.vitals.trouble()
     assert not scene.vitals.is_lost
     scene.now += LOST_SECONDS
     assert scene.vitals.is_lost

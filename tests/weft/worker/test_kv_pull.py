@@ -187,7 +187,7 @@ async def test_a_way_that_failed_is_left_alone_for_some_minutes(
         for borrowing in early:
             with pytest.raises(TimeoutError if is_late else TransferFailed):
                 await borrowing.pull([BlockCopy(0, 0)], 0.01)
-        assert caplog.text.count("is not read by scripted") == 1
+        assert caplog.text.count("transport=scripted") == 1
         first.opening.set()
         first.failure = None
         await pull()
