@@ -6,7 +6,7 @@ WeftError
   Forbidden          the API key may not do this
   NotFound           no such model, lease or file
   BadCheckpoint      a model directory is incomplete or damaged; the message names file or tensor
-  StorageUnavailable storage failed for now; a retry may succeed
+  StorageUnavailable  storage failed for now; a retry may succeed
   Incompatible       two peers do not run the same model, layout or boot
   Overloaded         no capacity now; retry after `retry_after_seconds`
     QueueFull        the queue is full; similar requests fail for `hold_seconds`

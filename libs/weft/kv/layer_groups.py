@@ -103,7 +103,7 @@ class PagingPolicy:
         return sum(min(total, self.max_pages_decoding(group) or total) for group in range(len(self.spans)))
 
     def max_pages(self, num_tokens: int) -> int:
-        """Return the maximum pages of a sequence of `num_tokens` tokens at any time, including found pages of a prompt."""
+        """Return the maximum pages of a sequence at any time, including found pages of a prompt."""
         return sum(self._max_held(group, num_tokens) for group in range(len(self.spans)))
 
     def table_widths(self, num_tokens: int) -> list[int]:

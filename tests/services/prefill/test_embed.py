@@ -68,7 +68,7 @@ async def test_a_worker_that_leaves_ends_its_embeddings_first_and_takes_no_more(
         refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
         assert len(refused) < len(calls)
         assert {error.details() for error in refused} <= {"the worker is shutting down"}, "who came too late"
-        with pytest.raises(grpc.aio.AioRpcError, match="leaving"):
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
             await stub.Embed(request(worker, PROMPT), timeout=20)
 
 

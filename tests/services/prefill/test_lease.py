@@ -145,7 +145,7 @@ async def test_an_answer_to_the_acceptance_is_held_to_prefills_lease_however_soo
         if isinstance(event, Accepted):
             await asyncio.sleep(0.3)  # decode has heard it and answered, and gRPC has not returned yet
 
-    monkeypatch.setattr(_ResponseStream, "say", say_and_linger)
+    monkeypatch.setattr(_ResponseStream, "send", say_and_linger)
     async with start_lender(tiny, lease_seconds=0.05) as lender, asyncio.timeout(20):
         borrower = lender.borrower(prompt(22), lease_ms=600_000)
         await borrower.start()
@@ -163,7 +163,7 @@ async def test_decode_hears_that_prefill_lives_while_a_grammar_is_opened(
     async def slow(desk: GrammarCompiler, grammar: Grammar | None) -> None:
         await is_open.wait()
 
-    monkeypatch.setattr(GrammarCompiler, "open", slow)
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
     async with start_lender(tiny, lease_seconds=0.05) as lender, asyncio.timeout(20):
         borrower = lender.borrower(prompt(22), lease_ms=600_000)
         await borrower.start()

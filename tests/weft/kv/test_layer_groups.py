@@ -14,7 +14,7 @@ REACHES = (
 )
 PAGINGS = st.builds(
     PagingPolicy,
-    reaches=st.lists(REACHES, min_size=1, max_size=3).map(tuple),
+    spans=st.lists(REACHES, min_size=1, max_size=3).map(tuple),
     block_tokens=st.integers(1, 16),
     chunk_tokens=st.integers(1, 20),
 )

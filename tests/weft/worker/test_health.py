@@ -53,6 +53,6 @@ def test_a_full_pool_is_trouble_only_when_nothing_moves() -> None:
         scene.now += EXHAUSTED_SECONDS
     assert scene.vitals.trouble() == ""
     scene.now += EXHAUSTED_SECONDS + 1
-    assert "no block has come free" in scene.vitals.trouble()
+    assert "no free block" in scene.vitals.trouble()
     scene.load = EngineLoad(active_blocks=9, cached_blocks=1, generated_tokens=4)
     assert scene.vitals.trouble() == ""

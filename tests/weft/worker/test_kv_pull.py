@@ -143,7 +143,7 @@ async def test_no_time_frees_a_block_before_its_pull_has_ended(caplog: pytest.Lo
     aside.add({pull: (1, 2)})
     now[0] = OVERDUE_SECONDS + 1
     aside.sweep()
-    assert "2 blocks stay out" in caplog.text
+    assert "quarantined_blocks=2" in caplog.text
     now[0] = 1000 * OVERDUE_SECONDS
     aside.sweep()
     assert returned == []

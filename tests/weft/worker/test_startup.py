@@ -181,10 +181,15 @@ async def test_a_worker_computes_on_no_more_cores_than_its_container_is_granted(
 @pytest.mark.parametrize(
     ("stored", "wanted", "isa", "says"),
     [
-        ("float16", "auto", "avx2", "float16, computed in float32 .*: without loss"),
-        ("float16", "bfloat16", "avx2", "float16, computed in bfloat16 .*: 3 bits of each weight are lost"),
-        ("bfloat16", "auto", "avx512_bf16", "--dtype bfloat16 .* is quicker"),
-        ("bfloat16", "auto", "amx", "--dtype bfloat16 .* is quicker"),
+        ("float16", "auto", "avx2", "float16 checkpoint is computed in float32 .*: without loss"),
+        (
+            "float16",
+            "bfloat16",
+            "avx2",
+            "float16 checkpoint is computed in bfloat16 .*: 3 bits of each weight are lost",
+        ),
+        ("bfloat16", "auto", "avx512_bf16", "--dtype bfloat16 .* is faster"),
+        ("bfloat16", "auto", "amx", "--dtype bfloat16 .* is faster"),
         ("bfloat16", "float32", "avx512_bf16", None),
         ("bfloat16", "auto", "avx512", None),
         ("float32", "auto", "avx512_bf16", None),

@@ -85,7 +85,7 @@ async def test_blocks_of_a_put_that_failed_in_transfer_stay_pinned_until_its_pro
     stub: Any = None  # nobody is told of a put that failed
     async with background_tasks() as tasks:
         link = StoreConnection("boot", agent, stub, tasks)
-        keeper: Any = SimpleNamespace(link=link)
+        keeper: Any = SimpleNamespace(connection=link)
         memory = HostBlocks(ctypes.addressof(pool), 8, 8, 0)
         writer = StoreWriter(keeper, memory, b"m" * 16, 4, unpinned.extend)
         tasks.create_task(writer.run())
