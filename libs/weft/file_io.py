@@ -27,6 +27,7 @@ TRANSIENT = {
 
 MAX_SMALL_BYTES = 64 * 1024 * 1024
 """Limit for files that are read whole or copied from an object store; the largest tokenizers have 30 MB."""
+MAX_DEPTH = 100
 
 
 def to_weft_error(error: OSError, what: str) -> BadCheckpoint | StorageUnavailable:
@@ -126,9 +127,6 @@ def copy_ownership(source: Path, made: Path) -> None:
     made.chmod(mode)
     with suppress(OSError):
         os.chown(made, wanted.st_uid, -1)
-
-
-MAX_DEPTH = 100
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -31,11 +31,11 @@ LIMITS = LLParserLimits(
 
 
 class UnusableGrammar(InvalidRequest):
-    """The compiler rejected the grammar. `told` is its full message, which may have several lines."""
+    """The compiler rejected the grammar. `details` is its full message, which may have several lines."""
 
-    def __init__(self, told: str) -> None:
-        super().__init__(f"the grammar cannot be used: {_summary(told)}", "grammar")
-        self.told = told
+    def __init__(self, details: str) -> None:
+        super().__init__(f"the grammar cannot be used: {_summary(details)}", "grammar")
+        self.details = details
 
 
 class Grammars:
@@ -112,15 +112,15 @@ def load_grammars(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]
     return Grammars(read_tokenizer(directory), vocab_size, eos_token_ids)
 
 
-def _summary(told: str) -> str:
+def _summary(details: str) -> str:
     """Return the first line and the regex error, which comes last.
 
     llguidance reports "NoExtensionBias" for a grammar that no text matches, such as a schema that refers to itself.
     """
-    first = first_line(told)
+    first = first_line(details)
     if first == "NoExtensionBias":
         return "no answer matches it"
-    reason = next((line for line in told.splitlines() if line.startswith("error: ")), None)
+    reason = next((line for line in details.splitlines() if line.startswith("error: ")), None)
     return first if reason is None else f"{first} {reason.removeprefix('error: ')}"
 
 

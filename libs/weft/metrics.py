@@ -180,7 +180,7 @@ EXPOSED_SECONDS = Histogram(
 )
 LOCAL_PREFILL_PENDING_TOKENS = Gauge(
     "weft_local_prefill_pending_tokens",
-    "Prompt tokens that decode computes now, as a hand-off failed",
+    "Prompt tokens that decode computes now, after a KV transfer failed",
     registry=REGISTRY,
 )
 STORE_BLOCKS = Counter(

@@ -8,7 +8,7 @@ received      the gateway has validated, rendered and tokenized it
 routed        the scheduler has named its workers and booked its tokens
 reserved      the decode worker holds blocks for its prompt
 prefilling    the prompt is being computed (on the prefill worker, or on the decode worker itself)
-transferring  the prompt is computed and its first token told, its last blocks are on their way
+transferring  the prompt is computed and its first token sent; its last blocks are in transfer
 decoding      tokens come out
 finished, failed, cancelled   terminal: exactly one of them, exactly once
 """

@@ -60,7 +60,7 @@ class StallAwareClock:
         return self() - self._resumed_at < RECENT_STALL_SECONDS
 
     async def tick(self) -> None:
-        """Read the time until cancelled, which tells an idle process from a stopped one."""
+        """Read the time until cancelled, so that an idle process differs from a stopped one."""
         self()
         self._is_ticking = True
         try:

@@ -119,7 +119,7 @@ async def scene_of(
     """Held where prefill says `event`, or by the transport. At the end: the bystander's tokens, and every block."""
     async with (
         start_pair(tiny, transport, hurt, num_blocks=NUM_BLOCKS, lease_seconds=lease_seconds) as pair,
-        pair.decode.place.channels.lend(pair.prefill.address.address) as channel,
+        pair.decode.place.channels.channel(pair.prefill.address.address) as channel,
     ):
         hurt.victim = pair.decode
         relay = Relay(prefill_service_pb2_grpc.PrefillServiceStub(channel), event, hurt.has_begun)

@@ -27,7 +27,7 @@ from weft.request import (
 )
 from weft.rpc import transfer_wire, wire
 from weft_mesh.v1 import common_pb2, decode_service_pb2, prefill_service_pb2
-from weft_services.decode.messages import SequenceFailure, SequenceUpdate
+from weft_services.decode.messages import DecodeUpdate, SequenceFailure
 from weft_services.decode.service import sequence_from_wire, update_to_wire
 
 MessageT = TypeVar("MessageT", bound=Any)
@@ -193,7 +193,7 @@ def test_a_start_becomes_an_order(
 def test_a_delta_reaches_the_gateway(
     key: RequestKey, token_ids: tuple[int, ...], logprobs: tuple[PositionLogprobs, ...], usage: PromptUsage | None
 ) -> None:
-    delta = through_bytes(update_to_wire(SequenceUpdate(key, token_ids, logprobs, usage, FinishReason.STOP)))
+    delta = through_bytes(update_to_wire(DecodeUpdate(key, token_ids, logprobs, usage, FinishReason.STOP)))
     assert wire.key_from_wire(delta.key) == key
     assert tuple(delta.token_ids) == token_ids
     assert tuple(map(wire.logprobs_from_wire, delta.logprobs)) == logprobs
@@ -204,7 +204,7 @@ def test_a_delta_reaches_the_gateway(
 
 def test_a_failure_reaches_the_gateway() -> None:
     delta = through_bytes(
-        update_to_wire(SequenceUpdate(RequestKey("r"), failure=SequenceFailure(14, "gone", "decode-1")))
+        update_to_wire(DecodeUpdate(RequestKey("r"), failure=SequenceFailure(14, "gone", "decode-1")))
     )
     assert (delta.failure.code, delta.failure.message, delta.failure.worker_id) == (14, "gone", "decode-1")
     assert delta.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED

@@ -156,7 +156,7 @@ class ChannelPool:
         return len(self._channels)
 
     @asynccontextmanager
-    async def lend(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+    async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         """Yield the channel to host:port. It stays open during the scope and up to MAX_IDLE_SECONDS after it."""
         if (pooled := self._channels.get(address)) is None:
             pooled = self._channels[address] = _PooledChannel(open_channel(address))

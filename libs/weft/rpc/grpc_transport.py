@@ -84,7 +84,7 @@ class GrpcTransport:
         try:
             async with (
                 asyncio.timeout(timeout_seconds),
-                self._channels.lend(source.address) as channel,
+                self._channels.channel(source.address) as channel,
                 cancelled_on_exit(prefill_service_pb2_grpc.PrefillServiceStub(channel).ReadBlocks(request)) as call,
             ):
                 async for chunk in call:

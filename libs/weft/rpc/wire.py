@@ -235,15 +235,15 @@ def prefix_stats_to_wire(prefix: PrefixCacheStats) -> scheduler_service_pb2.Pref
     )
 
 
-def transfer_stats_to_wire(tallies: Iterable[TransferStats]) -> list[scheduler_service_pb2.HandOffTally]:
+def transfer_stats_to_wire(transfers: Iterable[TransferStats]) -> list[scheduler_service_pb2.HandOffTally]:
     return [
         scheduler_service_pb2.HandOffTally(
-            prefill_worker_id=tally.prefill_worker_id,
-            num_prompts=tally.num_prompts,
-            size_bytes=tally.size_bytes,
-            num_failed=tally.num_failed,
+            prefill_worker_id=stats.prefill_worker_id,
+            num_prompts=stats.num_prompts,
+            size_bytes=stats.size_bytes,
+            num_failed=stats.num_failed,
         )
-        for tally in tallies
+        for stats in transfers
     ]
 
 
@@ -260,8 +260,8 @@ def worker_stats_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand
             prefix.nvme_seconds,
         ),
         tuple(
-            TransferStats(tally.prefill_worker_id, tally.num_prompts, tally.size_bytes, tally.num_failed)
-            for tally in (report.hand_offs if with_hand_offs else ())
+            TransferStats(stats.prefill_worker_id, stats.num_prompts, stats.size_bytes, stats.num_failed)
+            for stats in (report.hand_offs if with_hand_offs else ())
         ),
         EngineTimeStats(report.generating_steps, report.generating_seconds, report.computing_seconds),
     )

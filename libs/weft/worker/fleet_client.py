@@ -31,6 +31,8 @@ from weft_mesh.v1 import common_pb2, scheduler_service_pb2, scheduler_service_pb
 logger = logging.getLogger(__name__)
 INTERVAL_SECONDS = 0.5
 RETRY_SECONDS = 1.0
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -95,10 +97,6 @@ async def _messages(progress: LoadProgress) -> AsyncIterator[scheduler_service_p
             )
         )
         await asyncio.sleep(INTERVAL_SECONDS)
-
-
-MIN_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 2.0
 
 
 class _SchedulerLink:

@@ -16,6 +16,12 @@ from weft.engine.device_copy import DeviceCopier
 from weft.request import PromptLogprobs
 from weft_kernels.sampling import logprobs
 
+# Logits exist for this many rows at a time; `weft.worker.memory_profile` measures their memory.
+NUM_ROWS = 32
+# Minimum tokens of a piece, if the prompt has as many. A chunk may be tens of tokens, and the number of queued messages
+# to a gateway is bounded.
+PIECE_TOKENS = 4096
+
 
 class MeanPooling:
     """Sums hidden states over the chunks, on the device."""
@@ -35,13 +41,6 @@ class MeanPooling:
         """Return the mean vector; valid once the first token has been sampled."""
         assert self._mean is not None
         return tuple(self._mean.tolist())
-
-
-# Logits exist for this many rows at a time; `weft.worker.memory_profile` measures their memory.
-NUM_ROWS = 32
-# Minimum tokens of a piece, if the prompt has as many. A chunk may be tens of tokens, and the number of queued messages
-# to a gateway is bounded.
-PIECE_TOKENS = 4096
 
 
 class PromptLogprobReader:

@@ -32,7 +32,7 @@ class KvEventPublisher:
         self._boot_id = boot_id
         self._fingerprint = fingerprint_digest(fingerprint)
         self._held: set[bytes] = set()
-        self._news: dict[bytes, bool] = {}
+        self._changes: dict[bytes, bool] = {}
         self._sequence = 0
         self._must_begin = True
 
@@ -46,9 +46,9 @@ class KvEventPublisher:
             else:
                 self._held.discard(key)
         if not self._must_begin:
-            self._news.update(changes)
+            self._changes.update(changes)
             # A snapshot is shorter than that many changes.
-            self._must_begin = len(self._news) > 2 * len(self._held) + MAX_KEYS
+            self._must_begin = len(self._changes) > 2 * len(self._held) + MAX_KEYS
 
     async def run(self) -> None:
         """Report until cancelled. Never raises if kvstore is away."""
@@ -59,7 +59,7 @@ class KvEventPublisher:
             stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
             while True:
                 num_quiet += 1
-                if self._must_begin or self._news or num_quiet >= QUIET_INTERVALS:
+                if self._must_begin or self._changes or num_quiet >= QUIET_INTERVALS:
                     num_quiet = 0
                     await self._report(stub)
                 await asyncio.sleep(INTERVAL_SECONDS)
@@ -76,15 +76,15 @@ class KvEventPublisher:
 
     async def _send_snapshot(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
         held = list(self._held)
-        self._news.clear()
+        self._changes.clear()
         self._must_begin = False
         for first in range(0, max(1, len(held)), MAX_KEYS):
             await self._send(stub, held[first : first + MAX_KEYS], [], is_snapshot=first == 0)
 
     async def _send_delta(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
-        news, self._news = list(self._news.items()), {}
-        for first in range(0, max(1, len(news)), MAX_KEYS):
-            part = news[first : first + MAX_KEYS]
+        changes, self._changes = list(self._changes.items()), {}
+        for first in range(0, max(1, len(changes)), MAX_KEYS):
+            part = changes[first : first + MAX_KEYS]
             stored = [key for key, is_held in part if is_held]
             await self._send(stub, stored, [key for key, is_held in part if not is_held], is_snapshot=False)
 

@@ -30,6 +30,10 @@ SWEEP_SECONDS = 0.25
 SAFETY_SECONDS = 1.0
 # Far beyond the timeouts of any transport: such a pull is stuck.
 OVERDUE_SECONDS = 60.0
+EXTRA_WAIT_SECONDS = 1.0
+# Time without a failed route: retrying it costs a transfer, avoiding it after a short network loss costs little.
+ROUTE_DISABLED_SECONDS = 180.0
+INLINE_CHECKSUM_BYTES = 512 * 1024
 
 
 @dataclass(slots=True)
@@ -78,12 +82,6 @@ class Quarantine:
             left.append(entry)
         self._entries = left
         metrics.OVERDUE_BLOCKS.set(sum(len(entry.blocks) for entry in left if entry.is_overdue))
-
-
-EXTRA_WAIT_SECONDS = 1.0
-# Time without a failed route: retrying it costs a transfer, avoiding it after a short network loss costs little.
-ROUTE_DISABLED_SECONDS = 180.0
-INLINE_CHECKSUM_BYTES = 512 * 1024
 
 
 class ChecksumMismatch(Exception):
@@ -254,7 +252,7 @@ def choose_transports(
 
 
 def needs_checksums(transport: str) -> bool:
-    """Return whether handed-off blocks carry checksums: always, except over RDMA, which detects errors itself."""
+    """Return whether transferred blocks carry checksums: always, except over RDMA, which detects errors itself."""
     return transport != "mooncake_rdma"
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 from weft.config import ConfigError
 
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# The largest values that glibc accepts.
+MOST_TRIM_BYTES, MOST_MMAP_BYTES = 2**31 - 1, 32 * 2**20
 
 
 def parse_cpus(text: str) -> frozenset[int]:
@@ -54,11 +57,6 @@ def set_autogroup_nice(niceness: int) -> None:
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(niceness))
-
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# The largest values that glibc accepts.
-MOST_TRIM_BYTES, MOST_MMAP_BYTES = 2**31 - 1, 32 * 2**20
 
 
 def freeze_gc() -> None:

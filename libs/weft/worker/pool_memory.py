@@ -25,6 +25,17 @@ from torch import Tensor
 from weft.engine.messages import EngineLoad, PoolMemory
 from weft.kv.memory import BlockBytes, HostBlocks, checksums
 
+AHEAD_BYTES = 256 * 1024 * 1024
+# Pages touched at a time. Other mappings of this process wait for that long. So the thread keeps normal priority: at
+# low priority it could be preempted while it holds the mmap lock.
+STEP_BYTES = 256 * 1024
+LOOK_SECONDS = 0.2
+# Linux 5.14; pages that exist stay unchanged.
+MADV_POPULATE_WRITE = 23
+T = TypeVar("T")
+# Longest slice of copying and hashing in the event loop, about 0.1 ms.
+INLINE_BYTES = 1024 * 1024
+
 
 def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
     """Return access to this process' pool on "cpu" or "cuda"."""
@@ -97,15 +108,6 @@ class _DeviceMemory:
         }
 
 
-AHEAD_BYTES = 256 * 1024 * 1024
-# Pages touched at a time. Other mappings of this process wait for that long. So the thread keeps normal priority: at
-# low priority it could be preempted while it holds the mmap lock.
-STEP_BYTES = 256 * 1024
-LOOK_SECONDS = 0.2
-# Linux 5.14; pages that exist stay unchanged.
-MADV_POPULATE_WRITE = 23
-
-
 class PoolPrefaulter:
     """Prefaults one pool, which hands out its lowest block numbers first."""
 
@@ -144,11 +146,6 @@ class PoolPrefaulter:
 
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-T = TypeVar("T")
-# Longest slice of copying and hashing in the event loop, about 0.1 ms.
-INLINE_BYTES = 1024 * 1024
 
 
 async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> list[int]:

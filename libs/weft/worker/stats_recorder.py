@@ -21,7 +21,7 @@ class StatsRecorder:
         self._looked_up = 0
         self._found: Counter[Tier] = Counter()
         self._seconds: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
-        self._hand_offs: dict[str, TransferStats] = {}
+        self._transfers: dict[str, TransferStats] = {}
 
     def declare_failures(self, reasons: Iterable[str]) -> None:
         """Create the series of these failure reasons, so that their first event is visible."""
@@ -61,13 +61,13 @@ class StatsRecorder:
             seconds[Tier.DRAM],
             seconds[Tier.NVME],
         )
-        return WorkerStats(prefix, tuple(self._hand_offs.values()))
+        return WorkerStats(prefix, tuple(self._transfers.values()))
 
     def _of(self, lender_id: str) -> TransferStats:
-        return self._hand_offs.pop(lender_id, None) or TransferStats(lender_id)
+        return self._transfers.pop(lender_id, None) or TransferStats(lender_id)
 
-    def _put(self, tally: TransferStats) -> None:
+    def _put(self, stats: TransferStats) -> None:
         """Store the counters; the least recently used worker is dropped first."""
-        self._hand_offs[tally.prefill_worker_id] = tally
-        if len(self._hand_offs) > MAX_PREFILL_WORKERS:
-            del self._hand_offs[next(iter(self._hand_offs))]
+        self._transfers[stats.prefill_worker_id] = stats
+        if len(self._transfers) > MAX_PREFILL_WORKERS:
+            del self._transfers[next(iter(self._transfers))]

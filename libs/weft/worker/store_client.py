@@ -33,6 +33,9 @@ STAGING_BYTES = 16 * 1024 * 1024  # one area for reading, one for writing
 MAX_SLOTS = 32
 MAX_FIND_KEYS = 16_384
 metrics.init_series(metrics.STORE_BLOCKS, ("put", "got", "failed", "skipped"))
+STALL_SECONDS = 2.0
+# Below this, hashing takes less time than starting a thread.
+INLINE_HASH_TOKENS = 8192
 
 
 class StoreClient:
@@ -142,11 +145,6 @@ def _log_failure(task: asyncio.Task[None]) -> None:
     """Log a failed background task; the worker continues without the store."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("store client failed, store disabled until restart", exc_info=error)
-
-
-STALL_SECONDS = 2.0
-# Below this, hashing takes less time than starting a thread.
-INLINE_HASH_TOKENS = 8192
 
 
 class StorePrefix:

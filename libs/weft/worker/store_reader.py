@@ -27,6 +27,13 @@ from weft.worker.store_connection import Match, StoreConnection
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# Mooncake's codes: from here down, transfers or the master failed; above, only this object is unavailable.
+TROUBLE_CODE = -800
+PROMOTE_SECONDS = 2.0
+STORED = (Tier.DRAM, Tier.NVME)
+metrics.init_series(metrics.TIER_FETCH_BYTES, STORED)
+metrics.init_series(metrics.TIER_FETCH_SECONDS, STORED)
+metrics.init_series(metrics.TIER_DECISIONS, STORED, ("fetch", "compute"))
 
 
 class WaitBudget:
@@ -51,15 +58,6 @@ class WaitBudget:
             return None
         finally:
             self._left -= max(0.0, loop.time() - started - own_seconds)
-
-
-# Mooncake's codes: from here down, transfers or the master failed; above, only this object is unavailable.
-TROUBLE_CODE = -800
-PROMOTE_SECONDS = 2.0
-STORED = (Tier.DRAM, Tier.NVME)
-metrics.init_series(metrics.TIER_FETCH_BYTES, STORED)
-metrics.init_series(metrics.TIER_FETCH_SECONDS, STORED)
-metrics.init_series(metrics.TIER_DECISIONS, STORED, ("fetch", "compute"))
 
 
 @dataclass(slots=True)

@@ -37,6 +37,9 @@ from weft_services.decode.stage_clock import StageClock
 
 # Lower bound, so that a peer's short lease cannot keep the loop busy.
 MIN_RENEWAL_SECONDS = 0.01
+PULL_SECONDS = 30.0
+# A pull of this size must finish in PULL_SECONDS, however long the prompt.
+MAX_PULL_BYTES = 256 * 1024 * 1024
 
 
 class PrefillCall:
@@ -105,18 +108,13 @@ class PrefillClient:
         """Start a prefill; the call ends with the scope. RPC errors are raised as WeftError."""
         request = replace(request, lease_ms=round(1000 * self._lease_seconds))
         call = PrefillCall(request, self._lease_seconds, self._clock)
-        async with self._channels.lend(worker.address) as channel:
+        async with self._channels.channel(worker.address) as channel:
             stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
             prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())
             with send_failures_raised("the call to the prefill worker"):
                 async with cancelled_on_exit(prefill) as stream:
                     call.responses = aiter(stream)
                     yield call
-
-
-PULL_SECONDS = 30.0
-# A pull of this size must finish in PULL_SECONDS, however long the prompt.
-MAX_PULL_BYTES = 256 * 1024 * 1024
 
 
 class LeaseLost(Exception):
@@ -181,12 +179,12 @@ class KvReceiver:
         return self._kv_pull.abort() if self._kv_pull else ()
 
     async def _listen(self, call: PrefillCall, pulling: asyncio.Task[None]) -> PromptFinished:
-        async with call.silence_timeout() as patience:
+        async with call.silence_timeout() as timeout:
             async for event in call.events():
                 if isinstance(event, LeaseClosed):
                     return self._closed(event, pulling)
                 self._take(event, call)
-                patience.restart(call.lease_seconds)
+                timeout.restart(call.lease_seconds)
         raise PeerLost("the prefill worker ended the call early")
 
     def _take(self, event: PrefillEvent, call: PrefillCall) -> None:

@@ -1,4 +1,4 @@
-"""Values exchanged with gateways, which `service.py` encodes, and the bounded queue of updates."""
+"""Values exchanged with gateways, which `service.py` encodes, and the bounded queue of frames."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from weft.request import (
     SamplingParams,
     WorkerAddress,
 )
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class SequenceFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class DecodeUpdate:
     """One sequence's part of a frame."""
 
     key: RequestKey
@@ -58,9 +60,6 @@ class SequenceUpdate:
     finish_reason: FinishReason | None = None
     failure: SequenceFailure | None = None
     prompt_logprobs: PromptLogprobs | None = None
-
-
-ItemT = TypeVar("ItemT")
 
 
 class Outbox(Generic[ItemT]):

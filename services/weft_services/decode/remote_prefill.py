@@ -41,6 +41,9 @@ from weft_services.decode.stage_clock import StageClock
 
 logger = logging.getLogger(__name__)
 MAX_LOCAL_PREFILL_TOKENS = 8192
+# Failures of the prefill worker: gateways should avoid it for a while.
+_LOST = (PeerLost, Cancelled, DeadlineExceeded, TimeoutError)
+_OTHER_REASON = "failed"
 
 
 class LocalPrefillBudget:
@@ -98,8 +101,6 @@ class PoolDeadlock(Exception):
     """Neither side has room for the prompts that the other must compute."""
 
 
-# Failures of the prefill worker: gateways should avoid it for a while.
-_LOST = (PeerLost, Cancelled, DeadlineExceeded, TimeoutError)
 _REASONS: dict[type[BaseException], str] = {
     PeerLost: "peer_lost",
     Cancelled: "peer_lost",
@@ -115,7 +116,6 @@ _REASONS: dict[type[BaseException], str] = {
     ProtocolViolation: "protocol",
     PoolDeadlock: "circle",
 }
-_OTHER_REASON = "failed"
 _EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, ProtocolViolation, PoolDeadlock)
 
 

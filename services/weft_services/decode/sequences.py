@@ -29,7 +29,7 @@ from weft.request_stage import RequestStage
 from weft.worker.hidden_state_observers import PromptLogprobReader
 from weft.worker.process import WorkerContext
 from weft.worker.store_client import StorePrefix
-from weft_services.decode.messages import Outbox, SequenceFailure, SequenceRequest, SequenceUpdate
+from weft_services.decode.messages import DecodeUpdate, Outbox, SequenceFailure, SequenceRequest
 from weft_services.decode.remote_prefill import PoolDeadlockDetector, RemotePrefill
 from weft_services.decode.stage_clock import StageClock
 
@@ -40,7 +40,7 @@ WATCH_SECONDS = 0.5
 class DecodeSequence:
     """A running sequence and the engine's events for it."""
 
-    def __init__(self, request: SequenceRequest, outbox: Outbox[SequenceUpdate]) -> None:
+    def __init__(self, request: SequenceRequest, outbox: Outbox[DecodeUpdate]) -> None:
         self.request = request
         self.outbox = outbox
         # `prefill_usage`: set once the remote prefill is over. `counts`: the engine's prompt counts, until they are
@@ -119,7 +119,7 @@ class SequenceManager:
 
     def on_step(self, output: StepOutput) -> None:
         """Put one frame for each gateway that this step has tokens for."""
-        frames: dict[Outbox[SequenceUpdate], list[SequenceUpdate]] = {}
+        frames: dict[Outbox[DecodeUpdate], list[DecodeUpdate]] = {}
         for reserved in output.reserved:
             if sequence := self._sequences.get(reserved.key):
                 sequence.on_reserved(reserved)
@@ -141,7 +141,7 @@ class SequenceManager:
                 for sequence in self._sequences.values():
                     sequence.fail(PeerLost("the decode engine hangs", self._worker_id))
 
-    async def run(self, request: SequenceRequest, outbox: Outbox[SequenceUpdate]) -> None:
+    async def run(self, request: SequenceRequest, outbox: Outbox[DecodeUpdate]) -> None:
         """Run a sequence to its end, which goes to `outbox` unless this task is cancelled.
 
         A second request with a running key, or one of an earlier attempt, changes nothing.
@@ -226,7 +226,7 @@ class SequenceManager:
         sequence.stages.reach(RequestStage.PREFILLING)
         self._engine.complete_kv(request.key, reserved.num_hit_tokens + sequence.store_tokens)
 
-    def _to_update(self, sequence: DecodeSequence, delta: TokenDelta) -> SequenceUpdate:
+    def _to_update(self, sequence: DecodeSequence, delta: TokenDelta) -> DecodeUpdate:
         if delta.finish_reason is not None:
             sequence.end()
         sequence.counts = delta.prompt or sequence.counts
@@ -234,7 +234,7 @@ class SequenceManager:
         if sequence.counts is not None and sequence.prefill_usage is not None:
             usage = self._usage(sequence, sequence.counts, sequence.prefill_usage)
             sequence.counts = None
-        return SequenceUpdate(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason)
+        return DecodeUpdate(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason)
 
     def _usage(self, sequence: DecodeSequence, counts: PromptCounts, usage: PromptUsage) -> PromptUsage:
         """Return prefill's counts, or our own if the prompt was computed here."""
@@ -255,19 +255,19 @@ class SequenceManager:
             prefill_worker_id=self._worker_id,
         )
 
-    def _failed(self, key: RequestKey, error: WeftError) -> SequenceUpdate:
+    def _failed(self, key: RequestKey, error: WeftError) -> DecodeUpdate:
         # An overloaded worker is not faulty, but the next attempt should go elsewhere.
         at_fault = isinstance(error, (EngineFailed, Incompatible, Overloaded))
         worker_id = error.worker_id if isinstance(error, PeerLost) else self._worker_id if at_fault else ""
         logger.warning("sequence failed error=%s", error)
         # Details of internal errors stay in the log.
         message = "the engine has failed" if isinstance(error, EngineFailed) else str(error)
-        return SequenceUpdate(key, failure=SequenceFailure(error.code, message, worker_id))
+        return DecodeUpdate(key, failure=SequenceFailure(error.code, message, worker_id))
 
 
 def _send_prompt_logprobs(sequence: DecodeSequence) -> None:
     """Send prompt logprobs before the first token, one frame per piece."""
     if sequence.scorer is not None:
         for piece in sequence.scorer.found():
-            sequence.outbox.put([SequenceUpdate(sequence.request.key, prompt_logprobs=piece)])
+            sequence.outbox.put([DecodeUpdate(sequence.request.key, prompt_logprobs=piece)])
         sequence.scorer = None

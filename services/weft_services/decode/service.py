@@ -24,7 +24,7 @@ from weft.worker.kv_pull import KvPuller, Quarantine
 from weft.worker.process import RoleService, WorkerContext
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
 from weft_services.decode.kv_receiver import PrefillClient
-from weft_services.decode.messages import Outbox, SequenceRequest, SequenceUpdate
+from weft_services.decode.messages import DecodeUpdate, Outbox, SequenceRequest
 from weft_services.decode.remote_prefill import RemotePrefill
 from weft_services.decode.sequences import SequenceManager
 
@@ -43,7 +43,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     async def Attach(  # type: ignore[override]
         self, request_iterator: Requests, context: Any
     ) -> None:
-        outbox = Outbox[SequenceUpdate](MAX_FRAMES)
+        outbox = Outbox[DecodeUpdate](MAX_FRAMES)
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(_write(outbox, context))
             watcher = group.create_task(outbox.until_overflow())
@@ -70,7 +70,7 @@ def _start(
     task.add_done_callback(lambda _: sequences.pop(key, None))
 
 
-async def _write(outbox: Outbox[SequenceUpdate], context: Any) -> None:
+async def _write(outbox: Outbox[DecodeUpdate], context: Any) -> None:
     while True:
         frame = await outbox.get()
         await context.write(decode_service_pb2.AttachResponse(deltas=[update_to_wire(delta) for delta in frame]))
@@ -93,7 +93,7 @@ def sequence_from_wire(start: decode_service_pb2.StartSequence) -> SequenceReque
     )
 
 
-def update_to_wire(delta: SequenceUpdate) -> decode_service_pb2.SequenceDelta:
+def update_to_wire(delta: DecodeUpdate) -> decode_service_pb2.SequenceDelta:
     failure = delta.failure
     return decode_service_pb2.SequenceDelta(
         key=key_to_wire(delta.key),

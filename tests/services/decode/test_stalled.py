@@ -134,7 +134,7 @@ class Echo(prefill_service_pb2_grpc.PrefillServiceServicer):
 
 
 async def test_what_prefill_says_twice_changes_nothing(tiny: Tiny) -> None:
-    async with start_pair(tiny) as pair, pair.decode.place.channels.lend(pair.prefill.address.address) as channel:
+    async with start_pair(tiny) as pair, pair.decode.place.channels.channel(pair.prefill.address.address) as channel:
         rpc = RpcServer([])
         stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Echo(stub), rpc.server)

@@ -96,16 +96,16 @@ async def test_a_pool_closes_what_nobody_has_used_for_long_and_nothing_that_is_i
     await rpc.set_ready(True)
     pool = ChannelPool(clock)
     try:
-        async with pool.lend(address) as used:
+        async with pool.channel(address) as used:
             for number in range(20):  # workers that came and went
-                async with pool.lend(f"127.0.0.1:{number + 1}"):
+                async with pool.channel(f"127.0.0.1:{number + 1}"):
                     assert len(pool) == number + 2
             clock.now += 2 * MAX_IDLE_SECONDS
-            async with pool.lend("127.0.0.1:1"):
+            async with pool.channel("127.0.0.1:1"):
                 pass
             assert len(pool) == 2
             assert (await _check(used)).status == health_pb2.HealthCheckResponse.SERVING
-        async with pool.lend(address) as again:
+        async with pool.channel(address) as again:
             assert again is used
             assert (await _check(again)).status == health_pb2.HealthCheckResponse.SERVING
     finally:

@@ -51,7 +51,7 @@ class _Place:
 def locate_error(error: UnusableGrammar, parts: list[GrammarPart], field: str) -> InvalidRequest:
     """The same complaint, by the place that it is about; by `field` where that is not known."""
     places = [place for part in parts for place in _places(part)]
-    place, message = _of_keyword(error.told, places) or _of_regex(error.told, places) or (None, "")
+    place, message = _of_keyword(error.details, places) or _of_regex(error.details, places) or (None, "")
     if place is None:
         return InvalidRequest(f"{field}: {error}", field, "invalid_value")
     return InvalidRequest(f"{place.path}: {message}", place.field, "invalid_value")
@@ -59,7 +59,7 @@ def locate_error(error: UnusableGrammar, parts: list[GrammarPart], field: str) -
 
 def drop_rejected_regex(error: UnusableGrammar, parts: list[GrammarPart]) -> list[GrammarPart] | None:
     """Without the regex that it is about, where only lenient schemas have it; None elsewhere."""
-    found = _of_regex(error.told, [place for part in parts for place in _places(part)])
+    found = _of_regex(error.details, [place for part in parts for place in _places(part)])
     pattern = found and found[0].pattern
     holders = [part for part in parts if any(place.pattern == pattern for place in _places(part))] if pattern else []
     if pattern is None or not all(part.is_lenient for part in holders):

@@ -41,7 +41,7 @@ class EmbeddingClient:
             cache_salt=order.cache_salt,
         )
         try:
-            async with self._channels.lend(worker.address) as channel:
+            async with self._channels.channel(worker.address) as channel:
                 with rpc_errors_translated():
                     response = await PrefillServiceStub(channel).Embed(request, timeout=seconds)
         except (BadCheckpoint, Cancelled) as error:  # it is another boot, or going away
