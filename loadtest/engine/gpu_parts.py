@@ -100,7 +100,7 @@ class Packing(NoModel):
     """Brings each step's rows and block tables together, as the runner does before it launches."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.packer = StepInputBuilder(config.paging, lambda sequence: 0)
+        self.packer = StepInputBuilder(config.paging)
 
     def launch(self, works: Items[ScheduledChunk]) -> Done:
         """No device."""

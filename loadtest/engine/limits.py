@@ -17,7 +17,7 @@ from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB, Demand, Layout
 from weft.capacity.plan import make_plan
 from weft.capacity.roofline import TERA, Roofline
-from weft.engine.runner import DTYPES
+from weft.engine.executor import DTYPES
 from weft.model.spec import ModelConfig
 
 CPU_BYTES, GPU_BYTES = 256 << 20, 1 << 30

@@ -25,11 +25,11 @@ class Step:
     """Done already."""
 
     def __init__(self, works: Items[ScheduledChunk]) -> None:
-        self.num_sampled = sum(work.has_sample for work in works)
+        self.counts = [work.num_samples for work in works]
 
-    def collect(self) -> list[SampledToken]:
-        """Token 1, for everyone."""
-        return [SampledToken(1)] * self.num_sampled
+    def collect(self) -> list[list[SampledToken]]:
+        """Return token 1 for every sampled position."""
+        return [[SampledToken(1)] * count for count in self.counts]
 
 
 class NoModel:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.executor import DTYPES
 from weft.engine.messages import StepOutput
-from weft.engine.runner import DTYPES, ModelRunner
+from weft.engine.runner import ModelRunner
 from weft.model.config import ModelConfig
 from weft.model.decoder import Decoder
 from weft_kernels.native import release_threads

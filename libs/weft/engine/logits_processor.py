@@ -1,11 +1,9 @@
-"""From sequences to the changes of their logits: biases, penalties, bans before min_tokens, grammars' masks.
-
-Knows what requests ask for; how logits are changed is `weft_kernels.logit_changes`' matter.
-"""
+"""Changes logits before sampling: biases, penalties, bans of end tokens before `min_tokens`, grammar masks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,84 +17,112 @@ from weft_kernels.logit_changes import LogitChanges, apply_changes
 Places = list[tuple[int, int]]
 
 
-class LogitsProcessor:
-    """Changes a step's logits. A sequence whose constraint has failed is left as it is, and named."""
+class SampledPosition(NamedTuple):
+    """A row of logits: the sequence, and the position at which the sampled token will stand.
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], link: DeviceCopier) -> None:
+    If `sequence.needs_host_tokens`, the host must know all tokens before `position`.
+    """
+
+    sequence: Sequence
+    position: int
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if the token is not chosen from the model's own logits alone."""
+        sampling = self.sequence.spec.sampling
+        if sampling.logit_bias or self.sequence.needs_host_tokens:
+            return True
+        return self.sequence.num_generated_before(self.position) < sampling.min_tokens
+
+
+class LogitsProcessor:
+    """Processes the logits of one step. Positions of one sequence must come in ascending order."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], copier: DeviceCopier) -> None:
         self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = eos_token_ids
-        self._upload = link.upload
+        self._upload = copier.upload
 
-    def apply(self, sequences: Items[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """The logits to sample from, and for rows whose sequence must end: why. The logits given are not changed."""
-        if not any(changes_logits(each) for each in sequences):
+    def apply(self, rows: Items[SampledPosition], logits: Tensor) -> tuple[Tensor, dict[int, str]]:
+        """Return the logits to sample from, and the reason for each row whose grammar has failed.
+
+        `logits` is not changed. Rows with a failed grammar keep their logits.
+        """
+        if not any(row.changes_logits for row in rows):
             return logits, {}
-        (rows, masks), failures = self._masks(sequences)
-        seen, penalties = self._seen(sequences)
-        bias, banned = self._bias(sequences), self._banned(sequences)
-        return apply_changes(logits, LogitChanges(bias, seen, penalties, banned, rows, masks)), failures
+        (masked, masks), failures = self._masks(rows)
+        seen, penalties = self._seen(rows)
+        bias, banned = self._bias(rows), self._banned(rows)
+        return apply_changes(logits, LogitChanges(bias, seen, penalties, banned, masked, masks)), failures
 
-    def _bias(self, sequences: Items[Sequence]) -> tuple[Tensor, Tensor] | None:
+    def _bias(self, rows: Items[SampledPosition]) -> tuple[Tensor, Tensor] | None:
         places: Places = []
         addends: list[float] = []
-        for row, sequence in enumerate(sequences):
-            for token, bias in sequence.spec.sampling.logit_bias:
-                places.append((row, token))
+        for index, row in enumerate(rows):
+            for token, bias in row.sequence.spec.sampling.logit_bias:
+                places.append((index, token))
                 addends.append(bias)
         if not places:
             return None
         return self._places(places), self._upload(np.array(addends, dtype=np.float32))
 
-    def _seen(self, sequences: Items[Sequence]) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-        rows: list[NDArray[np.int64]] = []
+    def _seen(self, rows: Items[SampledPosition]) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+        indices: list[NDArray[np.int64]] = []
         tokens: list[NDArray[np.int64]] = []
         counts: list[NDArray[np.float32]] = []
-        for row, sequence in enumerate(sequences):
+        for index, (sequence, position) in enumerate(rows):
             if sequence.spec.sampling.has_penalties:
-                ids, times = token_history_of(sequence).count(sequence.token_ids)
-                rows.append(np.full(len(ids), row))
+                ids, times = token_history_of(sequence).count(sequence.token_ids, position)
+                indices.append(np.full(len(ids), index))
                 tokens.append(ids)
                 counts.append(times)
-        if not rows:
+        if not indices:
             return None, None
-        places = np.stack([np.concatenate(rows), np.concatenate(tokens)])
-        params = [each.spec.sampling for each in sequences]
+        places = np.stack([np.concatenate(indices), np.concatenate(tokens)])
+        params = [row.sequence.spec.sampling for row in rows]
         penalties = [[each.repetition_penalty, each.frequency_penalty, each.presence_penalty] for each in params]
         seen = (self._upload(places), self._upload(np.concatenate(counts)))
         return seen, self._upload(np.array(penalties, dtype=np.float32))
 
-    def _banned(self, sequences: Items[Sequence]) -> Tensor | None:
-        free = [(row, each) for row, each in enumerate(sequences) if each.spec.constraint is None]
-        places = [(row, token) for row, sequence in free for token in self._ends(sequence)]
+    def _banned(self, rows: Items[SampledPosition]) -> Tensor | None:
+        places = [
+            (index, token)
+            for index, row in enumerate(rows)
+            if row.sequence.spec.constraint is None
+            for token in self._early_ends(row)
+        ]
         return self._places(places) if places else None
 
-    def _ends(self, sequence: Sequence) -> set[int]:
-        """Tokens that would end it too early."""
-        sampling = sequence.spec.sampling
-        if sequence.num_preceding >= sampling.min_tokens:
+    def _early_ends(self, row: SampledPosition) -> set[int]:
+        """Return the tokens that would end the sequence before `min_tokens`."""
+        sequence, sampling = row.sequence, row.sequence.spec.sampling
+        if sequence.num_generated_before(row.position) >= sampling.min_tokens:
             return set()
         return {*(() if sequence.ignores_eos else self._eos_token_ids), *sampling.stop_token_ids}
 
-    def _masks(self, sequences: Items[Sequence]) -> tuple[tuple[Tensor | None, Tensor | None], dict[int, str]]:
+    def _masks(self, rows: Items[SampledPosition]) -> tuple[tuple[Tensor | None, Tensor | None], dict[int, str]]:
         failures: dict[int, str] = {}
-        rows: list[int] = []
+        indices: list[int] = []
         masks: list[NDArray[np.int32]] = []
-        for row, sequence in enumerate(sequences):
-            if sequence.spec.constraint is None:
+        for index, row in enumerate(rows):
+            if row.sequence.spec.constraint is None:
                 continue
-            constraint = token_history_of(sequence).advance(sequence.token_ids)
-            mask, failure = self._mask(constraint, self._ends(sequence))
+            constraint = token_history_of(row.sequence).advance(row.sequence.token_ids, row.position)
+            mask, failure = self._mask(constraint, self._early_ends(row))
             if failure is None:
-                rows.append(row)
+                indices.append(index)
                 masks.append(mask)
             else:
-                failures[row] = failure
-        if not rows:
+                failures[index] = failure
+        if not indices:
             return (None, None), failures
-        return (self._upload(np.array(rows)), self._upload(np.stack(masks))), failures
+        return (self._upload(np.array(indices)), self._upload(np.stack(masks))), failures
 
     def _mask(self, constraint: Constraint, ends: set[int]) -> tuple[NDArray[np.int32], str | None]:
-        """Without `ends`, but where the grammar leaves nothing else: an answer that is complete ends, however short."""
+        """Return the grammar's mask without `ends`, and the grammar's failure if it has one.
+
+        If the grammar allows only end tokens, they stay allowed: a complete answer may end before `min_tokens`.
+        """
         words = np.zeros(self._num_words, dtype=np.int32)
         if constraint.failure is None:
             constraint.fill(words)
@@ -109,16 +135,8 @@ class LogitsProcessor:
         return self._upload(np.array(places).T)
 
 
-def changes_logits(sequence: Sequence) -> bool:
-    """Is the next token chosen from anything but the model's own logits."""
-    sampling = sequence.spec.sampling
-    if sampling.logit_bias or sequence.needs_host_tokens:
-        return True
-    return sequence.num_preceding < sampling.min_tokens
-
-
 def token_history_of(sequence: Sequence) -> TokenHistory:
-    """Made when it is first asked for."""
+    """Return the sequence's history. It is created on first use, because most sequences need none."""
     if sequence.history is None:
         spec = sequence.spec
         num_prompt = len(spec.token_ids) - spec.resumed_tokens

@@ -1,8 +1,7 @@
-"""One turn of the engine: commands, then plan -> launch -> settle, then one StepOutput. Knows time, but no threads.
+"""One iteration of the engine: run commands, schedule -> launch -> postprocess one step, emit one StepOutput.
 
-With `steps_ahead` 0 a step is settled in the turn that launched it. With 1 it is settled in the next turn, after that
-has launched its own: while the device computes one step, the host settles the one before and plans the one after.
-What a step contains is the planner's and the settler's matter, how it is computed the runner's.
+With `steps_ahead` 0 an iteration finishes the step that it launched. With 1 it launches a step and then finishes the
+one before: while the device computes one step, the host postprocesses the previous one and schedules the next.
 """
 
 from __future__ import annotations
@@ -28,34 +27,32 @@ logger = logging.getLogger(__name__)
 
 
 class StepHandle(Protocol):
-    """A step that the device works on."""
+    """A launched step."""
 
-    def collect(self) -> list[SampledToken]:
-        """Wait until it is done; one token for each work that samples, in their order."""
+    def collect(self) -> Items[Items[SampledToken]]:
+        """Wait for the step; return each chunk's tokens, one for each of its sampled positions."""
 
 
 class Runner(Protocol):
-    """The part with tensors: owns the pool's bytes, computes and samples."""
+    """Owns the bytes of the block pool; computes and samples."""
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """Where the pool lies."""
+        """Location of the block pool."""
 
     def launch(self, chunks: Items[ScheduledChunk]) -> StepHandle:
-        """Begin to compute the KV of every work's tokens, after all steps launched before."""
+        """Begin to compute the KV of all chunks and their samples, after all steps launched before."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step under way."""
-
     chunks: Items[ScheduledChunk]
     handle: StepHandle
     launched_at: float
 
 
 class EngineLoop:
-    """Owner of the books and caller of the runner. One thread at a time."""
+    """Owns block pool, scheduler and postprocessor, and calls the runner. Not thread-safe."""
 
     def __init__(
         self,
@@ -71,22 +68,22 @@ class EngineLoop:
         self._pool = BlockPool(config.num_blocks)
         self._scheduler = StepScheduler(config, self._pool)
         self._postprocessor = Postprocessor(config, self._pool, self._scheduler)
-        self._events = StepOutput()  # of the step to be told next
+        self._events = StepOutput()  # of the next output
         self._in_flight: deque[StepInFlight] = deque()
         self._finished_at = 0.0
         self.load = self._measure()
 
     def run_step(self, items: Items[Sequence | Command]) -> bool:
-        """Take in what came, launch a step if there is work, settle what is due; True when there was neither.
+        """Apply `items`, launch a step if there is work, finish the step that is due. Returns True if idle.
 
-        The listener hears of a step, of events, and of a load that is another than before.
+        The listener is called for every finished step, for events, and when the load has changed.
         """
         for item in items:
             self._add(item) if isinstance(item, Sequence) else item()
         chunks = self._schedule()
         if chunks:
             if self._events.has_events:
-                self._emit(0.0)  # peers can start on these while the step computes
+                self._emit(0.0)  # peers can start transfers while the step computes
             began_at = self._clock()
             self._in_flight.append(StepInFlight(chunks, self._runner.launch(chunks), began_at))
         is_due = len(self._in_flight) > (self._config.steps_ahead if chunks else 0)
@@ -94,75 +91,70 @@ class EngineLoop:
             self._finish_step()
         elif not chunks and (self._events.has_events or self._measure() != self.load):
             self._emit(0.0)
-        # what was settled may have made room for somebody
+        # A finished step may have freed blocks for a waiting sequence, so it does not count as idle.
         return not chunks and not is_due
 
     def drain(self) -> None:
-        """Wait for the device; what comes of it is dropped."""
+        """Wait for the steps in flight and drop their results."""
         while self._in_flight:
             self._in_flight.popleft().handle.collect()
 
     @property
     def num_waiting(self) -> int:
-        """Sequences taken in and not admitted."""
+        """Sequences that wait for admission."""
         return len(self._scheduler.wait_queue)
 
     @property
     def keys(self) -> list[RequestKey]:
-        """All that live."""
+        """Keys of all live sequences."""
         return list(self._scheduler.live)
 
     def set_first_token(self, key: RequestKey, first: FirstToken) -> None:
-        """See `weft.engine.engine.Engine.foretell`."""
         sequence = self._scheduler.live.get(key)
         if sequence is None or sequence.state is not SequenceState.RESERVED or sequence.has_emitted:
             return
         if self._postprocessor.end_with(sequence, first.token_id) is None:
-            self._postprocessor.accept(sequence, SampledToken(first.token_id, first.logprobs), self._events)
+            self._postprocessor.accept(sequence, [SampledToken(first.token_id, first.logprobs)], self._events)
 
     def complete_kv(self, key: RequestKey, num_ready: int, first: FirstToken | None, suspects: tuple[int, ...]) -> None:
-        """See `weft.engine.engine.Engine.filled`."""
         sequence = self._scheduler.live.get(key)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             return
         if sequence.is_prefill or (first is None and not sequence.has_emitted):
-            num_ready = min(num_ready, sequence.num_prompt - 1)  # the last token must be computed for its logits
+            num_ready = min(num_ready, sequence.num_prompt - 1)  # the last token must be computed, for its logits
         if not self._scheduler.complete_kv(sequence, num_ready, suspects):
             return
         self._postprocessor.seal(sequence, self._events)
         report_progress(sequence, self._events)
         if first is not None and not sequence.num_pending:
-            self._postprocessor.accept(sequence, SampledToken(first.token_id, first.logprobs), self._events)
+            self._postprocessor.accept(sequence, [SampledToken(first.token_id, first.logprobs)], self._events)
 
     def cancel(self, key: RequestKey) -> None:
-        """See `weft.engine.engine.Engine.cancel`."""
         sequence = self._scheduler.live.get(key)
         if sequence is not None:
             self._scheduler.remove(sequence)
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """See `weft.engine.engine.Engine.unpin`."""
         self._postprocessor.unpin(blocks, self._events)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
-        """See `weft.engine.engine.Engine.unquarantine`."""
         self._pool.unquarantine(blocks)
 
     def _add(self, sequence: Sequence) -> None:
         if sequence.spec.key in self._scheduler.live:
-            logger.warning("sequence %s runs already; the second one is dropped", sequence.spec.key)
+            logger.warning("duplicate sequence dropped key=%s", sequence.spec.key)
             return
         self._scheduler.add(sequence)
 
     def _schedule(self) -> list[ScheduledChunk]:
-        chunks = self._scheduler.schedule(self._events, self._clock(), is_settled=not self._in_flight)
+        chunks = self._scheduler.schedule(self._events, self._clock(), is_drained=not self._in_flight)
         while chunks is None:
             self._finish_step()
-            chunks = self._scheduler.schedule(self._events, self._clock(), is_settled=not self._in_flight)
+            chunks = self._scheduler.schedule(self._events, self._clock(), is_drained=not self._in_flight)
         return chunks
 
     def _finish_step(self) -> None:
-        """The oldest step under way."""
+        """Wait for the oldest step in flight and postprocess it."""
         step = self._in_flight.popleft()
         sampled = step.handle.collect()
         began_at, self._finished_at = max(step.launched_at, self._finished_at), self._clock()
@@ -176,12 +168,12 @@ class EngineLoop:
         self._listener(replace(events, load=self.load, step_seconds=seconds, cache_changes=changes))
 
     def _measure(self) -> EngineLoad:
-        planner, counts = self._scheduler, self._pool.counts()
+        scheduler, counts = self._scheduler, self._pool.counts()
         return EngineLoad(
-            num_running=len(planner.running),
-            num_waiting=len(planner.wait_queue) + planner.num_reserved,
-            queued_prefill_tokens=planner.queued_prefill_tokens,
-            active_tokens=planner.active_tokens,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.wait_queue) + scheduler.num_reserved,
+            queued_prefill_tokens=scheduler.queued_prefill_tokens,
+            active_tokens=scheduler.active_tokens,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             active_blocks=counts.active,

@@ -44,7 +44,10 @@ def is_burst(config: EngineConfig, decoding: Items[Sequence], prompts: Items[Seq
         return False
     if sum(prompt.num_pending for prompt in prompts) > MAX_BURST_STEPS * config.max_step_tokens:
         return False
-    return all(each.num_preceding < MAX_FIRST_TOKENS and now - each.started_at < MAX_PAUSE_SECONDS for each in decoding)
+    return all(
+        each.num_generated_before(each.num_tokens - 1) < MAX_FIRST_TOKENS and now - each.started_at < MAX_PAUSE_SECONDS
+        for each in decoding
+    )
 
 
 def burst_step(config: EngineConfig, capacities: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, int]]:

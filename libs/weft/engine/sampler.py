@@ -1,11 +1,13 @@
-"""From logits to tokens: sampled on the device, where the next step finds them, and copied to the host meanwhile.
+"""Samples tokens from logits on the device and copies them to the host while later steps run.
 
-Knows sequences and their parameters, not how the logits came about.
+One row of logits is one sampled position; a chunk may sample at several positions. The tokens stay on the device for
+the next step, which may be launched before the host knows them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,11 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.config import EngineConfig
 from weft.engine.device_copy import DeviceCopier, DeviceEvent
-from weft.engine.logits_processor import LogitsProcessor
-from weft.engine.sequence import Sequence
-from weft.engine.step_scheduler import SampledToken, ScheduledChunk
+from weft.engine.step_scheduler import SampledToken
 from weft.errors import InvalidRequest, ModelFailed, WeftError
 from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
 from weft_kernels.sampling import SamplingRows, logprobs, max_logits, sample
@@ -26,24 +25,28 @@ from weft_kernels.sampling import SamplingRows, logprobs, max_logits, sample
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """`on_host`: tokens, the largest logits of rows, as the model gave them and as they were sampled from, and then,
-    where logprobs are `asked` for, three tensors of logprobs: of the chosen, values, ids.
+    """A step on the device, with the results that are being copied to the host.
 
-    `order`: where in them the results stand, in the order of the chunks. By row: `asked`, how many logprobs, and
-    `failures`, why there is no token.
+    - `on_host`: per row the token, the largest logit as the model computed it, and the largest one that was sampled
+      from. If any row asks for logprobs, three more tensors follow for these rows: logprob of the token, values, ids.
+    - `spans`: rows [start, stop) of each chunk, in the order in which the chunks were launched.
+    - `asked`: number of logprobs, by row. `failures`: why a row has no valid token, by row.
     """
 
     on_host: tuple[Tensor, ...]
-    order: Items[int]
+    spans: Items[tuple[int, int]]
     done: DeviceEvent
-    asked: dict[int, int] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
+    asked: Mapping[int, int] = field(default_factory=dict)
+    failures: Mapping[int, str] = field(default_factory=dict)
 
-    def collect(self) -> list[SampledToken]:
-        """Wait until the step is done; without any tokens too, as peers will read the KV that it wrote."""
+    def collect(self) -> list[tuple[SampledToken, ...]]:
+        """Wait for the step and return each chunk's tokens, one for each of its sampled positions.
+
+        Waits even if nothing was sampled: peers may read the KV that the step writes.
+        """
         self.done.wait()
         if not self.on_host:
-            return []
+            return [()] * len(self.spans)
         tokens, tops, shaped_tops, *found = (each.tolist() for each in self.on_host)
         sampled = [
             SampledToken(token, failure=self._failure(row, tops[row], shaped_tops[row]))
@@ -52,10 +55,10 @@ class LaunchedStep:
         for at, (row, num_top) in enumerate(self.asked.items()):
             position = _position_logprobs(tokens[row], [each[at] for each in found], num_top)
             sampled[row] = replace(sampled[row], logprobs=position)
-        return [sampled[row] for row in self.order]
+        return [tuple(sampled[start:stop]) for start, stop in self.spans]
 
     def _failure(self, row: int, top: float, shaped_top: float) -> WeftError | None:
-        """Any token of such a row would be made up, and look like an answer."""
+        """Return why the row has no valid token. Without this check, a made-up token would look like an answer."""
         if row in self.failures:
             return InvalidRequest(self.failures[row], "grammar")
         if not math.isfinite(top):
@@ -66,41 +69,45 @@ class LaunchedStep:
 
 
 class Sampler:
-    """Remembers the last step's tokens: by the time the next one is launched, the host may not know them."""
+    """`last` [R] int64 holds the tokens of the previous step, one for each of its rows of logits."""
 
-    def __init__(self, link: DeviceCopier, config: EngineConfig) -> None:
-        self.last = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=link.device)
-        self._shaper = LogitsProcessor(config.vocab_size, config.eos_token_ids, link)
-        self._rows: dict[Sequence, int] = {}
-        self._link = link
+    def __init__(self, copier: DeviceCopier) -> None:
+        self.last = torch.zeros(0, dtype=torch.int64, device=copier.device)
+        self._copier = copier
 
-    def last_row(self, sequence: Sequence) -> int:
-        """Where in `last` the newest token of a sequence stands, which the last step sampled."""
-        return self._rows[sequence]
+    def launch(
+        self,
+        logits: Tensor,
+        shaped: Tensor,
+        params: Items[SamplingParams],
+        positions: Items[int],
+        spans: Items[tuple[int, int]],
+        failures: Mapping[int, str],
+    ) -> LaunchedStep:
+        """Sample one token for each row.
 
-    def launch(self, chunks: Items[ScheduledChunk], order: Items[int], logits: Tensor) -> LaunchedStep:
-        """One token for each row of `logits`, which are those of `works`; `order`: of the results."""
-        self._rows = {chunk.sequence: row for row, chunk in enumerate(chunks)}
-        if not chunks:
-            return LaunchedStep((), order, self._link.record_event())
-        params = [chunk.sequence.spec.sampling for chunk in chunks]
-        shaped, failures = self._shaper.apply([chunk.sequence for chunk in chunks], logits)
+        - `logits`: as the model computed them; logprobs are read from these. `shaped`: the ones to sample from.
+        - `params`, `positions`: of each row; `positions` are where the sampled tokens will stand.
+        - `spans`, `failures`: see `LaunchedStep`.
+        """
+        if not params:
+            self.last = self.last[:0]
+            return LaunchedStep((), spans, self._copier.record_event())
         is_greedy = all(each.temperature <= 0 for each in params)
-        positions = [chunk.start + chunk.num_tokens for chunk in chunks]
         tokens = sample(shaped, None if is_greedy else self._sampling_rows(params, positions))
-        self.last[: len(chunks)] = tokens
+        self.last = tokens
         asked = {row: each.num_logprobs for row, each in enumerate(params) if each.num_logprobs is not None}
         found: tuple[Tensor, ...] = ()
         if asked:
-            rows = self._link.upload(np.array(list(asked)))
+            rows = self._copier.upload(np.array(list(asked)))
             found = logprobs(logits[rows], tokens[rows], max(asked.values()))
         raw = max_logits(logits)
         largest = (raw, raw if shaped is logits else max_logits(shaped))
-        on_host = tuple(self._link.download(each) for each in (tokens, *largest, *found))
-        return LaunchedStep(on_host, order, self._link.record_event(), asked, failures)
+        on_host = tuple(self._copier.download(each) for each in (tokens, *largest, *found))
+        return LaunchedStep(on_host, spans, self._copier.record_event(), asked, failures)
 
-    def _sampling_rows(self, params: Items[SamplingParams], positions: list[int]) -> SamplingRows:
-        upload = self._link.upload
+    def _sampling_rows(self, params: Items[SamplingParams], positions: Items[int]) -> SamplingRows:
+        upload = self._copier.upload
         seeds = np.array([each.seed & 0xFFFF_FFFF_FFFF_FFFF for each in params], dtype=np.uint64).view(np.int64)
         return SamplingRows(
             temperature=upload(np.array([each.temperature for each in params], dtype=np.float32)),

@@ -1,4 +1,4 @@
-"""A sequence inside the engine: all of its state as data, and what follows from it. Knows no pool and no torch."""
+"""A sequence inside the engine: its state, and what follows from it. No pool, no torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from weft.request import FinishReason
 
 
 class SequenceState(Enum):
-    """waiting -> (reserved ->) running -> (held, for prefill only ->) ended; preemption leads back to waiting."""
+    """waiting -> [reserved ->] running -> [held, for prefill only ->] ended. Preemption leads back to waiting."""
 
     WAITING = auto()
-    RESERVED = auto()  # holds blocks that somebody else fills
+    RESERVED = auto()  # holds blocks that a peer or a store fills
     RUNNING = auto()
-    HELD = auto()  # a finished prefill whose blocks are being read
-    ENDED = auto()  # forgotten, but for a step under way that still writes its blocks
+    HELD = auto()  # a finished prefill; a peer reads its blocks
+    ENDED = auto()  # removed; a step in flight may still write its blocks
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids` is prompt plus generated; KV is final for the first `num_computed` of them.
+    """State of one sequence.
 
-    `runs`: its pages, one run a group of layers.
-    A step under way adds to `num_launched` at once and to `num_computed` when it is done; between the two lies what it
-    computes. `num_expected` tokens come of it that are still on the device.
-    `keys` and `num_sealed` count leading blocks: keys known so far, and blocks that were matched or published.
+    - `token_ids`: prompt plus generated tokens. KV is final for the first `num_computed` of them.
+    - `num_launched`: tokens computed or in flight; a step adds to it when it is launched, and to `num_computed` when it
+      is done. `num_expected`: tokens that steps in flight sample.
+    - `page_ranges`: its pages, one range for each group of layers.
+    - `keys`: keys of leading full blocks, as far as computed. `num_sealed`: leading blocks matched or published.
+    - `queue_key`: see `weft.engine.wait_queue`; assigned when the scheduler adds the sequence.
     """
 
     spec: SequenceSpec
@@ -42,87 +44,89 @@ class Sequence:
     num_computed: int = 0
     num_launched: int = 0
     num_expected: int = 0
-    last_token_pending: bool = False  # the token expected is its last, whichever it is
+    last_token_pending: bool = False  # the expected token is the last one, whatever its id
     num_cached: int = 0
     has_received_kv: bool = False
     admitted_at: float | None = None
-    started_at: float = 0.0  # when the step that computed the end of its prompt was planned, or its KV arrived
+    started_at: float = 0.0  # when the step with the end of its prompt was scheduled, or its KV arrived
     compute_seconds: float = 0.0
     history: TokenHistory | None = None
-    queue_key: tuple[float, int] = (0.0, 0)  # see `weft.engine.wait_queue`; given when the planner takes it in
+    queue_key: tuple[float, int] = (0.0, 0)
 
     @property
     def num_prompt(self) -> int:
-        """Prompt tokens, resumed ones included."""
+        """Prompt tokens, including resumed ones."""
         return len(self.spec.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Those under way included."""
+        """Tokens, including the expected ones."""
         return len(self.token_ids) + self.num_expected
 
     @property
     def num_pending(self) -> int:
-        """Tokens for steps to come. At least 1 while the sequence goes on: the last one gives logits."""
+        """Tokens for later steps. At least 1 while the sequence continues, because the last one gives the logits."""
         return 0 if self.last_token_pending else self.num_tokens - self.num_launched
 
     @property
     def is_prefilling(self) -> bool:
-        """It goes on as far as it has pages. A prefill does so to its last token: nobody makes way for it."""
+        """True if the next chunk is as long as budget and pages allow.
+
+        A prefill-only sequence stays in this state to its last token, because no sequence is preempted for it.
+        """
         return self.num_pending > (0 if self.is_prefill else 1)
 
     @property
     def is_decoding(self) -> bool:
-        """It goes on by one token in every step."""
+        """True if it computes one token in every step."""
         return self.num_pending == 1 and not self.is_prefill
 
     @property
     def has_step_in_flight(self) -> bool:
-        """A step computes on it, and writes its blocks."""
+        """True while a step computes on it and writes its blocks."""
         return self.num_launched > self.num_computed
 
     def set_computed(self, num_tokens: int) -> None:
-        """The KV of so many leading tokens is there, by whatever way."""
+        """Set the number of leading tokens that have KV, whether computed, cached or received."""
         assert not self.has_step_in_flight
         self.num_computed = self.num_launched = num_tokens
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens, those of earlier attempts included."""
+        """Generated tokens, including those of earlier attempts."""
         return len(self.token_ids) - self.num_prompt + self.spec.resumed_tokens
 
-    @property
-    def num_preceding(self) -> int:
-        """Of a token that a step under way samples: tokens generated before it."""
-        return self.num_generated + self.num_expected - 1
+    def num_generated_before(self, position: int) -> int:
+        """Return the number of generated tokens before `position`, which may be in flight itself."""
+        return position - self.num_prompt + self.spec.resumed_tokens
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Each token must be known to the host before the next one can be sampled."""
+        """True if the host must know each token before the next one can be sampled."""
         return self.spec.sampling.has_penalties or self.spec.constraint is not None
 
     @property
     def ignores_eos(self) -> bool:
-        """It goes on behind an end token: where a grammar has come to its end, nothing can."""
+        """True if it continues after an end token. A finished grammar allows nothing more, so it ends the sequence."""
         return self.spec.sampling.ignore_eos and self.spec.constraint is None
 
     @property
     def is_prefill(self) -> bool:
-        """Ends after one token, and its blocks may be read by a peer before that: never preempted."""
+        """True if it ends after one token. A peer may read its blocks before that, so it is never preempted."""
         return self.spec.mode is SequenceMode.PREFILL
 
     @property
     def has_emitted(self) -> bool:
-        """The first token is out."""
+        """True once the first token has been sampled or received."""
         return len(self.token_ids) > self.num_prompt
 
     @property
     def has_observer(self) -> bool:
-        """Somebody still wants the hidden states of its prompt."""
+        """True while an observer still needs this prompt's hidden states."""
         return self.spec.observer is not None and not self.has_emitted
 
     def key(self, index: int, block_tokens: int) -> bytes:
-        """The key of full block `index`."""
+        """Return the key of full block `index`."""
         while len(self.keys) <= index:
             parent = self.keys[-1] if self.keys else root_key(self.spec.cache_salt)
             start = len(self.keys) * block_tokens
@@ -130,7 +134,7 @@ class Sequence:
         return self.keys[index]
 
     def reusable_keys(self, block_tokens: int) -> list[bytes]:
-        """The keys under which a cache may hold leading blocks; at least one token is left to compute."""
+        """Return the keys of leading blocks that a cache may hold. At least one token is left to compute."""
         if self.has_observer:
             return []  # blocks hold no hidden states
         count = reusable_blocks(len(self.token_ids), block_tokens)
@@ -139,11 +143,11 @@ class Sequence:
         return self.keys[:count]
 
     def num_reusable(self, block_tokens: int) -> int:
-        """Prompt tokens that whoever has the same prompt may take from a cache."""
+        """Return the prompt tokens that another sequence with the same prompt may take from a cache."""
         return reusable_blocks(self.num_prompt, block_tokens) * block_tokens
 
     def end_with(self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int) -> FinishReason | None:
-        """Why the sequence ends when `token_id` comes next; None when it goes on."""
+        """Return why the sequence ends with `token_id` next; None if it continues."""
         sampling = self.spec.sampling
         if token_id in sampling.stop_token_ids or (not self.ignores_eos and token_id in eos_token_ids):
             return FinishReason.STOP
@@ -151,14 +155,14 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def expect_tokens(self, context_tokens: int) -> None:
-        """A step under way will give one more token."""
-        self.num_expected += 1
+    def expect_tokens(self, count: int, context_tokens: int) -> None:
+        """Record that a launched step samples `count` tokens."""
+        self.num_expected += count
         is_full = self.num_tokens >= context_tokens
         is_long = self.num_generated + self.num_expected >= self.spec.sampling.max_tokens
         self.last_token_pending = self.is_prefill or is_full or is_long
 
     def prompt_counts(self) -> PromptCounts:
-        """What the prompt cost, as sent with the first token."""
+        """Return the cost of the prompt, as sent with the first token."""
         queue_seconds = (self.admitted_at or self.submitted_at) - self.submitted_at
         return PromptCounts(self.num_cached, round(queue_seconds * 1000), round(self.compute_seconds * 1000))

@@ -1,6 +1,6 @@
-"""Who runs in the next step and with how many tokens: admission, chunks, growth, preemption. Pure bookkeeping.
+"""Continuous batching: admission, prompt chunks, block allocation and preemption, step by step.
 
-Knows sequences and block numbers; knows neither tensors nor threads.
+Pure bookkeeping on sequences and block numbers: no tensors, no threads.
 """
 
 from __future__ import annotations
@@ -23,25 +23,32 @@ from weft.request import PositionLogprobs, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """`num_tokens` tokens of a sequence from position `start` on; `samples`: a new token comes of the last one.
+    """Tokens [start, start + num_tokens) of a sequence, computed in one step.
 
-    The first one may be a token that the host does not know yet, as the step before is still to sample it.
+    `num_samples`: number of rows, at the chunk's end, that sample a token. It is 0 inside a prompt, and 1 at a prompt's
+    end and while decoding. The first token may still be pending: the step in flight samples it.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    has_sample: bool
+    num_samples: int
+
+    @property
+    def sampled_positions(self) -> range:
+        """Positions at which the sampled tokens will stand."""
+        end = self.start + self.num_tokens + 1
+        return range(end - self.num_samples, end)
 
     @property
     def has_observer(self) -> bool:
-        """It is a part of a prompt whose hidden states are wanted."""
+        """True if an observer wants the hidden states of this chunk."""
         return self.sequence.has_observer and self.start < self.sequence.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A new token, with what was asked for beside it; with a `failure` it is none, and the sequence must end."""
+    """A sampled token with its logprobs. If `failure` is set, there is no token and the sequence fails."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
@@ -55,19 +62,18 @@ class StepScheduler:
         self.live: dict[RequestKey, Sequence] = {}
         self.wait_queue = WaitQueue()
         self.running: list[Sequence] = []
-        self._block_holders: set[Sequence] = set()  # all who hold blocks
+        self._block_holders: set[Sequence] = set()  # sequences that hold blocks
         self._num_reserved = 0
         self._config = config
         self._pool = pool
         self.block_tables = BlockTables(config.paging, pool)
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence."""
         self.live[sequence.spec.key] = sequence
         self.wait_queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The end of a sequence in whatever state; its blocks go back, at once or after the steps under way."""
+        """End a sequence in any state. Its blocks are released at once, or after the steps in flight."""
         self._unlink(sequence)
         sequence.state = SequenceState.ENDED
         del self.live[sequence.spec.key]
@@ -75,10 +81,10 @@ class StepScheduler:
             self.block_tables.release(sequence)
 
     def on_step_done(self, chunk: ScheduledChunk) -> bool:
-        """A step is done with this part of it; False when the sequence has ended meanwhile."""
+        """Account for a finished chunk. Returns False if the sequence has ended meanwhile."""
         sequence = chunk.sequence
         sequence.num_computed += chunk.num_tokens
-        sequence.num_expected -= chunk.has_sample
+        sequence.num_expected -= chunk.num_samples
         if sequence.state is not SequenceState.ENDED:
             return True
         if not sequence.has_step_in_flight:
@@ -86,14 +92,15 @@ class StepScheduler:
         return False
 
     def hold(self, sequence: Sequence) -> None:
-        """A prefill is complete: it computes no more, and keeps its blocks."""
+        """Keep the blocks of a finished prefill until they are released; it computes no more."""
         self.running.remove(sequence)
         sequence.state = SequenceState.HELD
 
     def complete_kv(self, sequence: Sequence, num_ready: int, suspects: Iterable[int]) -> bool:
-        """Somebody else wrote the first `num_ready` prompt tokens of a reserved sequence: it may run now.
+        """Start a reserved sequence; a peer or a store has written the KV of its first `num_ready` prompt tokens.
 
-        Suspect blocks go to quarantine and new ones take their place; False when there are none: it queues again.
+        Suspect blocks are quarantined and replaced. Returns False if the pool has no replacement: the sequence then
+        waits again.
         """
         assert sequence.state is SequenceState.RESERVED
         sequence.has_received_kv = True
@@ -113,59 +120,59 @@ class StepScheduler:
         self._run(sequence)
         return True
 
-    def schedule(self, events: StepOutput, now: float, is_settled: bool) -> list[ScheduledChunk] | None:
-        """The next step: one token for everyone who generates, then prompt chunks within the budget for that.
+    def schedule(self, events: StepOutput, now: float, is_drained: bool) -> list[ScheduledChunk] | None:
+        """Return the next step: one token of each decoding sequence, then prompt chunks within their budget.
 
-        None, when not `is_settled`: the step under way must be settled first, because somebody is to be preempted, or
-        has no next token before the last one is known.
+        `is_drained`: no step is in flight. If one is, the result may be None: the caller must finish that step first,
+        because a sequence must be preempted or needs its last token before the next one.
         """
-        if not is_settled and any(each.num_expected and each.needs_host_tokens for each in self.running):
+        if not is_drained and any(each.num_expected and each.needs_host_tokens for each in self.running):
             return None
         num_running = len(self.running)
         for sequence in list(self.running):
-            # An earlier turn of this loop may have preempted it.
+            # An earlier iteration of this loop may have preempted it.
             is_next = sequence.state is SequenceState.RUNNING and sequence.is_decoding
-            if is_next and not self._allocate_next(sequence, is_settled):
+            if is_next and not self._allocate_next(sequence, is_drained):
                 return None
         self._extend_prompts()
-        # with somebody preempted, there is no room for others
+        # After a preemption there are no blocks for new sequences.
         has_room = len(self.running) == num_running or not self.running
-        if has_room and not self._admit(events, now, is_settled):
+        if has_room and not self._admit(events, now, is_drained):
             return None
-        self._extend_prompts()  # those who made way may have left more than was wanted
+        self._extend_prompts()  # a preemption may have freed more blocks than were needed
         return self._build_chunks(now)
 
     @property
     def num_reserved(self) -> int:
-        """Sequences that wait for somebody else's KV."""
+        """Sequences that wait for KV from a peer or a store."""
         return self._num_reserved
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Prompt tokens to be computed here, as far as is known."""
+        """Prompt tokens to be computed here, as far as known: a prefix hit may lower it."""
         to_prefill = (sequence for sequence in self.running if not sequence.has_emitted)
         return self.wait_queue.num_prefill_tokens + sum(sequence.num_pending for sequence in to_prefill)
 
     @property
     def active_tokens(self) -> int:
-        """Of all that live."""
+        """Tokens of all live sequences."""
         return self.wait_queue.num_tokens + sum(len(sequence.token_ids) for sequence in self._block_holders)
 
     def _extend_prompts(self) -> None:
-        """Pages that prompts could not get when they last went on come before anybody new."""
+        """Give running prompts the pages that they lacked, before new sequences are admitted."""
         if self._config.paging.is_bounded:
             for sequence in self.running:
                 if sequence.is_prefilling:
                     self.block_tables.release_out_of_window(sequence)
 
     def _build_chunks(self, now: float) -> list[ScheduledChunk]:
-        """From here on the step counts as under way."""
+        """Choose the chunks of the next step. From here on the step counts as in flight."""
         single = [sequence for sequence in self.running if sequence.is_decoding]
         prompts = (sequence for sequence in self.running if sequence.is_prefilling)
         others = sorted(prompts, key=lambda sequence: prefill_priority(sequence, now), reverse=True)
         if is_burst(self._config, single, others, now):
-            rooms = {prompt: self.block_tables.capacity_tokens(prompt) - prompt.num_launched for prompt in others}
-            if chunks := [self._chunk(*each, now) for each in burst_step(self._config, rooms)]:
+            capacities = {prompt: self.block_tables.capacity_tokens(prompt) - prompt.num_launched for prompt in others}
+            if chunks := [self._chunk(*each, now) for each in burst_step(self._config, capacities)]:
                 return chunks
         chunks = [self._chunk(sequence, 1, now) for sequence in single]
         budget, shared = self._config.prompt_budgets(is_mixed=bool(single))
@@ -174,27 +181,27 @@ class StepScheduler:
                 budget, sequence.num_pending, self.block_tables.capacity_tokens(sequence) - sequence.num_launched
             )
             if num_tokens > 0:
-                budget = min(budget, shared) - num_tokens  # the first prompt waits for those beside it
+                budget = min(budget, shared) - num_tokens  # the first prompt waits for the others too
                 chunks.append(self._chunk(sequence, num_tokens, now))
         return chunks
 
     def _chunk(self, sequence: Sequence, num_tokens: int, now: float) -> ScheduledChunk:
-        chunk = ScheduledChunk(sequence, sequence.num_launched, num_tokens, num_tokens == sequence.num_pending)
+        chunk = ScheduledChunk(sequence, sequence.num_launched, num_tokens, int(num_tokens == sequence.num_pending))
         sequence.num_launched += num_tokens
-        if chunk.has_sample:
+        if chunk.num_samples:
             if not sequence.num_generated:
                 sequence.started_at = now
-            sequence.expect_tokens(self._config.context_tokens)
+            sequence.expect_tokens(chunk.num_samples, self._config.context_tokens)
         return chunk
 
-    def _admit(self, events: StepOutput, now: float, is_settled: bool) -> bool:
-        """Let in who fits, in turn; False when somebody would have to be preempted for that, and may not."""
+    def _admit(self, events: StepOutput, now: float, is_drained: bool) -> bool:
+        """Admit waiting sequences in queue order; False if that needs a preemption while a step is in flight."""
         while self.wait_queue:
             sequence = self.wait_queue.first
             while not self._allocate(sequence):
                 if (victim := self._preemption_victim(sequence)) is None:
                     return True
-                if not is_settled:
+                if not is_drained:
                     return False
                 self._preempt(victim)
             self.wait_queue.remove(sequence)
@@ -203,7 +210,7 @@ class StepScheduler:
                 sequence.admitted_at = now
                 sequence.num_cached = sequence.num_computed
             elif not sequence.has_emitted:
-                sequence.num_cached = min(sequence.num_cached, sequence.num_computed)  # its own blocks are no hit
+                sequence.num_cached = min(sequence.num_cached, sequence.num_computed)  # not its own blocks
             if sequence.spec.wait_for_kv and not sequence.has_received_kv:
                 sequence.state = SequenceState.RESERVED
                 self._num_reserved += 1
@@ -218,7 +225,7 @@ class StepScheduler:
         insort(self.running, sequence, key=lambda other: other.queue_key)
 
     def _allocate(self, sequence: Sequence) -> bool:
-        """Blocks for all its tokens, cached ones first; one more stays free for each sequence that may grow."""
+        """Allocate blocks for all tokens, cached ones first. One more stays free for each sequence that may grow."""
         if len(self.running) + self._num_reserved >= self._config.max_num_seqs:
             return False
         num_hit = self.block_tables.allocate_prompt(sequence, self._num_growing)
@@ -233,7 +240,10 @@ class StepScheduler:
         return self._num_reserved + sum(not other.is_prefill for other in self.running)
 
     def _preemption_victim(self, sequence: Sequence) -> Sequence | None:
-        """Who makes way for a sequence of higher priority: the last in turn, if all such together give room enough."""
+        """Return the sequence to preempt for one of higher priority: the last in queue order.
+
+        Returns None if all sequences of lower priority together hold too few blocks.
+        """
         lower = [
             other
             for other in self.running
@@ -247,16 +257,19 @@ class StepScheduler:
             self.block_tables.num_prompt_blocks(sequence, self._num_growing - len(lower)) - self._pool.num_available
         )
         if sum(len(run.blocks) for other in lower for run in other.page_ranges) < wanted:
-            return None  # told without looking at every block, since every step asks
-        # blocks that somebody else holds as well stay where they are
+            return None  # a cheap bound first: every step asks
+        # Blocks that another sequence shares are not freed.
         freed = self._pool.num_freeable(block for other in lower for run in other.page_ranges for block in run.blocks)
         return lower[-1] if freed >= wanted else None
 
-    def _allocate_next(self, sequence: Sequence, is_settled: bool) -> bool:
-        """A block for the next token, at the cost of the last in turn, maybe itself; False when that may not be."""
+    def _allocate_next(self, sequence: Sequence, is_drained: bool) -> bool:
+        """Allocate the blocks of the next token, preempting the last in queue order, possibly this one.
+
+        Returns False if that needs a preemption while a step is in flight.
+        """
         num_new = self.block_tables.num_missing_blocks(sequence)
         while num_new > self._pool.num_available:
-            if not is_settled:
+            if not is_drained:
                 return False
             victim = next(other for other in reversed(self.running) if not other.is_prefill)
             self._preempt(victim)
@@ -267,14 +280,14 @@ class StepScheduler:
         return True
 
     def _num_trusted_tokens(self, fresh: list[PageRange], suspect: set[int]) -> int:
-        """Tokens before the first suspect page; none, where it depends on their number what lies in which page."""
+        """Return the tokens before the first suspect page; 0 with windows, where pages move with the token count."""
         if self._config.paging.is_bounded:
             return 0
         (run,) = fresh
         return self._config.block_tokens * (run.first + min(map(run.blocks.index, suspect)))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Preempt: tokens are kept, KV is found in the cache or computed again."""
+        """Preempt a sequence. It keeps its tokens; its KV is found in the cache or computed again."""
         self._unlink(sequence)
         self.block_tables.release(sequence)
         sequence.state = SequenceState.WAITING
@@ -293,7 +306,7 @@ class StepScheduler:
 
 
 def report_progress(sequence: Sequence, events: StepOutput) -> None:
-    """For prefill sequences: what a peer may read by now."""
+    """Report the KV of a prefill sequence that a peer may read now."""
     if sequence.is_prefill and sequence.num_computed:
         num_ready = min(sequence.num_computed, sequence.num_prompt)
         events.progress.append(PromptProgress(sequence.spec.key, tuple(sequence.page_ranges), num_ready))

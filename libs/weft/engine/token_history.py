@@ -1,6 +1,6 @@
-"""What a sequence's next token depends on beside the model: tokens seen so far, and a grammar's state. No torch.
+"""Tokens that a sequence has seen, for penalties, and the state of its grammar. No torch.
 
-A function of the sequence's tokens alone: built again elsewhere from prompt and generated tokens, it is the same.
+Both depend only on the sequence's tokens: rebuilt elsewhere from prompt and generated tokens, they are the same.
 """
 
 from __future__ import annotations
@@ -14,45 +14,47 @@ from numpy.typing import NDArray
 
 
 class Constraint(Protocol):
-    """Which tokens may come next. One sequence's own, and used on the engine's thread only."""
+    """Decides which tokens may come next. Belongs to one sequence and is used only on the engine's thread."""
 
     def accept(self, token_ids: Items[int]) -> None:
-        """Tokens that were generated, in order. Those that do not fit are a failure."""
+        """Advance by generated tokens, in order. A token that does not fit sets `failure`."""
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """Write the mask: bit i of word w is 1 when token 32 w + i may come next."""
+        """Write the mask: bit i of word w is 1 if token 32 w + i may come next."""
 
     @property
     def failure(self) -> str | None:
-        """Why no more masks come of it, as text for people; None while all is well."""
+        """Why the constraint yields no more masks, as text for people; None while it works."""
 
 
 class TokenHistory:
-    """Grows with its sequence. `token_ids` are the tokens that penalties look at, each once, beside their counts."""
+    """Follows one sequence forward. Both methods must be called with ascending ends.
+
+    With `counts_prompt` penalties count the `num_prompt` prompt tokens too, otherwise only generated ones.
+    """
 
     def __init__(self, num_prompt: int, counts_prompt: bool, constraint: Constraint | None) -> None:
-        """`num_prompt`: tokens that were not generated. Without `counts_prompt` they are not looked at."""
         self.constraint = constraint
         self._num_prompt = num_prompt
         self._num_seen = 0 if counts_prompt else num_prompt
         self._num_accepted = num_prompt
         self._places: dict[int, int] = {}
-        self._token_ids = array("q")
-        self._counts = array("f")
+        self._token_ids = array("q")  # each token once
+        self._counts = array("f")  # how often the token at the same place was generated
 
-    def count(self, token_ids: Items[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens seen, and how often each was generated, for a sequence that has come to `token_ids`."""
-        for position in range(self._num_seen, len(token_ids)):
+    def count(self, token_ids: Items[int], end: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the distinct tokens of `token_ids[:end]`, and how often each was generated."""
+        for position in range(self._num_seen, end):
             self._note(token_ids[position], position >= self._num_prompt)
-        self._num_seen = max(self._num_seen, len(token_ids))
+        self._num_seen = max(self._num_seen, end)
         return np.array(self._token_ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
 
-    def advance(self, token_ids: Items[int]) -> Constraint:
-        """The constraint, led to where `token_ids` ends."""
+    def advance(self, token_ids: Items[int], end: int) -> Constraint:
+        """Return the constraint after it has accepted the generated tokens of `token_ids[:end]`."""
         assert self.constraint is not None
-        if self._num_accepted < len(token_ids):
-            self.constraint.accept(token_ids[self._num_accepted :])
-            self._num_accepted = len(token_ids)
+        if self._num_accepted < end:
+            self.constraint.accept(token_ids[self._num_accepted : end])
+            self._num_accepted = end
         return self.constraint
 
     def _note(self, token_id: int, is_generated: bool) -> None:

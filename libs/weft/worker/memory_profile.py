@@ -149,7 +149,7 @@ def _chunk(
     spec = SequenceSpec(RequestKey("peak"), tokens, SAMPLING, mode, constraint=AnyToken(), observer=reader)
     firsts = [paging.first(group, start) for group in range(len(paging.spans))]
     runs = [PageRange(first, (0,) * (paging.num_blocks(end) - first)) for first in firsts]
-    return ScheduledChunk(Sequence(spec, [0] * end, 0.0, page_ranges=runs), start, num_tokens, has_sample=True)
+    return ScheduledChunk(Sequence(spec, [0] * end, 0.0, page_ranges=runs), start, num_tokens, num_samples=1)
 
 
 class Meter(Protocol):

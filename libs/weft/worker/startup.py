@@ -24,9 +24,9 @@ from weft.config import ConfigError
 from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.executor import DTYPES
 from weft.engine.graphs import graph_sizes, static_bytes
 from weft.engine.messages import StepOutput
-from weft.engine.runner import DTYPES
 from weft.errors import Overloaded, PeerLost
 from weft.model.config import ModelConfig, config_of, read_config
 from weft.model.decoder import Decoder

@@ -76,7 +76,7 @@ class CountingRunner:
         """Note what a device would be given."""
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
         generating = [
-            chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.has_sample and not chunk.sequence.is_prefill
+            chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.num_samples and not chunk.sequence.is_prefill
         ]
         pieces = [chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1]
         alone, shared = self.config.prompt_budgets(is_mixed=bool(generating))
@@ -102,10 +102,10 @@ class Counted:
 
     runner: CountingRunner
     chunks: list[tuple[ScheduledChunk, list[PageRange], list[int]]]  # with pages and tokens
-    sampled: list[SampledToken] | None = None
+    sampled: list[tuple[SampledToken, ...]] | None = None
 
-    def collect(self) -> list[SampledToken]:
-        """The device is as slow as it can be: it begins when somebody waits."""
+    def collect(self) -> list[tuple[SampledToken, ...]]:
+        """Compute the step only now: the device is as slow as it can be."""
         while self.sampled is None:
             self.runner.under_way.popleft().compute()
         return self.sampled
@@ -124,7 +124,7 @@ class Counted:
             for group, run in enumerate(runs):
                 for position in range(chunk.start, end):
                     runner.check(group, run, text, range(runner.config.spans[group].first(position), position + 1))
-            assert chunk.has_sample == (end == len(text))
-            if chunk.has_sample:
+            assert chunk.num_samples == (end == len(text))
+            if chunk.num_samples:
                 runner.last[chunk.sequence] = next_token(text)
-                self.sampled.append(SampledToken(next_token(text)))
+            self.sampled.append((SampledToken(next_token(text)),) * chunk.num_samples)

@@ -1,7 +1,7 @@
-"""A device that is as late as it may be: a step is packed when it is launched, and computed when it is waited for.
+"""A device that is as late as possible: a step is built when it is launched, and computed when its results are awaited.
 
-On a CPU `ModelRunner` has computed a step before the next one is planned, so that whatever is freed too early is freed
-too late to be noticed. Here all of that happens in between. What the host gave along is kept as it was.
+On a CPU `ModelRunner` has computed a step before the next one is scheduled, so pages that are freed too early go
+unnoticed. Here everything that the host does between two steps happens before the first one is computed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Sequence as Items
 from copy import copy
 from dataclasses import dataclass, replace
 
-import torch
-
 from weft.engine.logits_processor import token_history_of
 from weft.engine.runner import ModelRunner
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk
@@ -20,44 +18,38 @@ from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 
 @dataclass(frozen=True, slots=True)
 class LateStep:
-    """Nothing of it has happened yet."""
+    """A step that is computed by `collect`."""
 
-    collect: Callable[[], list[SampledToken]]
+    collect: Callable[[], list[tuple[SampledToken, ...]]]
 
 
 class LateRunner(ModelRunner):
-    """`ModelRunner` in two halves. Steps are waited for one after the other, in the order of their launches.
+    """`ModelRunner` in two halves. Steps are awaited one after the other, in the order of their launches.
 
-    `free`: the pages that nobody holds, where given: no step under way may write there.
+    `free`: the pages that no sequence holds, if set: no step in flight may write there.
     """
 
     free: Collection[int] = ()
 
     def launch(self, chunks: Items[ScheduledChunk]) -> LateStep:  # type: ignore[override]
-        """The host's half."""
+        """Do the host's half."""
         assert not any(chunk.has_observer for chunk in chunks)
-        packed, kept = self._packer.build(chunks), [as_it_is(chunk) for chunk in chunks]
-        sampling = [chunk for chunk in kept if chunk.has_sample]
-        # the next step asks for them before this one has sampled
-        self._sampler._rows = {chunk.sequence: row for row, chunk in enumerate(w for w in chunks if w.has_sample)}
+        step, kept = self._builder.build(chunks), [snapshot(chunk) for chunk in chunks]
+        ends = [sum(chunk.num_samples for chunk in chunks[: i + 1]) for i in range(len(chunks))]
+        spans = [(end - chunk.num_samples, end) for chunk, end in zip(chunks, ends, strict=True)]
 
-        @torch.inference_mode()
-        def compute() -> list[SampledToken]:
-            written = set((packed.rows[2:] // self._block_tokens).flat)
+        def compute() -> list[tuple[SampledToken, ...]]:
+            written = set((step.rows[2:] // self.executor.pool.shape[4]).flat)
             assert written.isdisjoint(self.free), (
-                f"{[chunk.sequence.spec.key for chunk in chunks]}: pages that were given back"
+                f"{[chunk.sequence.spec.key for chunk in chunks]}: writes to pages that were released"
             )
-            self._clear_new_tails(kept)
-            logits, rows_of_the_next = self._forward(packed, kept), self._sampler._rows
-            tokens = self._sampler.launch(sampling, range(len(sampling)), logits).collect()
-            self._sampler._rows = rows_of_the_next
-            return tokens
+            return self._execute(kept, step, spans).collect()
 
         return LateStep(compute)
 
 
-def as_it_is(chunk: ScheduledChunk) -> ScheduledChunk:
-    """With its sequence's pages and tokens of this moment; what has been said of a text grows only as it is asked."""
+def snapshot(chunk: ScheduledChunk) -> ScheduledChunk:
+    """Copy a chunk with its sequence's pages and tokens of this moment. The token history is shared."""
     sequence = copy(chunk.sequence)
     sequence.history = token_history_of(chunk.sequence)
     sequence.page_ranges, sequence.token_ids = list(sequence.page_ranges), list(sequence.token_ids)

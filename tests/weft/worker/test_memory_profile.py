@@ -162,10 +162,11 @@ def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], 
     limits = replace(limits_of(tiny.config, max_num_seqs=40), decode_graphs=True, max_pinned=0)
     runner = ModelRunner(Decoder(tiny.config, tiny.weights, torch.float32, CPU), limits, "float32", CPU)
     size = runner.pool_memory.block_bytes
-    assert runner._graphs is not None
-    beside = runner.pool.nbytes - limits.num_blocks * size
+    graphs = runner.executor.graphs
+    assert graphs is not None
+    beside = runner.executor.pool.nbytes - limits.num_blocks * size
     assert beside == 3 * size
-    assert static_bytes(limits, size) == beside + sum(each.nbytes for each in runner._graphs._tables)
+    assert static_bytes(limits, size) == beside + sum(each.nbytes for each in graphs._tables)
     assert static_bytes(replace(limits, decode_graphs=False, max_pinned=0), size) == 0
 
 
