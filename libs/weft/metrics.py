@@ -137,7 +137,7 @@ STAGE_SECONDS = Histogram(
     registry=REGISTRY,
 )
 
-# Every process. STANDSTILL_SECONDS: gateway, scheduler and workers only.
+# Every process. STALLED_SECONDS: gateway, scheduler and workers only.
 ANONYMOUS_BYTES = Gauge("weft_anonymous_memory_bytes", "Anonymous memory of this process", registry=REGISTRY)
 STALLED_SECONDS = Counter(
     "weft_process_stalled_seconds", "Time in which this process was stopped or got no processor time", registry=REGISTRY

@@ -188,8 +188,7 @@ class FetchCostModel:
 class AlwaysFetch(FetchCostModel):
     """Fetches every hit, for setups that value less computing more than time."""
 
-    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> bool:
-        """Always."""
+    def is_lookup_worthwhile(self, num_blocks: int, whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> bool:
         return True
 
     def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, queue: QueueAhead = NO_QUEUE) -> FetchPlan:

@@ -156,3 +156,11 @@ def test_a_probe_waits_for_nobody_and_nothing_known_to_lose_is_fetched_for_it() 
     assert (probe.num_blocks, probe.max_wait_seconds) == (PROBE_BLOCKS, 0.0)
     estimate.on_fetched(Tier.DRAM, 8, 0.8)
     assert estimate.plan([Tier.DRAM] * 20 + [Tier.NVME] * 9).num_blocks == 0
+
+
+def test_always_fetch_looks_up_however_slow_the_store_was() -> None:
+    model = AlwaysFetch(BLOCK, CHUNK)
+    model.on_computed(BLOCK, 1e-6)
+    model.on_lookup(10.0)
+    model.on_fetched(Tier.DRAM, 1, 10.0)
+    assert all(model.is_lookup_worthwhile(50) for _ in range(2 * SKIPS_BEFORE_PROBE))
