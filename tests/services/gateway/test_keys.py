@@ -233,7 +233,7 @@ def damage(path: Path) -> None:
 async def until_said(caplog: pytest.LogCaptureFixture) -> None:
     """The gateway has looked, and found no keys."""
     async with asyncio.timeout(20):
-        while "the last ones stay" not in caplog.text:  # noqa: ASYNC110 - told by nobody
+        while "keeping the last ones" not in caplog.text:  # noqa: ASYNC110 - told by nobody
             await asyncio.sleep(0.05)
 
 
