@@ -1,1 +1,1 @@
-"""The scheduler: who is in the fleet, how loaded it is, and where the next request goes."""
+"""The scheduler: tracks the workers of the fleet and their load, and places every request."""

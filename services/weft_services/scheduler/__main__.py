@@ -20,7 +20,7 @@ from weft_services.scheduler.slo import parse_targets
 
 
 async def main(config: Config) -> None:
-    """Serve until SIGTERM; memberships end with the process, so there is nothing to drain."""
+    """Serve until SIGTERM. Memberships end with the process, so there is nothing to drain."""
     logging.info(format_config(config))
     trace.setup("scheduler")
     log.startup_phase("imports")

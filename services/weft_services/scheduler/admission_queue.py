@@ -26,21 +26,24 @@ from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
 from weft_services.scheduler.fleet_state import INFINITE
 from weft_services.scheduler.slo import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 
-# of an answer: more is not taken for certain
+# tokens of an answer that count; it may end before `max_tokens`
 MAX_ANSWER_TOKENS = 256
-# tenants whose virtual time is remembered
+# number of tenants with a remembered virtual time
 MAX_TENANTS = 4096
 
 
 def cost_tokens(query: RouteQuery) -> int:
-    """What serving it counts for, in tokens."""
+    """Return the cost of a request in tokens: its prompt plus at most MAX_ANSWER_TOKENS of its answer."""
     return query.prompt_tokens + min(query.max_tokens, MAX_ANSWER_TOKENS)
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits. `give_up_at`: then nobody wants it any more. `passage`: what those behind it may take while
-    it waits for a larger worker; with that it stays the first of its line."""
+    """A request that waits until `expires_at`.
+
+    `backfill` is set while it waits for a larger worker and keeps the head of its line. It bounds what the requests
+    behind it may use.
+    """
 
     query: RouteQuery
     queued_at: float
@@ -50,25 +53,26 @@ class QueuedRequest:
 
 @dataclass(slots=True)
 class _TenantLine:
-    """One tenant's, never empty; its tokens, and what no prompt is shorter than: nobody is looked for in vain twice."""
+    """The waiting requests of one tenant, oldest first; never empty.
+
+    `shortest` is a lower bound of their prompt lengths, so a search for shorter ones fails without a scan.
+    """
 
     requests: deque[QueuedRequest] = field(default_factory=deque)
     tokens: int = 0
     shortest: float = INFINITE
 
     def append(self, queued: QueuedRequest) -> None:
-        """It is the last."""
         self.requests.append(queued)
         self.tokens += cost_tokens(queued.query)
         self.shortest = min(self.shortest, queued.query.prompt_tokens)
 
     def remove(self, queued: QueuedRequest) -> None:
-        """Wherever it stands."""
         self.requests.remove(queued)
         self.tokens -= cost_tokens(queued.query)
 
     def first(self, longest: float) -> QueuedRequest | None:
-        """The first with so short a prompt."""
+        """Return the oldest request with a prompt of at most `longest` tokens."""
         if longest < self.shortest:
             return None
         found = next((queued for queued in self.requests if queued.query.prompt_tokens <= longest), None)
@@ -77,14 +81,17 @@ class _TenantLine:
         return found
 
     def tokens_within(self, longest: float) -> int:
-        """Of those with so short a prompt."""
+        """Return the cost of the requests with prompts of at most `longest` tokens."""
         if longest == INFINITE:
             return self.tokens
         return sum(cost_tokens(queued.query) for queued in self.requests if queued.query.prompt_tokens <= longest)
 
 
 class FairQueue:
-    """Bounded by who asks; tenants are forgotten when more than MAX_TENANTS have been served."""
+    """Weighted fair queue of one priority class, by tenant; the caller bounds its size.
+
+    It forgets the virtual time of the tenant served least recently once it knows MAX_TENANTS.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[bytes, _TenantLine] = {}
@@ -95,16 +102,15 @@ class FairQueue:
         return bool(self._lines)
 
     def num_queued(self, tenant: bytes) -> int:
-        """How many requests of this tenant wait."""
         line = self._lines.get(tenant)
         return len(line.requests) if line is not None else 0
 
     def append(self, queued: QueuedRequest) -> None:
-        """The last of its tenant's line."""
+        """Put a request at the end of its tenant's line."""
         self._lines.setdefault(queued.query.tenant, _TenantLine()).append(queued)
 
     def remove(self, queued: QueuedRequest) -> bool:
-        """False when it does not wait here."""
+        """Return False if the request does not wait here."""
         tenant = queued.query.tenant
         line = self._lines.get(tenant)
         if line is None or queued not in line.requests:
@@ -115,7 +121,7 @@ class FairQueue:
         return True
 
     def first(self, longest: float = INFINITE) -> QueuedRequest | None:
-        """Who is next, of those whose prompts are no longer than that."""
+        """Return the next request with a prompt of at most `longest` tokens."""
         heads = filter(None, (line.first(longest) for line in self._lines.values()))
         return min(heads, key=self._order, default=None)
 
@@ -123,16 +129,19 @@ class FairQueue:
         return queued.backfill is None, self._virtual_start(queued.query.tenant), queued.queued_at
 
     def oldest_at(self) -> float:
-        """When who has waited longest came; somebody must wait."""
+        """Return when the request that has waited longest arrived; the queue must not be empty."""
         return min(line.requests[0].queued_at for line in self._lines.values())
 
     def tokens_within(self, longest: float) -> int:
-        """Of those whose prompts are no longer than that."""
+        """Return the cost of the requests with prompts of at most `longest` tokens."""
         return sum(line.tokens_within(longest) for line in self._lines.values())
 
     def tokens_before(self, tenant: bytes, longest: float = INFINITE) -> int:
-        """What is served before the next request of this tenant: all of its own, and of others no more than keeps them
-        level with it. Only those count whose prompts are no longer than that."""
+        """Return the tokens served before the tenant's next request.
+
+        These are all of its own, and of other tenants as many as keep them level with it. Only prompts of at most
+        `longest` tokens count.
+        """
         own = self._lines.get(tenant)
         before = own.tokens_within(longest) if own is not None else 0
         turn = self._virtual_start(tenant) + before
@@ -143,7 +152,7 @@ class FairQueue:
         return before
 
     def charge(self, tenant: bytes, tokens: int) -> None:
-        """A request of this tenant got its place, with or without waiting."""
+        """Advance the tenant's virtual time for a placed request, whether or not it waited."""
         start = self._virtual_start(tenant)
         self._time = max(self._time, start)
         self._virtual[tenant] = start + tokens
@@ -155,26 +164,28 @@ class FairQueue:
         return max(self._virtual.get(tenant, 0.0), self._time)
 
 
-# of the tokens placed, what each lower priority gets while higher ones wait
+# share of the placed tokens that each lower class gets while higher ones wait
 LOWER_CLASS_SHARE = 0.1
-# of the longest wait: a turn is for a priority of which somebody has waited so long, not for the odd full moment
+# share of the longest wait after which a lower class is due; a queue that is full for a moment does not count
 LOWER_CLASS_WAIT_SHARE = 0.25
-# how far back the rate at which those who wait are placed looks
+# time constant of the placement rate
 RATE_WINDOW_SECONDS = 5.0
-# so much time with somebody waiting has to be seen before it says how fast those who wait get their places
+# seconds with waiting requests before the rate is trusted
 MIN_BUSY_SECONDS = 0.5
-# of the longest wait: more than this must not be expected by who is let in
+# a request enters if its expected wait is at most this share of the longest wait
 MAX_EXPECTED_WAIT_SHARE = 0.5
-# so long a room stays closed without being asked: until this share of those who wait has been placed, and no longer
+# a rejection holds until this share of the queue is placed, at most MAX_HOLD_SECONDS
 HOLD_SHARE, MAX_HOLD_SECONDS = 0.5, 0.5  # seconds
-# the line of those who lost their place, before those of all priorities
+# rank of migrated requests, before all priority classes
 MIGRATED = -1
 
 
 class AdmissionQueue:
-    """At most `max_waiting` requests, none of them longer than `max_seconds`; of one tenant's and priority no more than
-    one beyond the places that are left, so that there are always some for others. Those who lost their place find as
-    many places again."""
+    """Waiting requests of one model: at most `max_waiting`, each for at most `max_seconds`.
+
+    One tenant may queue one more request per class than there are free places, so other tenants always find some.
+    Migrated requests have another `max_waiting` places.
+    """
 
     def __init__(self, max_waiting: int, max_seconds: float) -> None:
         self.max_waiting = max_waiting
@@ -182,13 +193,12 @@ class AdmissionQueue:
         self._queues = {rank: FairQueue() for rank in (MIGRATED, *Priority)}
         self._num = 0
         self._placed_tokens = 0.0
-        # of each line, how many tokens must have been placed before it has another turn
+        # by class: the number of placed tokens at which its share is due again
         self._next_share_at = dict.fromkeys(self._queues, 0.0)
         self._busy_tokens = 0.0
         self._busy_seconds = 0.0
         self._advanced_at = 0.0
-        # for who has just come: what those leave who wait for larger workers, where nobody else that this would let by
-        # waits; None where somebody does
+        # window for new arrivals: what the requests that wait for larger workers leave, unless others wait for it
         self.window: BackfillWindow | None = None
 
     def __len__(self) -> int:
@@ -197,11 +207,14 @@ class AdmissionQueue:
     def add(
         self, query: RouteQuery, now: float, busy: Overloaded, window: BackfillWindow | None = None
     ) -> QueuedRequest:
-        """Wait; `passage` is what is left to those behind it, were it next. Raises what `check` raises."""
+        """Queue a request. `window` bounds the requests behind it while it waits for a larger worker.
+
+        Raises what `check` raises.
+        """
         self.check(query, now, busy)
         self._advance(now)
         if self.backfill_for(query) is not None:
-            # it may have gone before some who would take what it leaves
+            # this request may have passed others that could use the window
             is_left = window is not None and not self.candidates(now, window.longest_prompt)
             self.window = window if is_left else None
         queued = QueuedRequest(query, now, now + self.max_wait_seconds(query), window)
@@ -210,8 +223,10 @@ class AdmissionQueue:
         return queued
 
     def check(self, query: RouteQuery, now: float, busy: Overloaded) -> None:
-        """Raises Overloaded, saying when to come back, when waiting would take too long; `busy` says why it must
-        wait. It is QueueFull where nothing but the wait speaks against this request."""
+        """Raise Overloaded with a retry time if the request would wait too long; `busy` says why it must wait.
+
+        The error is QueueFull if the expected wait is the only reason, so it also holds for similar requests.
+        """
         expected = self.expected_seconds(query, now)
         again = _clamp_retry_after(expected, busy.retry_after_seconds)
         if self._is_full_for(query) or self._waits_too_long(query, expected, self._max_queue_seconds):
@@ -230,35 +245,37 @@ class AdmissionQueue:
         return left <= 0 or self._queues[query.priority].num_queued(query.tenant) > left
 
     def remove(self, queued: QueuedRequest, now: float) -> None:
-        """It has been placed, or waits no more. Idempotent."""
+        """Remove a request that was placed or gave up. Idempotent."""
         self._advance(now)
         if self._queues[rank_of(queued.query)].remove(queued):
             self._num -= 1
 
     def candidates(self, now: float, longest: float = INFINITE) -> list[tuple[QueuedRequest, Priority]]:
-        """Who is next of those whose prompts are no longer than that, and with which priority it is placed. Before whom
-        it would be usually a lower priority may have its turn, which then counts as the usual one; should there be no
-        room for that, there may be for the other."""
+        """Return the next requests with prompts of at most `longest` tokens, and the priority to place them at.
+
+        A lower class comes first when its share is due, at default priority. If there is no room for it, the regular
+        head follows.
+        """
         found: list[QueuedRequest] = []
         for rank, queues in self._queues.items():
-            # nobody's turn comes before those who lost their place
+            # migrated requests go before any share
             if queues and (not found or (rank_of(found[0].query) != MIGRATED and self._is_share_due(rank, now))):
                 found += filter(None, [queues.first(longest)])
         in_turn = [(queued, Priority.DEFAULT) for queued in found[1:2]]
         return in_turn + [(queued, queued.query.priority) for queued in found[:1]]
 
     def is_next(self, query: RouteQuery) -> bool:
-        """May a request that has just come be placed before all who wait."""
+        """Return whether a request that has just arrived goes before all waiting ones."""
         return not self._num or all(rank_of(query) < rank for rank, queues in self._queues.items() if queues)
 
     def backfill_for(self, query: RouteQuery) -> BackfillWindow | None:
-        """What a request that has just come may take before those who wait. None: it waits behind them."""
+        """Return what a request that has just arrived may use ahead of the waiting ones; None if it must wait."""
         if self.is_next(query):
             return UNRESTRICTED
         return self.window if self.window is not None and query.prompt_tokens <= self.window.longest_prompt else None
 
     def charge(self, query: RouteQuery, now: float) -> None:
-        """A request got its place, with or without waiting: its tenant pays for it. Call `leave` afterwards."""
+        """Count a placed request, whether or not it waited. Call `remove` afterwards."""
         tokens, rank = cost_tokens(query), rank_of(query)
         self._advance(now)
         self._busy_tokens += tokens if self._num else 0
@@ -267,8 +284,10 @@ class AdmissionQueue:
         self._placed_tokens += tokens
 
     def expected_seconds(self, query: RouteQuery, now: float, tokens: int | None = None) -> float:
-        """How long until it has its place, if that goes as fast as it last went; 0 when nothing is known, and for who
-        would be the first. `tokens`: as if it cost so many."""
+        """Estimate the wait at the current placement rate; 0 for the first in line or with too little data.
+
+        `tokens` replaces the request's own cost.
+        """
         own, cost = rank_of(query), cost_tokens(query) if tokens is None else tokens
         self._advance(now)
         if self.backfill_for(query) is not None or self._busy_seconds < MIN_BUSY_SECONDS:
@@ -287,7 +306,7 @@ class AdmissionQueue:
         return min(in_line, max((until_turn + cost) / rate, LOWER_CLASS_WAIT_SHARE * self._max_queue_seconds))
 
     def _longest_prompt_ahead(self, query: RouteQuery, first: QueuedRequest, now: float) -> float:
-        """How long the prompts are behind which it waits: longer ones let it by, or wait behind who does."""
+        """Return the longest prompt that delays this request; longer ones let it pass."""
         longest, backfill = INFINITE, first.backfill
         while backfill is not None and query.prompt_tokens <= backfill.longest_prompt:
             longest = backfill.longest_prompt
@@ -296,18 +315,20 @@ class AdmissionQueue:
         return longest
 
     def _rate(self, first: QueuedRequest, now: float) -> float:
-        """Tokens a second that get their places while somebody waits: else they get them as fast as they come, which
-        says nothing. Where there are few places and long answers none may have been given of late, and of whoever is
-        next it is supposed that it has half of its wait behind it."""
+        """Return the tokens per second placed while requests waited.
+
+        Without waiting requests the rate equals the arrival rate and says nothing. With few places and long answers
+        none may have been placed recently; then assume that the head has waited half of its time.
+        """
         waited = max(self._busy_seconds, now - first.queued_at)
         return max(self._busy_tokens / self._busy_seconds, max(cost_tokens(first.query), 1) / waited)
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
-        """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""
+        """Return the seconds after which a retry is useful, at least `least`."""
         return _clamp_retry_after(self.expected_seconds(query, now), least)
 
     def max_wait_seconds(self, query: RouteQuery) -> float:
-        """Seconds that a request waits at most."""
+        """Return how long this request may wait."""
         return min(self._max_queue_seconds, query.remaining_seconds)
 
     def _is_share_due(self, rank: int, now: float) -> bool:
@@ -315,8 +336,7 @@ class AdmissionQueue:
         return has_waited and self._placed_tokens >= self._next_share_at[rank]
 
     def _advance(self, now: float) -> None:
-        """Time passes, in which somebody waited or nobody; call before their number changes. What was long ago is
-        forgotten either way: how it went yesterday says nothing of today."""
+        """Age the rate counters up to `now`. Call before the number of waiting requests changes."""
         kept = math.exp((self._advanced_at - now) / RATE_WINDOW_SECONDS)
         self._busy_tokens *= kept
         self._busy_seconds = kept * self._busy_seconds + ((1 - kept) * RATE_WINDOW_SECONDS if self._num else 0.0)
@@ -324,7 +344,7 @@ class AdmissionQueue:
 
 
 def rank_of(query: RouteQuery) -> int:
-    """Who goes first; lower is sooner. An attempt after the first is of a request that had its place."""
+    """Return the class of a request; lower goes first. Attempts after the first belong to a migrated request."""
     return MIGRATED if query.key.generation > 0 else query.priority
 
 

@@ -1,9 +1,8 @@
-"""Session -> the workers that hold its cache, in Valkey. A hint: every failure here means "no preference", soon.
+"""Session affinity in Valkey: which workers hold a session's cache. Every failure means "no affinity", soon.
 
-One batch is under way at a time: what is asked and written meanwhile is the next one, and one call, so that many
-requests cost Valkey and this process little more than one. A lookup waits for two batches, and for one more for every
-MAX_BATCH lookups before it, each no longer than Valkey's deadline; writes wait in a bounded queue, and nobody waits for
-them.
+One batch runs at a time. Reads and writes that arrive meanwhile form the next one, a single call, so many requests cost
+little more than one. A lookup waits for two batches, plus one for every MAX_BATCH lookups ahead, each bounded by
+Valkey's deadline. Writes wait in a bounded queue; no request waits for them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from redis.asyncio import Redis
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 from weft_services.scheduler.routing_types import NO_AFFINITY, SessionAffinity
 
-# All of a batch in one call. KEYS: names to read, to bind, and where to look for a worker that failed, in this order,
-# so that the last see what was bound. ARGV: seconds, how many are read and bound, what to bind, who failed. Reading
-# renews. What cannot be done for one name, such as a write where memory is full, is done for the others.
+# One call for a batch. KEYS: names to read, to bind, and to check for a failed worker, in this order, so that the last
+# see the new bindings. ARGV: TTL in seconds, number of reads and binds, values to bind, failed workers. Reading renews
+# the TTL. A failure for one name, such as a write to full memory, does not affect the others.
 EXCHANGE = r"""
 local seconds, reads, binds = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local found = {}
@@ -48,13 +47,13 @@ MAX_QUEUED_WRITES = 1024
 TTL_SECONDS = 3600
 MAX_BATCH = 256
 MAX_DIGITS = 10
-FOUND = "session affinity is back"
-LOST = "session affinity is off, requests go by load alone"
+FOUND = "session affinity available again"
+LOST = "session affinity unavailable, placing requests by load"
 
 
 @dataclass(slots=True)
 class _Write:
-    """Bind the session to the preference, or, with `failed_id`, forget it where it names that worker."""
+    """Bind the session, or, with `failed_id`, delete its entry if it names that worker."""
 
     name: str
     affinity: SessionAffinity = NO_AFFINITY
@@ -62,7 +61,7 @@ class _Write:
 
 
 class _Read(NamedTuple):
-    """A lookup that waits for `found`: what Valkey has, None for nothing."""
+    """A lookup that waits for `found`: the stored value, or None."""
 
     name: str
     found: asyncio.Future[bytes | None]
@@ -70,7 +69,7 @@ class _Read(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """What goes to Valkey together."""
+    """Reads and writes of one call."""
 
     reads: list[_Read] = field(default_factory=list)
     binds: list[_Write] = field(default_factory=list)
@@ -78,7 +77,7 @@ class _Batch:
 
 
 class AffinityStore:
-    """Sessions and their workers. Without a URL, or before `run`, it knows nobody and writes nothing."""
+    """Sessions and their workers. Without a URL, or before `run`, it finds and writes nothing."""
 
     def __init__(
         self,
@@ -96,10 +95,10 @@ class AffinityStore:
         self._has_written.set()
         self._reads: list[_Read] = []
         self._has_news = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None  # while `run` is running
+        self._loop: asyncio.AbstractEventLoop | None = None  # set while `run` is running
 
     async def lookup(self, model: str, session: bytes) -> SessionAffinity:
-        """Where the session's cache is; no preference when it is not known or Valkey does not answer in time."""
+        """Return where the session's cache is, or no affinity if unknown or late."""
         if not session or self._loop is None or self._valkey is None or self._valkey.is_backing_off:
             return NO_AFFINITY
         read = _Read(_name(model, session), self._loop.create_future())
@@ -109,19 +108,19 @@ class AffinityStore:
         return _parse(found, self._writer) if found else NO_AFFINITY
 
     def bind(self, model: str, session: bytes, affinity: SessionAffinity) -> None:
-        """The session has been served there. Written soon; dropped when the queue is full."""
+        """Record that the session was served there. Written soon; dropped if the queue is full."""
         self._enqueue(session, _Write(_name(model, session), affinity))
 
     def drop(self, model: str, session: bytes, failed_id: str) -> None:
-        """The session's request failed on that worker: it is preferred no more."""
+        """Delete the session's entry if it names the worker that failed it."""
         self._enqueue(session, _Write(_name(model, session), failed_id=failed_id))
 
     async def run(self) -> None:
-        """Ask and write, one batch after another, until cancelled; then close the connections."""
+        """Run batch after batch until cancelled; then close the connections."""
         if self._valkey is None:
             return
         try:
-            # the first lookup has no time to connect in as well
+            # connect now: the deadline of the first lookup leaves no time for it
             await self._valkey.call(lambda redis: redis.get(_name("", b"")))
             self._loop = asyncio.get_running_loop()
             while True:
@@ -136,7 +135,7 @@ class AffinityStore:
             await self._valkey.close()
 
     async def flushed(self) -> None:
-        """Until every write so far was carried out or given up. Needs `run`."""
+        """Wait until every write so far was carried out or dropped. Needs `run`."""
         await self._has_written.wait()
 
     def _enqueue(self, session: bytes, write: _Write) -> None:
@@ -161,7 +160,7 @@ class AffinityStore:
             _answer(batch.reads, found)
 
     async def _exchange(self, redis: Redis, batch: _Batch) -> list[bytes | None]:
-        """What is there for each read."""
+        """Run the script; return the value of each read."""
         assert self._script is not None
         names = [each.name for each in batch.reads] + [each.name for each in batch.binds + batch.drops]
         values = [_format(write.affinity, self._writer) for write in batch.binds]
@@ -172,9 +171,9 @@ class AffinityStore:
 
 
 def _answer(reads: Sequence[_Read], found: Sequence[bytes | None]) -> None:
-    """No preference where nothing was found."""
+    """Complete the reads; those without a value get None."""
     for place, read in enumerate(reads):
-        if not read.found.done():  # its request may have been given up
+        if not read.found.done():  # its request may have been cancelled
             read.found.set_result(found[place] if place < len(found) else None)
 
 
@@ -188,7 +187,7 @@ def _format(affinity: SessionAffinity, writer: str) -> str:
 
 
 def _parse(value: bytes, reader: str) -> SessionAffinity:
-    """What a scheduler wrote, this one or an older one, which named no starts; a number that is none counts as none."""
+    """Parse an entry of this or an older scheduler, which wrote no boot ids; an invalid number is 0."""
     parts = value.decode(errors="replace").split("\n")
     prefill_id, decode_id, digits, prefill_boot, decode_boot, writer = (*parts, *[""] * 5)[:6]
     tokens = int(digits) if digits.isdecimal() and len(digits) < MAX_DIGITS else 0

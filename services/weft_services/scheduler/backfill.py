@@ -12,21 +12,24 @@ from weft.request import WorkerRole
 from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Worker
 from weft_services.scheduler.slo import is_ready
 
-# prompts that the others go past, each of which takes a look at the fleet
+# waiting prompts that others may pass; each costs another look at the fleet
 MAX_BYPASSED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class BackfillWindow:
-    """What is left to who goes past others: of a role only workers on which so long a prompt does not fit. `longest`:
-    the longest prompt that fits on those of them that take requests."""
+    """What a request may use ahead of a waiting one.
+
+    `below_tokens`: by role, only workers on which so long a prompt does not fit. `longest_prompt`: the longest prompt
+    that fits on those of them that take requests.
+    """
 
     below_tokens: dict[WorkerRole, float] = field(default_factory=dict)
     longest_prompt: float = INFINITE
     num_bypassed: int = 0
 
     def admits(self, worker: Worker, role: WorkerRole) -> bool:
-        """May it play that role for who goes past."""
+        """Return whether the worker may play that role for a backfilled request."""
         return not self.below_tokens or all(
             worker.longest_prompt < tokens for kept, tokens in self.below_tokens.items() if role.can(kept)
         )
@@ -38,9 +41,10 @@ UNRESTRICTED = BackfillWindow()
 def backfill_window(
     members: ModelWorkers, query: RouteQuery, role: WorkerRole, window: BackfillWindow
 ) -> BackfillWindow | None:
-    """What is left behind this one as well, which finds no room in that role. None: nothing, they wait behind it.
+    """Return what is left behind a request that found no room in `role`; None if the others must wait behind it.
 
-    Where a role has no smaller workers, all take it as room comes, this one first as soon as its own role has some.
+    A role without smaller workers stays open to all. The waiting request goes first there as soon as its own role has
+    room.
     """
     smaller = {
         each: max((worker.longest_prompt for worker in live if _is_smaller(worker, query)), default=0)

@@ -8,19 +8,22 @@ from weft.config import ConfigError
 from weft_services.scheduler.role_balancer import BalancerLimits, parse_limits
 from weft_services.scheduler.slo import parse_targets
 
-# reports missed before a worker counts as gone
+# reports that a worker may miss before it counts as gone
 MAX_MISSED_REPORTS = 5
-# gateways give a Route call five seconds
+# gateways give up a Route call after 5 s
 MAX_QUEUE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """From WEFT_* variables. An empty redis_url means no session affinity, an empty kvstore_addr that only
-    what this scheduler dispatched is known of who caches what; `max_queue` requests of a model wait for room, each
-    no longer than `max_queue_wait_seconds`; `slo` is what waiting and generating may take before new requests have to
-    wait, empty: the default of targets.py; `role_balancer` what they may take before a worker changes its role, empty:
-    never."""
+    """Settings from WEFT_* variables.
+
+    Empty `redis_url`: no session affinity. Empty `kvstore_addr`: the prefix index knows only what this scheduler
+    placed. Empty `planner`: roles do not change by themselves.
+    - `max_queue`: requests of one model that may wait for room, each for at most `queue_seconds`
+    - `targets`: SLO of waiting and generating before new requests must wait; empty: the default of slo.py
+    - `planner`: the limits at which workers change their role
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -47,10 +50,10 @@ class Config:
 
     @property
     def role_balancer_limits(self) -> BalancerLimits | None:
-        """None: nobody's role is planned."""
+        """Limits of the role balancer; None: it does not run."""
         return parse_limits(self.role_balancer)
 
     @property
     def silence_seconds(self) -> float:
-        """How long a worker may stay silent."""
+        """Seconds without a report after which a worker counts as gone."""
         return MAX_MISSED_REPORTS * self.report_interval_ms / 1000

@@ -29,13 +29,15 @@ from weft_services.scheduler.router import AttemptProgress, Router
 from weft_services.scheduler.routing_types import PlacementDecision, SessionAffinity
 from weft_services.scheduler.slo import AllWorkersFull, DeadlineUnreachable, NoWorkerReady, TargetExceeded
 
-# for so many times as long as it was done in vain the work rests
+# rest after fruitless work, in multiples of its duration
 REST_RATIO = 9
 
 
 class DutyCycle:
-    """Does `work` soon after every `ask`, in vain for a tenth of the time at most: it says for how many seconds it was.
-    Belongs to one event loop."""
+    """Runs `work` soon after each request, and limits its fruitless time to a tenth.
+
+    `work` returns the seconds it spent in vain. Use on one event loop.
+    """
 
     def __init__(self, work: Callable[[], float], clock: Callable[[], float]) -> None:
         self._work = work
@@ -44,7 +46,7 @@ class DutyCycle:
         self._is_due = False
 
     def request(self) -> None:
-        """Now, if it has rested for long enough."""
+        """Run the work now, or once after the current rest."""
         if self._is_due:
             return
         rest = self._not_before - self._clock()
@@ -61,7 +63,7 @@ class DutyCycle:
 
 
 SWEEP_SECONDS = 1.0
-QUEUE_NOT_EMPTY = "others wait for room already"
+QUEUE_NOT_EMPTY = "other requests wait for room already"
 _BY_SESSION, _BY_LOAD = PLACEMENTS.labels("session"), PLACEMENTS.labels("load")
 _REFUSED = (  # the first that fits
     (DeadlineUnreachable, PLACEMENTS.labels("late")),
@@ -75,7 +77,7 @@ _REFUSED = (  # the first that fits
 
 
 class Dispatcher:
-    """Places requests on the fleet and keeps its books. Belongs to one event loop; `run` must be running."""
+    """Places requests, with waiting, affinity and metrics. Use on one event loop; `run` must be running."""
 
     def __init__(
         self,
@@ -85,53 +87,58 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         locator: PrefixLocator | None = None,
     ) -> None:
-        """`make_room`: where a model's requests wait, so that a full model is no matter of another's. Unless told
-        otherwise nobody waits: a request that finds no place is refused at once."""
+        """`make_queue` creates the queue of one model, so a full model does not delay another.
+
+        The default queue holds none: a request without room is rejected at once.
+        """
         self._router = router
         self._affinity = affinity
-        self._queues = defaultdict[str, AdmissionQueue](make_queue)  # of models that have been placed or were full
+        self._queues = defaultdict[str, AdmissionQueue](make_queue)  # by model that was placed or full
         self._clock = clock
         self._locator = locator or PrefixLocator()
         self._pending: dict[QueuedRequest, tuple[SessionAffinity, asyncio.Future[PlacementDecision]]] = {}
         self._queue_scan = DutyCycle(self._scan_queues, clock)
-        # those who wait until a role of a model has a worker again, in the order in which they came
+        # by model and role: requests that wait for a worker, in order of arrival
         self._worker_waits = defaultdict[tuple[str, WorkerRole], dict[asyncio.Future[None], RouteQuery]](dict)
 
     def join(self, info: WorkerHello) -> Worker:
-        """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
+        """Add a worker; it replaces an earlier one of the same id and ends its reservations."""
         return self._router.join(info, self._clock())
 
     def report(self, worker: Worker, report: WorkerReport) -> None:
-        """Raises Incompatible when the worker is not a member any more."""
+        """Apply a worker's report. Raises Incompatible if the worker is no longer a member."""
         self._router.report(worker, report, self._clock())
         if report.ready and self._worker_waits:
             self._wake_waiting(worker.info)
         self._scan_queues_soon()
 
     def leave(self, worker: Worker, why: str) -> None:
-        """The worker is gone, and its bookings with it. Idempotent."""
+        """Remove a worker and end its reservations. Idempotent."""
         self._router.leave(worker, why)
 
     def drain(self, worker_id: str, wish: bool) -> None:
-        """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
+        """Ask a worker to stop or resume taking new work. Raises NotFound if it is not live."""
         self._router.fleet.drain(worker_id, wish)
 
     def park(self, worker_id: str, wish: bool, even_last: bool) -> None:
-        """Ask a worker to give back its memory, or to load again. Raises NotFound, InvalidRequest."""
+        """Ask a worker to release its memory or to load again. Raises NotFound, InvalidRequest."""
         self._router.fleet.park(worker_id, wish, even_last)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for room, or for a worker."""
+        """Requests that wait for room or for a worker."""
         return len(self._pending) + sum(map(len, self._worker_waits.values()))
 
     def set_role(self, worker_id: str, role: WorkerRole) -> None:
-        """Ask a worker to play another role. Raises NotFound, or InvalidRequest where it cannot or must not."""
+        """Ask a worker to change its role. Raises NotFound, or InvalidRequest if it cannot or must not."""
         self._router.fleet.set_role(worker_id, role)
 
     @contextmanager
     def gateway_connected(self, gateway_id: str) -> Iterator[None]:
-        """Meanwhile that gateway holds a stream; when it has held none for a while its bookings are given up."""
+        """Register one stream of a gateway while the context is open.
+
+        A gateway without a stream for ABSENT_SECONDS loses its reservations.
+        """
         self._router.gateways.connected(gateway_id)
         try:
             yield
@@ -143,9 +150,9 @@ class Dispatcher:
         return self._router.fleet.workers()
 
     async def route(self, query: RouteQuery) -> PlacementDecision:
-        """Choose workers and book the request's tokens on them, after a wait for room if there is none.
+        """Choose workers and reserve the request's tokens on them, after a wait for room if necessary.
 
-        Raises the policy's refusals, having booked nothing; Overloaded says when to come back.
+        Raises the policy's errors without a reservation; Overloaded carries the retry time.
         """
         try:
             self._check(query)
@@ -162,14 +169,19 @@ class Dispatcher:
         return placement
 
     def _check(self, query: RouteQuery) -> None:
-        """Nobody is asked about a request that would have to wait too long behind others: while a fleet is full that is
-        most of them, and their clients shall know at once."""
+        """Reject early a request that would wait too long behind others.
+
+        While a fleet is full most requests end here, without a lookup.
+        """
         now, queue = self._clock(), self._queues.get(query.model)
         if queue is not None and queue.backfill_for(query) is None:
             queue.check(query, now, Overloaded(QUEUE_NOT_EMPTY))
 
     async def _place_in_time(self, query: RouteQuery, affinity: SessionAffinity) -> PlacementDecision:
-        """A role that has just lost its last worker is waited for, as long as for room: who died is started anew."""
+        """Place the request; wait for a role that has just lost its last worker, as long as for room.
+
+        A worker that died usually restarts within seconds.
+        """
         began, asked, until = self._clock(), query, INFINITE
         while True:
             try:
@@ -189,7 +201,7 @@ class Dispatcher:
         return has_place and was_ready and not query.reject_if_busy
 
     async def _worker_returns(self, query: RouteQuery, role: WorkerRole, seconds: float) -> bool:
-        """Whether a worker of the role has said that it is ready before so many seconds were over."""
+        """Wait until a worker of the role reports ready; False after `seconds`."""
         back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._worker_waits[query.model, role]
         waiting[back] = query
@@ -204,15 +216,18 @@ class Dispatcher:
                 self._worker_waits.pop((query.model, role), None)
 
     async def _wait_for(self, place: asyncio.Future[Any], until: float) -> None:
-        """Until the future is done or the time has come. Timers run out first where this process has stood still: what
-        the clock leaves of the wait is waited for then, in which reports are read."""
-        # no asyncio.timeout: this need not be a task of its own yet (eager.py)
+        """Wait until the future is done or the clock reaches `until`.
+
+        After a stall of this process timers fire first. The loop then waits for what the clock says is left, so reports
+        are read.
+        """
+        # not asyncio.timeout: the coroutine may not run in its own task yet (see start_eagerly)
         await asyncio.wait({place}, timeout=until - self._clock())
         if (left := until - self._clock()) > 0 and not place.done():
             await asyncio.wait({place}, timeout=left)
 
     def _wake_waiting(self, info: WorkerHello) -> None:
-        """Who is woken first is placed first, and there may not be room for all."""
+        """Wake the requests that wait for this role, by priority: the first one is placed first."""
         for (model, role), waiting in self._worker_waits.items():
             if model == info.model and info.role.can(role):
                 for back, _ in sorted(waiting.items(), key=lambda each: rank_of(each[1])):
@@ -220,7 +235,7 @@ class Dispatcher:
                         back.set_result(None)
 
     async def _place(self, query: RouteQuery, affinity: SessionAffinity, until: float) -> PlacementDecision:
-        """Now, or after a wait for room, which is over by then: a worker has been waited for already, perhaps."""
+        """Place the request now or after a wait for room that ends at `until`."""
         now, queue, busy = self._clock(), self._queues.get(query.model), Overloaded(QUEUE_NOT_EMPTY)
         window = UNRESTRICTED if queue is None else queue.backfill_for(query)
         if window is not None:
@@ -232,7 +247,7 @@ class Dispatcher:
                     self._check_wait(query, error)
                 busy, window = error, self._router.backfill_window(query, error, window)
         if self._router.excludes_ready_worker(query):
-            raise busy  # others would wait behind it, for a worker that has room for them
+            raise busy  # others would wait behind it for a worker that has room for them
         queue = self._queues[query.model]
         queued = queue.add(query, now, busy, window)
         place: asyncio.Future[PlacementDecision] = asyncio.get_running_loop().create_future()
@@ -247,11 +262,10 @@ class Dispatcher:
             WAITING_REQUESTS.dec()
             queue.remove(queued, self._clock())
             del self._pending[queued]
-            self._scan_queues_soon()  # there may have been room all the time for who comes next
+            self._scan_queues_soon()  # the next one may have had room all the time
 
     def _check_wait(self, query: RouteQuery, error: TargetExceeded) -> None:
-        """Raises the error where the queue before the workers does not shrink to the target in time: 429 at once is
-        worth more than after a wait."""
+        """Raise the error if the queue cannot shrink to the target in time: an early 429 beats a late one."""
         longest = MAX_EXPECTED_WAIT_SHARE * self._queues[query.model].max_wait_seconds(query)
         if query.key.generation == 0 and error.late_seconds > longest:
             raise error
@@ -264,14 +278,19 @@ class Dispatcher:
         return placement
 
     def _scan_queues_soon(self) -> None:
-        """Something has changed. On a large fleet it does so all the time, and to look at a thousand full workers takes
-        milliseconds."""
+        """Try to place waiting requests after a change.
+
+        On a large fleet changes are constant, and a look at 1,000 full workers takes milliseconds; hence the duty
+        cycle.
+        """
         if self._pending:
             self._queue_scan.request()
 
     def _scan_queues(self) -> float:
-        """Place those who wait, in their order, until there is no room for any who is next. Returns for how many
-        seconds it looked in vain: that takes many times as long as to find a place."""
+        """Place waiting requests in order until no candidate finds room. Return the fruitless seconds.
+
+        A fruitless look takes many times as long as a placement.
+        """
         return sum(self._scan_queue(queue, self._clock()) for queue in self._queues.values())
 
     def _scan_queue(self, queue: AdmissionQueue, now: float) -> float:
@@ -288,7 +307,7 @@ class Dispatcher:
     def _try_place(
         self, queue: AdmissionQueue, queued: QueuedRequest, priority: Priority, window: BackfillWindow, now: float
     ) -> bool:
-        """It waits no more: it has its place, or will never have one. False while there is no room for it."""
+        """Return True if the request stops waiting, placed or failed; False while there is no room for it."""
         affinity, place = self._pending[queued]
         left = queued.query.remaining_seconds - (now - queued.queued_at)
         query = replace(queued.query, remaining_seconds=left, priority=priority)
@@ -308,7 +327,7 @@ class Dispatcher:
         return True
 
     def settle(self, news: Iterable[AttemptProgress]) -> None:
-        """Booked requests have come this far. Late, repeated and unknown ones change nothing."""
+        """Apply the progress of attempts. Late, repeated and unknown ones have no effect."""
         for progress in news:
             reservation = self._router.settle(progress, self._clock())
             if reservation is not None:
@@ -316,7 +335,7 @@ class Dispatcher:
         self._scan_queues_soon()
 
     def _bind(self, progress: AttemptProgress, reservation: Reservation) -> None:
-        """A session stays where it was served, and leaves where it was not."""
+        """Bind a session to the workers that served it; unbind it from a worker that failed it."""
         if progress.stage is RequestStage.FINISHED and reservation.key == progress.key:
             tokens = reservation.prompt_tokens + (progress.generated_tokens or 0)
             prefill, decode = reservation.computed_by.info.address, reservation.decode.worker.info.address
@@ -327,11 +346,11 @@ class Dispatcher:
             self._affinity.drop(reservation.model, reservation.session, progress.failed_worker_id)
 
     def age_seconds(self, worker: Worker) -> float:
-        """Since its last report."""
+        """Seconds since the worker's last report."""
         return self._clock() - worker.reported_at
 
     async def run(self) -> None:
-        """Sweep, write affinities and ask kvstore until cancelled."""
+        """Run the sweep, the affinity store and the kvstore lookups until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._affinity.run())
             group.create_task(self._locator.run())

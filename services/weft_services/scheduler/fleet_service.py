@@ -1,5 +1,7 @@
-"""The fleet's servicer: memberships and what people ask of workers. Bounds checked, bytes in, a verb of the
-dispatcher, bytes out."""
+"""gRPC servicer for workers and operators: memberships, and commands to workers.
+
+It checks bounds, converts messages and calls the dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ MessageT = TypeVar("MessageT")
 
 
 class FleetServicer(pb_grpc.FleetServiceServicer):
-    """Called by workers, and by people who want to see the fleet."""
+    """The service that workers join, and that lists and controls them."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         store: StoreUsagePoller | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`silence_seconds` by the clock end a membership."""
+        """A membership ends after `silence_seconds` by the clock."""
         self._dispatcher = dispatcher
         self._store = store
         self._report_interval_ms = report_interval_ms
@@ -62,7 +64,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         request_iterator: AsyncIterator[pb.JoinRequest],
         context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
     ) -> AsyncIterator[pb.JoinResponse]:
-        """See the proto."""
+        """Hold a worker's membership: first its hello, then its reports; answer with requested changes."""
         hello = await self._next(request_iterator)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of a membership must be hello", "hello")
@@ -90,7 +92,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         request_iterator: AsyncIterator[pb.AnnounceRequest],
         context: grpc.aio.ServicerContext[pb.AnnounceRequest, pb.AnnounceResponse],
     ) -> pb.AnnounceResponse:
-        """See the proto."""
+        """Follow the load progress of a worker that has not joined."""
         announcement = self._arrivals.begin()
         try:
             while (message := await self._next(request_iterator)) is not None:
@@ -104,7 +106,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         request: pb.ListWorkersRequest,
         context: grpc.aio.ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse],
     ) -> pb.ListWorkersResponse:
-        """See the proto."""
+        """List the workers, the loading ones, and the use of the store."""
         workers, with_hand_offs = self._dispatcher.workers(), not request.without_hand_offs
         usage = self._store.usage if self._store is not None else None
         return pb.ListWorkersResponse(
@@ -115,7 +117,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         )
 
     def _loading(self, joined: Container[str]) -> list[pb.WorkerArrival]:
-        """Those not joined: a worker ends its announcement a moment after it has."""
+        """Loading workers that have not joined: a worker ends its announcement shortly after it joins."""
         return [
             loading_to_wire(replace(arrival, since_ms=round(seconds * 1000)))
             for arrival, seconds in self._arrivals.loading()
@@ -125,7 +127,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
     ) -> pb.DrainResponse:
-        """See the proto."""
+        """Make a worker stop or resume taking new work."""
         _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._dispatcher.drain(request.worker_id, not request.undo)
         return pb.DrainResponse()
@@ -133,7 +135,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     async def SetRole(
         self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleResponse]
     ) -> pb.SetRoleResponse:
-        """See the proto."""
+        """Make a worker play another role."""
         _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._dispatcher.set_role(request.worker_id, _role("role", request.role))
         return pb.SetRoleResponse()
@@ -141,7 +143,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     async def Park(
         self, request: pb.ParkRequest, context: grpc.aio.ServicerContext[pb.ParkRequest, pb.ParkResponse]
     ) -> pb.ParkResponse:
-        """See the proto."""
+        """Make a worker release its memory, or load again."""
         _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._dispatcher.park(request.worker_id, not request.undo, request.even_last)
         return pb.ParkResponse()

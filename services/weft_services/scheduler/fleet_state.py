@@ -26,21 +26,21 @@ from weft_services.scheduler.throughput import (
 
 NEVER = float("-inf")
 INFINITE = float("inf")
-# cheap until the pool is nearly full, then steep: the shape of a queueing delay
+# cost of a used pool: low until it is nearly full, then steep, like a queueing delay
 KV_PRESSURE_SECONDS = 0.15
-# engines let short prompts overtake long ones: for each prompt before it one waits so many times its own work at most.
-# Fitted on the conversation trace (loadtest.fleet compare)
+# Engines let short prompts overtake long ones: a prompt waits at most this many times its own work for each prompt
+# ahead. Fitted on the conversation trace (loadtest.fleet compare).
 MAX_WAIT_RATIO = 8.0
-# of what a worker tells the policy, in the order in which it does
+# rows of the policy table
 NUM_ROWS = 7
-# a full pool costs much, and not without end
+# bounds the cost of a full pool
 MAX_KV_USE = 0.999
 
 
 @dataclass(slots=True)
 class ReservedLoad:
-    """What is booked on a worker: prompt tokens to compute, tokens to hold while decoding, requests, and prompts that
-    are not computed yet."""
+    """Load reserved on a worker: prompt tokens to compute, tokens to hold while decoding, requests, prompts not yet
+    computed."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -48,7 +48,7 @@ class ReservedLoad:
     prompts: int = field(default=0, compare=False)
 
     def add(self, prefill_tokens: int, decode_tokens: int) -> None:
-        """Add one request's tokens, or remove them when negative."""
+        """Add the tokens of one request, or remove them if negative."""
         self.prompts += (prefill_tokens > 0) - (prefill_tokens < 0)
         self.prefill_tokens += prefill_tokens
         self.decode_tokens += decode_tokens
@@ -56,14 +56,18 @@ class ReservedLoad:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A live worker. `Fleet` writes what it says of itself, `Bookings` writes `booked`, `fresh` and
-    `dispatched_tokens`; whoever has written calls `refresh`. `fresh` is the part of `booked` that came after the last
-    report, so that the report cannot know of it; `returned` is what came to its end since, of what the report counts
-    still. `dispatched_tokens` is what it was given of late: among equals it is the turn of whoever was given least. The
-    six after it are what the policy reads, worked out once a change and not once a request: what the fill of its pool
-    counts for, seconds of work before a new prompt, the most that a prompt waits for each of its tokens, seconds of
-    work before a new sequence (the pool's fill included), and seconds that a token of each takes. `column` is where
-    `Served` has all seven beside those of the others.
+    """A live worker.
+
+    `Fleet` writes what it reports; `Reservations` writes `reserved`, `unreported`, `dispatched_tokens`.
+
+    Call `refresh` after a write.
+    - `unreported`: the part of `reserved` that is newer than the last report
+    - `released`: what ended since the last report, which still counts it
+    - `dispatched_tokens`: recently assigned tokens, with decay; among equal workers the smallest wins
+    - the six fields after it are inputs of the policy, computed once per change: cost of the pool's fill, seconds of
+      prefill ahead of a new prompt, longest wait for each token of a prompt, seconds of decode ahead of a new sequence
+      (with the cost of the fill), and seconds per token of each kind
+    - `column`: the worker's column in the table of `ModelWorkers`, which holds all seven
     """
 
     info: WorkerHello
@@ -76,12 +80,12 @@ class Worker:
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)
     idle_since: float | None = None
     suspect_until: float = NEVER
-    is_probed: bool = False  # a request is there to find out whether it should be suspected still
+    is_probed: bool = False  # one request tests whether it still fails
     num_faults: int = 0
     drain_requested: bool | None = None
     park_requested: bool | None = None
     role_requested: WorkerRole | None = None
-    num_declined_roles: int = 0  # roles in a row that it was asked to play and did not
+    num_declined_roles: int = 0  # consecutive role requests that it did not follow
     dispatched_tokens: float = 0.0
     pressure_seconds: float = INFINITE
     prefill_seconds: float = 0.0
@@ -93,17 +97,17 @@ class Worker:
 
     @property
     def worker_id(self) -> str:
-        """Its stable name."""
+        """Stable name of the worker."""
         return self.info.address.worker_id
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens; the answer needs room for one more."""
+        """Longest prompt in tokens; one token of room is left for the answer."""
         return min(self.info.max_context_tokens, self.info.pool_tokens) - 1
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens not yet computed: what we booked, or what it reports if others book there too."""
+        """Prompt tokens not yet computed: those reserved, or those reported if other schedulers place there too."""
         reported = self.report.queued_prefill_tokens - self.released.prefill_tokens
         known = reported + self.unreported.prefill_tokens if reported > 0 else self.unreported.prefill_tokens
         return known if known > self.reserved.prefill_tokens else self.reserved.prefill_tokens
@@ -116,13 +120,18 @@ class Worker:
         return known if known > self.reserved.decode_tokens else self.reserved.decode_tokens
 
     def wait_seconds(self, own_tokens: int) -> float:
-        """How long a prompt of which so many tokens have to be computed waits here: for those before it, but short ones
-        do not wait for all of long ones (`weft.engine.wait_queue`)."""
+        """Return the wait of a prompt with `own_tokens` to compute.
+
+        Short prompts overtake long ones, so they do not wait for all of them (the engine's wait queue).
+        """
         return min(self.prefill_seconds, own_tokens * self.wait_cap_seconds)
 
     def kv_wait_seconds(self, own_tokens: int, output_tokens: int) -> float:
-        """How long a new sequence of `own_tokens` waits for KV blocks. Sequences release a pool in the time that one
-        answer takes. Bookings overestimate, so the wait is 0 until the worker itself reports waiting sequences."""
+        """Return how long a sequence of `own_tokens` waits for KV blocks.
+
+        Sequences release a pool within the time of one answer. Reservations overestimate, so the wait is 0 until the
+        worker reports waiting sequences.
+        """
         lacking = self.decode_tokens + own_tokens - self.info.pool_tokens
         if lacking <= 0 or not self.report.num_waiting:
             return 0.0
@@ -130,15 +139,15 @@ class Worker:
         return lacking / (self.info.pool_tokens or 1) * answer_seconds
 
     def prefill_cost(self, own_tokens: int, weight: float) -> float:
-        """Of a prompt of which so many tokens have to be computed here, and weigh that much."""
+        """Return the cost of a prompt with `own_tokens` to compute, weighted by `weight`."""
         overtaken = own_tokens * self.wait_cap_seconds
         wait = self.prefill_seconds if self.prefill_seconds < overtaken else overtaken
-        # in the order in which `Served.prefill_costs` adds, so that both round alike
+        # same order of additions as ModelWorkers.prefill_costs, so both round alike
         return wait + self.pressure_seconds + weight * self.token_seconds
 
     @property
     def kv_use(self) -> float:
-        """Share of the pool that cannot be had by evicting cache, 0 to below 1; bookings count before they arrive."""
+        """Share of the pool that eviction cannot free, 0 to below 1; reservations count at once."""
         report, info = self.report, self.info
         held = report.active_blocks + report.quarantined_blocks
         booked = self.reserved.decode_tokens / (info.fingerprint.block_tokens or 1)
@@ -146,7 +155,7 @@ class Worker:
         return use if use < MAX_KV_USE else MAX_KV_USE
 
     def refresh(self) -> None:
-        """Work out what the policy reads, after any change above."""
+        """Recompute the inputs of the policy after a change."""
         report = self.report
         if not report.ready or self.drain_requested or self.park_requested:
             self.pressure_seconds = self.decode_seconds = INFINITE
@@ -160,7 +169,7 @@ class Worker:
         self.publish()
 
     def publish(self) -> None:
-        """Write what the policy reads where it reads it."""
+        """Write the inputs of the policy into the shared table."""
         column = self.column
         column[0] = self.pressure_seconds
         column[1] = self.prefill_seconds
@@ -171,16 +180,18 @@ class Worker:
         column[6] = self.dispatched_tokens
 
 
-Row = NDArray[np.float64]  # a number for each worker
+Row = NDArray[np.float64]  # one number per worker
 
 
 class ModelWorkers:
-    """The live workers of one model, sorted by id, and what the policy reads of them: rows with a place (slot) for each
-    worker, which the worker writes. Those of both roles stand in both lists.
+    """The live workers of one model, sorted by id, and a table with one slot per worker that the policy reads.
 
-    `bars`: by role, 0 for each worker that plays it, infinite for the others; `firsts`: the first that plays it, if one
-    does. `is_uniform`: all can exchange blocks. `utilization`: share of the prefill workers that had something to
-    compute of late. `credit`: what a token in the shared store saves them.
+    Workers of both roles are in both lists.
+    - `role_masks`: by role, 0 for workers that play it, infinite for others
+    - `first_by_role`: the first worker that plays the role
+    - `is_uniform`: all workers can exchange blocks
+    - `utilization`: recent share of the prefill workers with prompts to compute
+    - `credit`: what a cached token in the shared store saves
     """
 
     def __init__(
@@ -195,14 +206,14 @@ class ModelWorkers:
         self.decodes, self.decode_slots = self._workers_of(WorkerRole.DECODE)
         self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
         self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
-        # what the shared store calls this model's blocks by
+        # the shared store's name for this model's blocks
         self.fingerprint = fingerprint_digest(self.workers[0].info.fingerprint) if self.workers else b""
         self.first_by_role = {role: self._first_of(role) for role in WorkerRole}
         self.role_masks = {role: self._role_mask(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
         self._build_table()
 
     def with_workers(self, workers: Iterable[Worker]) -> ModelWorkers:
-        """The same model with these workers."""
+        """Return the same model with these workers."""
         return ModelWorkers(workers, self.utilization, self.credit)
 
     def _build_table(self) -> None:
@@ -224,7 +235,7 @@ class ModelWorkers:
         return next((worker for worker in self.workers if worker.info.role.can(role)), None)
 
     def prefill_costs(self, own: float, weight: float) -> Row:
-        """`Worker.prefill_cost` of each, whether it prefills or not."""
+        """Return `Worker.prefill_cost` for every slot, also for workers that do not prefill."""
         costs: Row = own * self._overtaken_seconds
         np.minimum(costs, self._prefill_seconds, out=costs)
         costs += self._pressure_seconds
@@ -232,18 +243,18 @@ class ModelWorkers:
         return costs
 
     def decode_costs(self, own: int) -> Row:
-        """Of a new sequence with so many tokens, on each."""
+        """Return the cost of a new sequence of `own` tokens for every slot."""
         costs: Row = own * self._decode_token_seconds
         costs += self._decode_seconds
         return costs
 
 
-# less computing than this by all workers together says nothing of how fast they are
+# less compute time of all workers together gives no rate
 MIN_RATED_SECONDS = 0.2
 
 
 def measure_speed(worker: Worker, report: WorkerReport) -> None:
-    """Update the worker's speed from two reports in a row: by the time in which it had work, as it counts itself."""
+    """Update the worker's speed from two consecutive reports and its own count of busy time."""
     before, speed = worker.report, worker.speed
     old, new = before.stats.engine_time, report.stats.engine_time
     prompts = report.computed_prompt_tokens - before.computed_prompt_tokens
@@ -256,9 +267,9 @@ def measure_speed(worker: Worker, report: WorkerReport) -> None:
 
 
 def update_rates(members: ModelWorkers) -> None:
-    """Tell the policy how fast each worker is, beside the others, and what a token in the store is worth to them."""
+    """Write the rate of every worker, smoothed with its peers', and the store credit."""
     workers = members.workers
-    # those that only decode compute a few tokens of a prompt at a time, at the price of a step
+    # decode workers compute only a few prompt tokens at a time, at the price of a step
     computing = [worker for worker in workers if worker.info.role.can(WorkerRole.PREFILL)] or workers
     tokens = sum(worker.speed.prompt_tokens for worker in computing)
     seconds = sum(worker.speed.prompt_seconds for worker in computing)
@@ -267,7 +278,7 @@ def update_rates(members: ModelWorkers) -> None:
     mean_decode = fmean(decode) if decode else 1.0
     for worker in workers:
         worker.token_seconds = 1.0 / worker.speed.prefill_rate(usual)
-        # a sequence's speed falls with load, so only its ratio to the other workers' says how fast the machine is
+        # a sequence slows down with load, so only the ratio to other workers shows the machine's speed
         worker.decode_token_seconds = mean_decode / (worker.speed.decode_rate or mean_decode) / DEFAULT_DECODE_RATE
         worker.refresh()
     members.credit = _store_credit(computing, usual)

@@ -21,19 +21,19 @@ from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder
 
-# an answer that nobody waits for any more is still worth having for so long
+# a late answer is still useful for later requests
 CALL_SECONDS = 0.5
 
 
 class KvStoreClient:
-    """One kvstore over one channel."""
+    """Client of one kvstore over one channel."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
         self._stub = KvStoreServiceStub(self._channel)
 
     async def locate(self, fingerprint: bytes, keys: Sequence[bytes]) -> LocatedPrefix:
-        """Who holds leading blocks of a prompt. Raises WeftError."""
+        """Return the holders of leading blocks of a prompt. Raises WeftError."""
         with rpc_errors_translated():
             request = pb.LocateRequest(fingerprint=fingerprint, keys=keys)
             answer = await self._stub.Locate(request, timeout=CALL_SECONDS, metadata=trace.outgoing())
@@ -42,13 +42,12 @@ class KvStoreClient:
         return LocatedPrefix(workers, len(answer.store), next(on_disk, len(answer.store)))
 
     async def describe(self) -> StoreUsage:
-        """How full the store is. Raises WeftError."""
+        """Return the capacity and use of the store. Raises WeftError."""
         with rpc_errors_translated():
             answer = await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_SECONDS)
         return StoreUsage(answer.segment_bytes, answer.used_bytes, answer.disk_bytes, answer.disk_used_bytes)
 
     async def close(self) -> None:
-        """Close the channel."""
         await self._channel.close()
 
 
@@ -56,40 +55,43 @@ INTERVAL_SECONDS = 1.0
 
 
 class StoreUsagePoller:
-    """`use` is the latest answer; None while there is none."""
+    """Polls the use of the store once a second for status displays. `usage` is None until it answers."""
 
     def __init__(self, describe: Callable[[], Awaitable[StoreUsage]]) -> None:
         self._describe = describe
         self.usage: StoreUsage | None = None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll once a second until cancelled."""
         while True:
             try:
                 self.usage = await self._describe()
             except WeftError:
-                self.usage = None  # kvstore's own log and metrics say why
+                self.usage = None  # kvstore logs the reason itself
             await asyncio.sleep(INTERVAL_SECONDS)
 
 
 logger = logging.getLogger(__name__)
 Locate = Callable[[bytes, Sequence[bytes]], Awaitable[LocatedPrefix]]
 LOOKUP_WAIT_SECONDS = 0.005
-# so many late answers in a row, or one failure, and kvstore is left alone for a while
+# after this many late answers in a row, or one failure, lookups pause
 MAX_LATE = 3
 PAUSE_SECONDS = 1.0
-# nobody waits for news of a prompt of which so little has to be computed
+# a request with fewer uncached tokens does not wait for its lookup
 MIN_UNCACHED_TOKENS = 64
-# questions under way, and those of them that nobody waits for
+# lookups in progress, and those of them that no request waits for
 MAX_LOOKUPS = 32
 MAX_BACKGROUND_LOOKUPS = 4
-# of longer prompts the beginning
+# longer prompts are looked up by their first keys
 MAX_KEYS = 8192
 init_series(KVSTORE_LOCATES, ("answered", "late", "failed"))
 
 
 class PrefixLocator:
-    """Nobody is asked without `locate`, nor before `run` is running: its group owns the questions."""
+    """Looks up in kvstore where the blocks of a prompt are, and tells the router.
+
+    Without `locate`, or while `run` is not running, it looks up nothing; the task group of `run` owns the lookups.
+    """
 
     def __init__(self, locate: Locate | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._locate = locate
@@ -101,7 +103,7 @@ class PrefixLocator:
         self._is_up = True
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Own the lookups until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 await asyncio.Event().wait()
@@ -109,7 +111,7 @@ class PrefixLocator:
             self._group = None
 
     async def locate(self, router: Router, query: RouteQuery) -> None:
-        """Ask about the prompt, and wait for the answer if it may matter. Never raises for kvstore."""
+        """Look up the prompt; wait for the answer if it may matter. Errors of kvstore are not raised."""
         if self._locate is None or self._group is None or not query.block_keys or self._clock() < self._paused_until:
             return
         fingerprint = router.fingerprint(query.model)
@@ -117,7 +119,7 @@ class PrefixLocator:
         if not fingerprint or self._num_lookups >= (MAX_LOOKUPS if matters else MAX_BACKGROUND_LOOKUPS):
             return
         if self._num_late >= MAX_LATE:
-            # this one tries again; the others do not wait with it
+            # this lookup tries again; the others do not wait with it
             self._paused_until = self._clock() + PAUSE_SECONDS
         question = self._group.create_task(
             self._look_up(self._locate, router, fingerprint, query.block_keys[:MAX_KEYS])
@@ -131,7 +133,7 @@ class PrefixLocator:
         KVSTORE_LOCATES.labels("late").inc()
         self._num_late += 1
         if self._num_late >= MAX_LATE:
-            self._pause("its answers come late")
+            self._pause("answers are late")
 
     async def _look_up(self, locate: Locate, router: Router, fingerprint: bytes, keys: Sequence[bytes]) -> None:
         began = self._clock()
@@ -142,7 +144,7 @@ class PrefixLocator:
             self._num_late = MAX_LATE
             self._pause(str(error))
             if isinstance(error, PeerLost):
-                # with it went what it held
+                # its content is lost with it
                 router.forget_store(fingerprint)
             return
         KVSTORE_LOCATES.labels("answered").inc()
@@ -151,7 +153,7 @@ class PrefixLocator:
             self._num_late, self._paused_until = 0, 0.0
             if not self._is_up:
                 self._is_up = True
-                logger.info("kvstore answers again")
+                logger.info("kvstore reachable again")
 
     def _on_done(self, question: asyncio.Task[None]) -> None:
         self._num_lookups -= 1
@@ -160,4 +162,4 @@ class PrefixLocator:
         self._paused_until = self._clock() + PAUSE_SECONDS
         if self._is_up:
             self._is_up = False
-            logger.warning("kvstore is not asked where blocks lie: %s", why)
+            logger.warning("kvstore lookups paused error=%s", why)

@@ -1,7 +1,7 @@
-"""Which of several schedulers does what only one may do: a lease in the Valkey that they share. Knows nothing of
-what it is for.
+"""Leader election among schedulers: a lease in the Valkey that they share.
 
-While Valkey is away nobody's lease is renewed, so soon nobody does it. A scheduler without Valkey is taken to be alone.
+Without Valkey the scheduler counts as the only one. While Valkey is unreachable no lease is renewed, so soon no
+scheduler is leader.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weft.ids import new_id
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 
 LEASE_SECONDS = 10.0
-# a lost renewal or two change nothing
+# one or two lost renewals are harmless
 RENEWALS = 5
-# taken where nobody has it, renewed where it is ours
+# take a free lease, renew our own
 TAKE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
@@ -26,7 +26,7 @@ return 1
 
 
 class LeaderLease:
-    """`run` must be running. One holder a name at most, but for a moment after Valkey has forgotten it."""
+    """A lease with at most one holder per name, except briefly after Valkey lost its data. `run` must be running."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class LeaderLease:
         clock: Callable[[], float] = time.monotonic,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
-        found, lost = f"the lease {name} is asked for again", f"the lease {name} cannot be renewed"
+        found, lost = f"lease renewed again name={name}", f"lease renewal failed name={name}"
         self._valkey = Valkey(url, found, lost, clock, deadline_seconds) if url else None
         self._take = self._valkey.redis.register_script(TAKE) if self._valkey else None
         self._key = f"weft:lease:{name}"
@@ -47,11 +47,11 @@ class LeaderLease:
 
     @property
     def is_held(self) -> bool:
-        """It is ours now."""
+        """True while this scheduler holds the lease."""
         return self._valkey is None or self._clock() < self._held_until
 
     async def run(self) -> None:
-        """Take and renew it until cancelled."""
+        """Take and renew the lease until cancelled."""
         if self._valkey is None:
             return
         try:
@@ -62,12 +62,12 @@ class LeaderLease:
             await self.close()
 
     async def close(self) -> None:
-        """Close the connections; the lease ends by itself."""
+        """Close the connections; the lease expires by itself."""
         if self._valkey is not None:
             await self._valkey.close()
 
     async def renew(self) -> None:
-        """Once. It is ours from when we asked: Valkey counts from a little later on."""
+        """Take or renew the lease once. It counts from the request, which is earlier than Valkey's time."""
         assert self._valkey is not None
         assert self._take is not None
         take, asked_at = self._take, self._clock()

@@ -1,13 +1,14 @@
-"""Where a request goes: pure functions over plain state, with the clock passed in. Books nothing, waits for nothing.
+"""Where a request goes: pure functions over plain state; the caller passes the clock.
 
-    prefill(worker) = wait for those before it  +  LAMBDA k / (1 - k)  +  care * uncached tokens / its rate  +  fetching
-    wait            = min(tokens before it, MAX_WAIT_RATIO * prompts before it * uncached tokens) / its rate
-    decode(worker)  = (tokens in flight + own tokens it does not hold) / its rate  +  LAMBDA k / (1 - k)
+prefill(worker) = wait + KV_PRESSURE_SECONDS * k / (1 - k) + uncached_weight * uncached tokens / rate + fetch
+wait            = min(tokens ahead, MAX_WAIT_RATIO * prompts ahead * uncached tokens) / rate
+decode(worker)  = (tokens in flight + own tokens it does not hold) / rate + KV_PRESSURE_SECONDS * k / (1 - k)
 
-k = share of its KV pool in use; what a worker or the store holds of the prompt need not be computed. The cheapest wins;
-near ties go to the worker with the fewest bookings, then to the one chosen longest ago. Computing a prompt costs all
-who come after it too, the more the busier the fleet: that is why uncached tokens weigh `care` times, and why a
-session waits a while before it moves. A prompt is computed where it decodes when handing it over would cost more.
+k is the share of the worker's KV pool in use. Cached tokens, on the worker or in the store, need no prefill. The
+cheapest worker wins. Near ties go to the session's worker, then to the one with the fewest recently assigned tokens.
+
+A prefill delays all later requests, more so on a busy fleet. Hence `uncached_weight`, and hence a session waits before
+it moves. The decode worker computes the prompt itself if a hand-off would cost more.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Row, Wor
 from weft_services.scheduler.routing_types import PlacementDecision, RoutingInput
 from weft_services.scheduler.slo import rejection
 
-# how much more a prompt token that must be computed weighs than one that waits already: no more while there are idle
-# workers, since a second copy of a prefix is of use too; much more once nearly all are busy, when only hits make room.
-# Share and steepness are fitted on the conversation trace (loadtest.fleet compare): less care has shorter waits at 60
-# and 80 % load, more has at 95 %, and more hits
+# An uncached prompt token weighs more than one that waits already. The weight is 1 while workers are idle, since a
+# second copy of a prefix helps too. It is much more once nearly all are busy, when only hits make room. Share and
+# steepness are fitted on the conversation trace (loadtest.fleet compare): a lower weight has shorter waits at 60 and 80
+# % load, a higher one at 95 %, with more hits.
 IDLE_SHARE = 0.3
 STEEPNESS = 2.5
 MAX_UNCACHED_WEIGHT = 64.0
-# costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
+# costs this close are noise: a session stays, other requests spread; as a share of the request's own prefill time
 TIE_SHARE = 0.02
 TIE_SECONDS = 0.005
-# Of MAX_WAIT_RATIO, for a prompt of which nothing is cached anywhere. The whole ratio keeps a short rest with its
-# prefix. With nothing cached, few prompts before it count more than few tokens (loadtest.fleet compare, Azure trace).
+# Share of MAX_WAIT_RATIO for a prompt without any cached prefix. The whole ratio keeps a short rest with its prefix.
+# Without a prefix, few prompts ahead matter more than few tokens (loadtest.fleet compare, Azure trace).
 SPREAD_SHARE = 0.25
-# a session's own word on where its cache is counts less than what was dispatched there, by who knows that
+# weight of the affinity's token count; the prefix index is more reliable
 AFFINITY_CREDIT = 0.5
-# moving blocks to another worker: a part of what computing them takes, and a round trip
+# cost of a hand-off: a share of the prefill time, plus a round trip
 HANDOFF_SHARE = 0.05
 HANDOFF_SECONDS = 0.01
-# a worker that only decodes computes no more of a prompt than this, and only when it holds most of it
+# a decode worker computes at most this much of a prompt, and only if it holds most of it
 MAX_LOCAL_TOKENS = 256
 MAX_LOCAL_SHARE = 0.5
-# every running sequence waits while a prompt is computed among them; how much that counts against the prompt's own wait
+# a local prefill delays every running sequence; weight of that against the prompt's own wait
 STALL_SHARE = 0.1
-# bookings a worker takes, in pools: running and waiting for decode; prompts waiting hold no blocks
+# reservations that a worker takes, in pools: running and waiting for decode; waiting prompts hold no blocks
 MAX_DECODE_POOLS = 2
 MAX_PREFILL_POOLS = 4
 
@@ -55,10 +56,10 @@ MAX_PREFILL_POOLS = 4
 def choose(
     models: Mapping[str, ModelWorkers], routing: RoutingInput, now: float, window: BackfillWindow = UNRESTRICTED
 ) -> PlacementDecision:
-    """Where the request goes. `models`: every model ever served and its live workers; `passage`: which of them it may
-    take, where it goes past others.
+    """Return where the request goes.
 
-    Raises PeerLost, Overloaded, NotFound or InvalidRequest, having changed nothing.
+    `models`: every model ever served, with its live workers. `window`: the workers that a backfilled request may use.
+    Raises PeerLost, Overloaded, NotFound or InvalidRequest, without side effects.
     """
     model = routing.query.model
     if models and model not in models:
@@ -68,18 +69,24 @@ def choose(
 
 
 def uncached_weight(utilization: float) -> float:
-    """The weight of an uncached token: what a second of work costs those behind it grows faster than their queues,
-    which grow as 1 / (1 - utilization)."""
+    """Return the weight of an uncached token at this utilization.
+
+    A second of work delays later requests more the busier the fleet is, and grows faster than queues, which grow as 1 /
+    (1 - utilization).
+    """
     idle = max(1.0 - utilization, 0.01)
     uncached_weight: float = (IDLE_SHARE / idle) ** STEEPNESS
     return min(max(uncached_weight, 1.0), MAX_UNCACHED_WEIGHT)
 
 
 def held_tokens(routing: RoutingInput, worker: Worker) -> int:
-    """Tokens of the prompt that need not be computed there. The last one always is: it gives the first new token."""
+    """Return the prompt tokens that need no prefill on the worker.
+
+    The last one always needs it: it yields the first new token.
+    """
     affinity, prefixes = routing.affinity, routing.prefixes
     held = prefixes.held.get(worker, 0)
-    # our own word of old says no more than the index that was written with it, where that knows anything at all
+    # our own entry adds nothing to the index that was written with it, if the index knows the prompt
     is_heard = affinity.is_foreign or not prefixes.held
     if is_heard and worker.worker_id in (affinity.prefill_id, affinity.decode_id):
         held = max(held, int(AFFINITY_CREDIT * affinity.num_tokens))
@@ -87,7 +94,7 @@ def held_tokens(routing: RoutingInput, worker: Worker) -> int:
 
 
 def uncached_tokens(routing: RoutingInput, worker: Worker) -> int:
-    """Tokens to compute there, with what comes out of the store counted for what fetching it costs."""
+    """Return the tokens to compute there; tokens in the store count for the cost of fetching them."""
     return _uncomputed(routing, held_tokens(routing, worker))
 
 
@@ -96,7 +103,7 @@ def _uncomputed(routing: RoutingInput, held: int) -> int:
 
 
 def _store_saves(routing: RoutingInput, held: int) -> float:
-    """How many tokens' worth of computing, where so many are held already."""
+    """Return the store's saving in tokens of prefill, if `held` tokens are on the worker already."""
     prefixes = routing.prefixes
     end = min(prefixes.stored_tokens, routing.query.prompt_tokens - 1)
     if end <= held:
@@ -107,15 +114,13 @@ def _store_saves(routing: RoutingInput, held: int) -> float:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A worker and its cost."""
-
     worker: Worker
     cost: float
 
 
 @dataclass(slots=True)
 class _Chooser:
-    """One request before one model's workers."""
+    """Decision for one request over the workers of one model."""
 
     members: ModelWorkers
     routing: RoutingInput
@@ -124,7 +129,8 @@ class _Chooser:
     window: BackfillWindow
 
     def choose(self) -> PlacementDecision:
-        """Decode first: it must have room for the answer. Then who computes the prompt, and whether they are one."""
+        """Pick the decode worker first, since it must have room for the answer; then the prefill worker, or one for
+        both."""
         members = self.members
         if self.routing.query.computes_prompt:
             one = self._pick(WorkerRole.DECODE, self._combined_costs(), None).worker
@@ -138,7 +144,10 @@ class _Chooser:
         return self._decide(both, both) if both else self._decide(decode.worker, prefill.worker)
 
     def _prefill_fingerprints(self, prefill_costs: Row) -> Set[ModelFingerprint]:
-        """What those run who could compute the prompt; where nobody could, all, so that the refusal says why."""
+        """Return the fingerprints of workers that could compute the prompt.
+
+        If there are none, return those of all prefill workers, so the error names the reason.
+        """
         slots, prefills = self.members.prefill_slots, self.members.prefills
         able = {
             worker.info.fingerprint
@@ -154,7 +163,7 @@ class _Chooser:
         is_new = preferred is None and not routing.prefixes.held
         costs = members.prefill_costs(tokens * SPREAD_SHARE if is_new else tokens, weighed)
         costs += members.role_masks[WorkerRole.PREFILL]
-        own, weight, before = 0, 0.0, -1  # nearly all who hold anything hold what is common, and no more
+        own, weight, before = 0, 0.0, -1  # most holders hold only the common prefix, so cache the last result
         for worker, tokens in routing.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
                 if tokens != before:
@@ -166,8 +175,10 @@ class _Chooser:
         return costs
 
     def _work(self, held: int) -> tuple[int, float]:
-        """Tokens to compute where so many are held, and how many they count for against a worker. What is fetched costs
-        nobody else anything: it comes while others compute."""
+        """Return the tokens to compute with `held` tokens cached, and their weight as a cost.
+
+        Fetched tokens delay no other request: the fetch runs while others compute.
+        """
         prefixes, total = self.routing.prefixes, self.routing.query.prompt_tokens
         saved = _store_saves(self.routing, held)
         there = max(held, min(prefixes.stored_tokens, total - 1))
@@ -190,13 +201,13 @@ class _Chooser:
         return costs
 
     def _combined_costs(self) -> Row:
-        """Of whoever decodes and computes all of the prompt."""
+        """Return the cost of decoding and computing the whole prompt on the same worker."""
         return self._decode_costs() + self.members.prefill_costs(*self._work(0))
 
     def _single_worker(
         self, decode: _Candidate, prefill: _Candidate, prefill_costs: Row, decode_costs: Row
     ) -> Worker | None:
-        """The worker that had better do both, if there is one."""
+        """Return the worker that should do both, or None if two are cheaper."""
         query, members = self.routing.query, self.members
         if prefill.worker is decode.worker:
             return decode.worker
@@ -205,10 +216,10 @@ class _Chooser:
             both = self._best(WorkerRole.BOTH, prefill_costs + decode_costs, None)
             if both is None or both.cost > prefill.cost + decode.cost + handoff:
                 return None
-            # one that has just failed is no other to a pair that has not
+            # a suspect worker does not replace a healthy pair
             is_needed = self._is_suspect(decode.worker) or self._is_suspect(prefill.worker)
             return both.worker if is_needed or not self._is_suspect(both.worker) else None
-        # a session's word is not enough to compute among those that generate
+        # the affinity alone is no reason to prefill on a decode worker
         worker = decode.worker
         own = query.prompt_tokens - min(self.routing.prefixes.held.get(worker, 0), query.prompt_tokens - 1)
         if own > min(MAX_LOCAL_TOKENS, MAX_LOCAL_SHARE * query.prompt_tokens):
@@ -219,16 +230,17 @@ class _Chooser:
 
     def _pick(self, role: WorkerRole, costs: Row, fingerprints: Set[ModelFingerprint] | None) -> _Candidate:
         if (pick := self._best(role, costs, fingerprints)) is None:
-            # who goes past others may have found no partner because of them
+            # in a backfill, the window may be why no partner was found
             raise rejection(
                 self.members, self.routing.query, role, fingerprints if self.window is UNRESTRICTED else None
             )
         return pick
 
     def _best(self, role: WorkerRole, costs: Row, fingerprints: Set[ModelFingerprint] | None) -> _Candidate | None:
-        """The cheapest worker that can take the request, if there is one; one that a request has just failed on only
-        when there is no other. Nearly always the first look is the last, so the others are vetted only when it is
-        not."""
+        """Return the cheapest eligible worker; a suspect one only if there is no other.
+
+        The first look nearly always succeeds, so the others are vetted only if it fails.
+        """
         pick, workers = self._cheapest(role, costs), self.members.workers
         if pick is None or (self._is_eligible(role, pick.worker, fingerprints) and not self._is_suspect(pick.worker)):
             return pick
@@ -246,10 +258,10 @@ class _Chooser:
         return worker.suspect_until > self.now
 
     def _cheapest(self, role: WorkerRole, costs: Row) -> _Candidate | None:
-        """Among those that cost about the same one that the session knows, or whoever was given least."""
+        """Among near ties return the session's worker, else the one with the fewest recently assigned tokens."""
         members, affinity = self.members, self.routing.affinity
         first = members.first_by_role[role]
-        # the place of the least is found in a third of the time that the least itself is
+        # argmin takes a third of the time of min
         if first is None or (best := float(costs[costs.argmin()])) == INFINITE:
             return None
         limit = best + TIE_SECONDS + TIE_SHARE * self.routing.query.prompt_tokens * first.token_seconds
@@ -290,7 +302,7 @@ class _Chooser:
 
 
 def has_room(worker: Worker, role: WorkerRole, routing: RoutingInput) -> bool:
-    """May the request be booked there. An idle worker takes any that its pool can hold."""
+    """Return whether the request may be reserved there. An idle worker takes any request that fits its pool."""
     booked, info = worker.reserved, worker.info
     if booked.requests == 0:
         return True

@@ -1,10 +1,11 @@
-"""Which holder probably has which prefix: block keys, by holder, least recently used out first. A guess that costs
-nobody an answer: what is wrong here makes a prompt's prefix be computed again. Where there are more keys than may be
-remembered, whoever has most of them loses its oldest, so that a newcomer gets its part.
+"""Index of which holder probably has which prefix: block keys by holder, least recently used first out.
 
-Two sources write it: what this scheduler dispatched itself, and what holders say of themselves. Keys are chained, so
-that whoever holds a key holds all before it. Of a long prompt not every key is kept, but those of a grid that gets
-coarser with depth, and the last: the same depths for everyone, so that prompts that share a prefix meet.
+It is a guess: an error costs a prefill, never a wrong answer. Beyond `max_keys` the holder with the most keys loses its
+oldest, so a newcomer gets its share.
+
+The scheduler's own placements and the holders' reports write it. Keys are chained: a holder of a key holds all keys
+before it. Of a long prompt only the keys on a grid are kept, coarser with depth, and the last one. The depths are the
+same for all prompts, so prompts that share a prefix meet there.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import numpy as np
 HolderT = TypeVar("HolderT", bound=Hashable)
 # over all holders; a key takes about 300 bytes
 MAX_KEYS = 1_000_000
-# every depth up to here, every second up to twice that, and so on: a prefix is found to within 1/8 of its length,
-# and to the block where a prompt goes on from another's end
+# Every depth up to here, every second one up to twice that, and so on. A prefix is found to within 1/8 of its length,
+# and exactly where one prompt continues another.
 FINE_DEPTHS = 8
-# from here on it is quicker to unpack a mask whole than to take bit by bit
+# from this many bits on, unpacking the whole mask is faster than bit by bit
 MANY_BITS = 12
 
 
 class _HolderKeys:
-    """One holder's keys, oldest first, and how many blocks each stands for. `bit`: its own in the masks of all keys."""
+    """Keys of one holder, oldest first, with the number of blocks each stands for.
+
+    `bit`: the holder's bit in the masks of all keys.
+    """
 
     __slots__ = ("bit", "blocks", "keys")
 
@@ -38,30 +42,32 @@ class _HolderKeys:
 
 
 class PrefixIndex(Generic[HolderT]):
-    """Holders by key, as a whole number with a bit for each: small, quick to change, and nothing that a collector of
-    garbage would have to look at. Bounded by each holder's own capacity, and over all by `max_keys`."""
+    """Holders by key, as an integer with a bit for each holder: compact, fast, and invisible to the garbage collector.
+
+    Bounded by each holder's capacity and by `max_keys` over all.
+    """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._masks: dict[bytes, int] = {}
         self._held: dict[HolderT, _HolderKeys] = {}
-        # whose bit that is; those of who is gone are given out again
+        # holder by bit number; the bits of removed holders are reused
         self._names: list[HolderT] = []
         self._free_bits: list[int] = []
-        # all of `_held` in turn, and who had most keys of those looked at
+        # all holders in rotation, and the largest of those compared
         self._ring: deque[HolderT] = deque()
         self._largest: HolderT | None = None
         self._num_keys = 0
         self._max_keys = max_keys
 
     def __len__(self) -> int:
-        """Keys over all holders."""
+        """Number of keys over all holders."""
         return self._num_keys
 
     def match(self, keys: Sequence[bytes]) -> dict[HolderT, int]:
-        """For every holder of a first part of these keys: how many of them it holds; who holds most comes first.
+        """Return for every holder how many of these leading keys it holds, the largest first.
 
-        Whose prompt ended between two depths of the grid is found there by who goes on from it, and at the depth before
-        where others hold more.
+        A prompt that ended between two depths of the grid is found there by its continuation, and at the depth before
+        if others hold more.
         """
         found: dict[HolderT, int] = {}
         known = 0
@@ -73,9 +79,11 @@ class PrefixIndex(Generic[HolderT]):
         return found
 
     def _hits(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """The deepest depths at which the same holders have a key, and who they are. Each look is a walk through cold
-        memory: none goes beyond the first depth of the grid that nobody holds, as nobody holds what is behind it
-        either."""
+        """Return the deepest depths at which the same holders have a key, with their masks.
+
+        Each lookup touches cold memory. It stops at the first depth of the grid without a holder, since deeper ones
+        have none either.
+        """
         hits: list[tuple[int, int]] = []
         get, last, mask = self._masks.get, 0, 0
         for depth in _grid(len(keys)):
@@ -90,8 +98,10 @@ class PrefixIndex(Generic[HolderT]):
         return [*hits, (last, mask)] if mask else hits
 
     def _ends(self, keys: Sequence[bytes], depth: int, mask: int) -> list[tuple[int, int]]:
-        """The same of these keys behind that depth: between two depths of the grid prompts end. No look goes before
-        one that all who are in `mask` have."""
+        """Return the same for the keys between two depths of the grid, where prompts end.
+
+        It stops at a key that all holders in `mask` have.
+        """
         ends: list[tuple[int, int]] = []
         for between in range(len(keys), 0, -1):
             if here := self._masks.get(keys[between - 1], 0):
@@ -101,9 +111,9 @@ class PrefixIndex(Generic[HolderT]):
         return ends[::-1]
 
     def add(self, holder: HolderT, keys: Sequence[bytes], held: int, capacity: int) -> None:
-        """The holder has, or is about to have, all these blocks; `held` of them it was known to have.
+        """Record that the holder has, or will soon have, these blocks; `held` of them were known.
 
-        What it holds of them becomes its newest, the beginning newest of all. What is over `capacity` blocks goes.
+        They become its newest, the first block newest of all. Blocks over `capacity` are dropped, oldest first.
         """
         if (mine := self._held.get(holder)) is None:
             mine = self._add_holder(holder)
@@ -115,7 +125,7 @@ class PrefixIndex(Generic[HolderT]):
                 known.move_to_end(key)
                 continue
             if before < held:
-                before = held if held < depth else depth - 1  # it stands for itself at least
+                before = held if held < depth else depth - 1  # it stands for at least itself
             known[key] = depth - before
             blocks += depth - before
             masks[key] = masks.get(key, 0) | bit
@@ -138,7 +148,7 @@ class PrefixIndex(Generic[HolderT]):
         return mine
 
     def remove(self, holder: HolderT, keys: Sequence[bytes]) -> None:
-        """The holder has said that it holds these no more."""
+        """Remove keys that the holder has dropped."""
         if (mine := self._held.get(holder)) is not None:
             for key in keys:
                 if (stood_for := mine.keys.pop(key, None)) is not None:
@@ -146,7 +156,7 @@ class PrefixIndex(Generic[HolderT]):
                     self._remove_key(mine, key)
 
     def trim(self, holder: HolderT, capacity: int) -> None:
-        """It holds no more than so many blocks: the oldest are gone."""
+        """Drop the holder's oldest keys until it holds at most `capacity` blocks."""
         if (mine := self._held.get(holder)) is not None and mine.blocks > capacity:
             keys, masks, bit, blocks = mine.keys, self._masks, mine.bit, mine.blocks
             num_before = len(keys)
@@ -161,7 +171,7 @@ class PrefixIndex(Generic[HolderT]):
             self._num_keys -= num_before - len(keys)
 
     def forget(self, holder: HolderT) -> None:
-        """It is gone, and all it held."""
+        """Remove a holder that is gone."""
         if (mine := self._held.pop(holder, None)) is not None:
             for key in mine.keys:
                 self._remove_key(mine, key)
@@ -170,8 +180,10 @@ class PrefixIndex(Generic[HolderT]):
             self._largest = None if holder == self._largest else self._largest
 
     def _drop_oldest(self) -> None:
-        """The oldest key of who has most. Who comes to have most by others' losses may be found late, but not by much:
-        with every key that goes one more holder is looked at, and nobody looks at all of them."""
+        """Drop the oldest key of the largest holder known.
+
+        Each call compares one more holder, so a new largest is found late but soon enough, without a scan of all.
+        """
         self._ring.rotate(-1)
         mine = self._held[self._update_largest(self._ring[0])]
         if mine.keys:
@@ -180,13 +192,13 @@ class PrefixIndex(Generic[HolderT]):
             self._remove_key(mine, key)
 
     def _update_largest(self, holder: HolderT) -> HolderT:
-        """Who has most, as far as is known, this one included."""
+        """Return the largest holder known, this one included."""
         if self._largest is None or len(self._held[holder].keys) > len(self._held[self._largest].keys):
             self._largest = holder
         return self._largest
 
     def _remove_key(self, mine: _HolderKeys, key: bytes) -> None:
-        """The key is among its own no more."""
+        """Clear the holder's bit of the key."""
         self._num_keys -= 1
         if rest := self._masks[key] & ~mine.bit:
             self._masks[key] = rest
@@ -195,7 +207,7 @@ class PrefixIndex(Generic[HolderT]):
 
 
 def _set_bits(mask: int) -> list[int]:
-    """Which bits are set."""
+    """Return the indices of the bits that are set."""
     if mask.bit_count() > MANY_BITS:
         size = (mask.bit_length() + 7) // 8
         octets = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
@@ -211,7 +223,7 @@ def _set_bits(mask: int) -> list[int]:
 
 @lru_cache(4096)
 def _grid(num_keys: int) -> tuple[int, ...]:
-    """The depths that are kept of a prompt with so many blocks, and its last."""
+    """Return the depths kept of a prompt with `num_keys` blocks, the last one included."""
     depths: list[int] = []
     depth, step, limit = 1, 1, FINE_DEPTHS
     while depth <= num_keys:
@@ -226,6 +238,6 @@ def _grid(num_keys: int) -> tuple[int, ...]:
 
 @lru_cache(4096)
 def _steps(num_keys: int) -> tuple[tuple[int, int], ...]:
-    """Each of those depths and the one before it, from the last on."""
+    """Return each of those depths with the one before it, deepest first."""
     depths = _grid(num_keys)
     return tuple(zip(depths, (0, *depths), strict=False))[::-1]

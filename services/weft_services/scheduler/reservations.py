@@ -1,7 +1,7 @@
-"""Which request holds what on which worker. Everything booked is given back exactly once, however messages arrive.
+"""Which request holds what on which worker. Every reservation is released exactly once, in any order of messages.
 
-One booking a request id: a newer generation replaces the older one; an end counts for every generation up to its own.
-Knows nothing of why a worker was chosen.
+One reservation per request id: a newer generation replaces an older one, and an end covers every generation up to its
+own.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from weft.request_stage import RequestStage
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.routing_types import PlacementDecision
 
-# what this process has booked, told when somebody asks: a gauge that is moved takes as long as half of a booking
+# totals of this process, read by the gauges on demand: updating a gauge costs half as much as a reservation
 _TOTAL_RESERVED = ReservedLoad()
 BOOKED_TOKENS.labels("prefill").set_function(lambda: _TOTAL_RESERVED.prefill_tokens)
 BOOKED_TOKENS.labels("decode").set_function(lambda: _TOTAL_RESERVED.decode_tokens)
 BOOKED_REQUESTS.set_function(lambda: _TOTAL_RESERVED.requests)
-# what nobody settles ends with the request's own deadline, and a moment for late settlements
+# an unsettled request ends at its deadline plus this time for late settlements
 GRACE_SECONDS = 10.0
-# a worker that has held no sequence for this long holds no booked request either
+# a worker idle for this long holds no reserved request either
 MAX_ORPHAN_SECONDS = 30.0
-# ends remembered, so that a Route overtaken by its own end books nothing
+# remembered ends, so that a Route that arrives after its own end reserves nothing
 MAX_ENDED = 8192
 
 
 @dataclass(slots=True, eq=False)
 class WorkerReservation:
-    """What a request holds on one worker; what has been given back is zero here."""
+    """What a request holds on one worker; released parts are zero."""
 
     worker: Worker
     prefill_tokens: int
@@ -42,14 +42,14 @@ class WorkerReservation:
     is_held: bool = False
 
     def acquire(self) -> None:
-        """Book it."""
+        """Add the tokens to the worker's load."""
         self.is_held = True
         self._count(+1)
         self._move(self.prefill_tokens, self.decode_tokens)
         self.worker.refresh()
 
     def release(self) -> None:
-        """Everything, and the request. Idempotent."""
+        """Release the tokens and the request. Idempotent."""
         if not self.is_held:
             return
         self.is_held = False
@@ -59,7 +59,7 @@ class WorkerReservation:
         self.worker.refresh()
 
     def release_prefill(self) -> None:
-        """The prompt is computed; the request stays."""
+        """Release the prompt tokens after the prefill; the request stays."""
         if self.prefill_tokens:
             self._move(-self.prefill_tokens, 0)
             self.prefill_tokens = 0
@@ -80,10 +80,10 @@ class WorkerReservation:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A placed request: of its query what its end needs, as there may be thousands with a megabyte of block keys each.
+    """A placed request, with the fields of its query that its end needs; queries can hold a megabyte of block keys.
 
-    `prefill` is None from the first token on, and when the decode worker computes the prompt. `computed_by` stays who
-    computes or has computed the prompt, for the session's sake. `ends_at`: nobody waits for it any longer than this.
+    `prefill` is None from the first token on, and if the decode worker computes the prompt. `computed_by` keeps the
+    worker that computes the prompt, for the session. No client waits after `ends_at`.
     """
 
     key: RequestKey
@@ -100,12 +100,15 @@ class Reservation:
 
     @property
     def prefill_id(self) -> str:
-        """Who has the prompt beside the worker that decodes, or that one."""
+        """Id of the worker that computed the prompt; it may be the decode worker."""
         return self.computed_by.worker_id
 
 
 class Reservations:
-    """All bookings of this scheduler. The only writer of `Worker.booked`, `fresh` and `dispatched_tokens`."""
+    """All reservations of this scheduler.
+
+    It alone writes `Worker.reserved`, `unreported`, `released` and `dispatched_tokens`.
+    """
 
     def __init__(self) -> None:
         self._by_request: dict[str, Reservation] = {}
@@ -115,19 +118,21 @@ class Reservations:
         return len(self._by_request)
 
     def check_attempt(self, key: RequestKey) -> None:
-        """Raises Cancelled when this attempt is over already, or a newer one is placed. What the request holds from
-        before is given back, lest it is in its own way: by an attempt that is over, or by this one, which asked before
-        on a stream that broke. The booking stays: who has failed it may still be told."""
+        """Raise Cancelled if this attempt has ended or a newer one is placed.
+
+        Also releases what an earlier call of the request holds, so that it does not compete with itself. The record
+        stays: the worker that failed it may still be reported.
+        """
         current = self._by_request.get(key.request_id)
         if self.has_ended(key):
-            raise Cancelled(f"attempt {key} has ended already")
+            raise Cancelled(f"attempt {key} has already ended")
         if current is not None and key.generation < current.key.generation:
             raise Cancelled(f"attempt {key} is older than the placed one, {current.key}")
         if current is not None:
             _release(current)
 
     def reserve(self, query: RouteQuery, placement: PlacementDecision, now: float) -> Reservation:
-        """Hold the placement's tokens. Call `admit` before."""
+        """Reserve the placement's tokens. Call `check_attempt` before."""
         decode, prefill = placement.decode, placement.prefill
         local_tokens = placement.prefill_tokens if prefill is None else 0
         reservation = Reservation(
@@ -154,18 +159,20 @@ class Reservations:
         return share
 
     def find(self, key: RequestKey) -> Reservation | None:
-        """That of this very attempt, while it is under way."""
+        """Return the reservation of exactly this attempt while it is active."""
         reservation = self._by_request.get(key.request_id)
         return reservation if reservation is not None and reservation.key.generation == key.generation else None
 
     def has_ended(self, key: RequestKey) -> bool:
-        """The end of this attempt has been told, as far back as ends are remembered."""
+        """Return whether the end of this attempt was reported, as far back as ends are remembered."""
         return key.generation <= self._ended.get(key.request_id, -1)
 
     def settle(self, key: RequestKey, stage: RequestStage) -> Reservation | None:
-        """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
-        change nothing. Returns the request's booking when this is the first word of this attempt's end; it may be a
-        newer attempt's, which stays."""
+        """Apply a stage: DECODING releases the prefill load, a terminal stage everything.
+
+        Late and repeated calls have no effect. Returns the reservation at the first report of this attempt's end; it
+        may belong to a newer attempt, which stays.
+        """
         reservation = self._by_request.get(key.request_id)
         if not stage.is_terminal:
             if reservation is not None and reservation.key.generation == key.generation:
@@ -178,7 +185,7 @@ class Reservations:
         return reservation
 
     def reject(self, key: RequestKey) -> None:
-        """This attempt holds nothing, nor does an earlier one, of which may still be told who failed it."""
+        """Release what this attempt or an earlier one holds after a rejection."""
         reservation = self._by_request.get(key.request_id)
         if reservation is not None and reservation.key.generation == key.generation:
             self._end(key.request_id)
@@ -186,7 +193,7 @@ class Reservations:
             _release(reservation)
 
     def drop_worker(self, worker: Worker) -> None:
-        """The worker has vanished: requests decoding there are over, prompts computing there are not any more."""
+        """End requests that decode on a lost worker; release the prefill load of those that compute there."""
         for request_id, reservation in list(self._by_request.items()):
             if reservation.decode.worker is worker:
                 self._end(request_id)
@@ -194,7 +201,7 @@ class Reservations:
                 _release_prefill(reservation)
 
     def sweep(self, now: float, gone: Set[str] = frozenset()) -> int:
-        """End what nobody will settle any more, such as all of the gateways that are `gone`; returns how many."""
+        """End overdue reservations and those of the gateways in `gone`; return how many."""
         overdue = [
             request_id
             for request_id, reservation in self._by_request.items()
@@ -210,7 +217,7 @@ class Reservations:
             _release(reservation)
 
     def _remember_end(self, key: RequestKey) -> bool:
-        """False when that attempt has ended before."""
+        """Record an end; False if it was recorded before."""
         if self.has_ended(key):
             return False
         self._ended[key.request_id] = key.generation
@@ -221,7 +228,7 @@ class Reservations:
 
 
 def _release(reservation: Reservation) -> None:
-    """All that it still holds."""
+    """Release everything that is still held."""
     _release_prefill(reservation)
     _TOTAL_RESERVED.requests -= reservation.decode.is_held
     reservation.decode.release()

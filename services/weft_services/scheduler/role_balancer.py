@@ -1,11 +1,11 @@
-"""Which worker had better play another role: pure functions over the fleet's state, and a planner that remembers since
-when somebody is short. The clock is passed in. Asks nobody; the router passes its wish on.
+"""Decides which worker should change its role. Pure functions, and a balancer that tracks how long a role is short.
 
-Prefill is short when a new prompt would wait for longer than the limit before it is computed, decode when tokens come
-more slowly than the limit or its pools are nearly full. A strain of 1 is at the limit. A worker moves when one side has
-been short for a while and the other, without it, is still well within its own limit: where both are short, moving
-helps nobody. One worker of a model at a time, with a pause, and never one of the least that each role keeps. Workers
-that take no requests, such as drained ones, neither count nor move.
+Prefill is short if a new prompt would wait longer than the limit. Decode is short if tokens come slower than the limit
+or its pools are nearly full. A pressure of 1 is at the limit. A worker moves if one role was short for
+MIN_SHORTAGE_SECONDS and the other one, without it, stays well below its limit. If both are short no move helps.
+
+Per model one worker moves at a time, with a pause, and each role keeps `least` workers. Workers that take no requests
+neither count nor move.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weft.request import WorkerRole
 from weft_services.scheduler.fleet import takes_requests
 from weft_services.scheduler.fleet_state import INFINITE, NEVER, ModelWorkers, Worker
 
-# a side is short when it has been over its limit for so much longer than it was not: queues come and go, and one look
-# at an empty or a long one must not undo all the others
+# A role is short if it was over its limit this much longer than below. Queues fluctuate, and one empty or long queue
+# must not undo all other observations.
 MIN_SHORTAGE_SECONDS = 5.0
-# a side that gives a worker away must stay below this share of its limit, as far as can be told before
+# the role that gives a worker must stay below this share of its limit
 SPARE_PRESSURE = 0.75
 # share of a pool that counts as full
 FULL_POOL = 0.9
@@ -30,7 +30,7 @@ FULL_POOL = 0.9
 
 @dataclass(frozen=True, slots=True)
 class BalancerLimits:
-    """Seconds that prompts may wait and that a token may take; workers of a role that stay; seconds between moves."""
+    """Seconds that prompts may wait and that a token may take, workers that each role keeps, seconds between moves."""
 
     wait_seconds: float
     itl_seconds: float
@@ -40,7 +40,7 @@ class BalancerLimits:
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """A worker that is to play another role, and why."""
+    """A worker that should play another role, and why."""
 
     worker: Worker
     role: WorkerRole
@@ -48,19 +48,22 @@ class RoleChange:
 
 
 def prefill_pressure(members: ModelWorkers, limits: BalancerLimits, without: int = 0) -> float:
-    """How near prefill is to its limit, had it so many workers fewer."""
+    """Return the prefill load relative to its limit, with `without` workers fewer."""
     workers = [worker for worker in members.prefills if takes_requests(worker)]
     if len(workers) <= without:
         return INFINITE
     share = len(workers) / (len(workers) - without)
-    # as workers say: what is booked counts prompts too that wait for a decode worker's room
+    # reported, not reserved: reservations include prompts that wait for room on a decode worker
     waiting = fmean(worker.report.queued_prefill_tokens * worker.token_seconds for worker in workers) * share
-    # a queue says little beforehand of what it becomes with fewer workers; how much they rest says more
+    # a short queue does not predict the queue with fewer workers; utilization does
     return max(waiting / limits.wait_seconds, members.utilization * share if without else 0.0)
 
 
 def decode_pressure(members: ModelWorkers, limits: BalancerLimits, is_prefill_short: bool, without: int = 0) -> float:
-    """The same for decode. Its pools fill up behind a slow prefill as well: then only what generates counts."""
+    """Return the decode load relative to its limit, with `without` workers fewer.
+
+    Pools also fill up behind a slow prefill; then only the token rate counts.
+    """
     workers = [worker for worker in members.decodes if takes_requests(worker)]
     if len(workers) <= without:
         return INFINITE
@@ -77,7 +80,7 @@ def _generating(worker: Worker) -> float:
 
 
 def wanted_change(members: ModelWorkers, limits: BalancerLimits) -> RoleChange | None:
-    """The move that would help now, whatever was moved before."""
+    """Return the move that would help now, if there is one."""
     prefill = prefill_pressure(members, limits)
     decode = decode_pressure(members, limits, prefill > 1)
     if (prefill > 1) == (decode > 1):
@@ -93,8 +96,10 @@ def wanted_change(members: ModelWorkers, limits: BalancerLimits) -> RoleChange |
 
 
 def _movable_worker(members: ModelWorkers, role: WorkerRole, least: int) -> Worker | None:
-    """The worker of that role with the least to do, if there are more than the least; one that has not moved when it
-    was asked comes after those that may."""
+    """Return the least loaded worker of the role that can move, unless the role has only `least`.
+
+    Workers that declined a request come last.
+    """
     playing = [worker for worker in members.workers if worker.info.role.can(role) and takes_requests(worker)]
     able = [worker for worker in playing if worker.info.role is role and worker.info.can_change_role]
     if len(playing) <= least:
@@ -108,14 +113,14 @@ def _move_order(worker: Worker) -> tuple[int, int, str]:
 
 @dataclass(slots=True)
 class _Shortage:
-    """Of which role a model is short, and for how much longer it has been so than not."""
+    """Which role of a model is short, and for how much longer than not."""
 
     looked_at: float
     role: WorkerRole | None = None
     seconds: float = 0.0
 
     def look(self, role: WorkerRole | None, now: float) -> None:
-        """What is seen now; None: of neither."""
+        """Add an observation; None: neither role is short."""
         passed, self.looked_at = now - self.looked_at, now
         if role is None:
             self.seconds = max(self.seconds - passed, 0.0)
@@ -126,7 +131,7 @@ class _Shortage:
 
 
 class RoleBalancer:
-    """To be asked once a second. Of several schedulers one plans at a time: `may_plan` says whether it is this one."""
+    """Plans role changes; call once a second. Only the scheduler for which `may_plan` is true plans."""
 
     def __init__(self, limits: BalancerLimits, may_plan: Callable[[], bool] = lambda: True) -> None:
         self._limits = limits
@@ -135,9 +140,9 @@ class RoleBalancer:
         self._moved_at: dict[str, float] = {}
 
     def plan(self, models: Mapping[str, ModelWorkers], now: float) -> list[RoleChange]:
-        """At most one move a model. The caller makes them."""
+        """Return at most one change per model; the caller requests it."""
         if not self._is_leader():
-            # another moves workers, perhaps just now: who takes over from it begins with a pause
+            # another scheduler moves workers; the one that takes over starts with a pause
             self._short.clear()
             self._moved_at = dict.fromkeys(models, now)
             return []
@@ -160,7 +165,7 @@ class RoleBalancer:
 
 
 def parse_limits(text: str) -> BalancerLimits | None:
-    """`500/50` (milliseconds of waiting, and between tokens). Empty: no planner. Raises ConfigError."""
+    """Parse `500/50` (ms of waiting / ms between tokens); empty: no balancer. Raises ConfigError."""
     if not text:
         return None
     wait, slash, itl = text.partition("/")

@@ -1,6 +1,7 @@
-"""The scheduler's verbs without waiting: join, report, leave, place, settle, sweep. Ties fleet, books, prefixes and
-policy together under one clock that is passed in, so that the simulator runs this very code. Knows neither Valkey
-nor the wire.
+"""The scheduler's operations without waiting: join, report, leave, place, settle, sweep.
+
+Combines fleet, reservations, prefixes and policy. The caller passes the clock, so the simulator runs this code. It uses
+neither Valkey nor wire messages.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from weft_services.scheduler.slo import DEFAULT_SLO, AllWorkersFull, Backlog, Ba
 from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, OutputLengths
 
 logger = logging.getLogger(__name__)
-# the store bounds itself
+# the store enforces its own capacity
 STORE_BLOCKS = 1 << 40
-# a prefix that more workers hold than this belongs to nobody's session alone
+# a prefix on more workers than this is not specific to a session
 FEW_HOLDERS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptProgress:
-    """How far an attempt has come. `generated_tokens` is None where the gateway did not say."""
+    """How far an attempt has come. `generated_tokens` None: the gateway did not say."""
 
     key: RequestKey
     stage: RequestStage
@@ -50,7 +51,7 @@ class AttemptProgress:
 
 
 class Router:
-    """Places requests on the fleet and keeps its books. No decision ever waits, so state never changes under one."""
+    """Places requests and keeps their reservations. No decision suspends, so the state cannot change during one."""
 
     def __init__(
         self,
@@ -59,36 +60,36 @@ class Router:
         max_keys: int = MAX_KEYS,
         planner: RoleBalancer | None = None,
     ) -> None:
-        """Without a planner workers keep their roles until somebody asks otherwise."""
+        """Without a role balancer workers keep their roles until an operator changes them."""
         self._slo = targets
         self._role_balancer = planner
         self.fleet = Fleet(silence_seconds)
         self.gateways = GatewayRegistry()
         self.prefixes: PrefixIndex[Worker] = PrefixIndex(max_keys)
-        # the store is two holders for each model's fingerprint, whose workers can fetch from it: of beginnings of
-        # prompts that are in its memory, and of those that end on its disk
+        # the store counts as two holders per model fingerprint: prefixes in its memory, and prefixes that end on its
+        # disk
         self._stored: PrefixIndex[tuple[bytes, Tier]] = PrefixIndex(max_keys)
         self._reservations = Reservations()
         self._backlogs = BacklogTracker()
         self._lengths = OutputLengths()
 
     def join(self, info: WorkerHello, now: float) -> Worker:
-        """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
+        """Add a worker; an earlier one of the same id is dropped with its reservations."""
         worker, replaced = self.fleet.join(info, now)
         if replaced is not None:
             self._forget_worker(replaced)
         return worker
 
     def report(self, worker: Worker, report: WorkerReport, now: float) -> None:
-        """Raises Incompatible when the worker is not a member any more."""
+        """Apply a report. Raises Incompatible if the worker is no longer a member."""
         self.fleet.report(worker, report, now)
-        # with nothing in its pool it can hold no prefix; blocks that wait to be filled are not counted yet
+        # an empty pool holds no prefix; blocks that wait to be filled are not reported yet
         booked = worker.unreported.prefill_tokens + worker.reserved.prefill_tokens + worker.reserved.decode_tokens
         in_use = report.cached_blocks + report.active_blocks
         self.prefixes.trim(worker, in_use + booked // worker.info.fingerprint.block_tokens + 1)
 
     def leave(self, worker: Worker, why: str) -> bool:
-        """The worker is gone, its bookings and what it held with it. False when it was gone already."""
+        """Remove a worker with its reservations and prefixes; False if it is gone already."""
         if not self.fleet.leave(worker, why):
             return False
         self._forget_worker(worker)
@@ -101,12 +102,12 @@ class Router:
     def place(
         self, query: RouteQuery, affinity: SessionAffinity, now: float, window: BackfillWindow = UNRESTRICTED
     ) -> PlacementDecision:
-        """Choose workers and book the request's tokens on them. Raises the policy's refusals, having booked nothing."""
+        """Choose workers and reserve the request's tokens. Raises the policy's errors without a reservation."""
         self._reservations.check_attempt(query.key)
-        # looked at now and not when the session was looked up: its request may have waited for that very worker
+        # check now, not at the lookup: the request may have waited for that very worker
         routing = self.routing_input(query, self.drop_restarted(affinity))
         placement = self._choose(routing, now, window)
-        # who lost its place goes before all who wait: were it to wait for a fleet that is half empty, so would they
+        # a migrated request goes before all waiting ones; if it waited for a half-empty fleet, so would they
         priority = Priority.DEFAULT if query.key.generation > 0 else query.priority
         self._slo.check(query.model, priority, placement, lambda: self._backlog(query, now))
         check_deadline(query, placement)
@@ -120,7 +121,7 @@ class Router:
         return placement
 
     def _backlog(self, query: RouteQuery, now: float) -> Backlog:
-        """What competes with this request; nothing with one that lost its place: it was admitted before."""
+        """Return the competing backlog; a migrated request was admitted before and has none."""
         if query.key.generation > 0:
             return Backlog(0)
         return self._backlogs.current(query.model, self.fleet.models[query.model], now)
@@ -129,14 +130,14 @@ class Router:
         query = routing.query
         try:
             return choose(self.fleet.models, routing, now, window)
-        except InvalidRequest as error:  # the last word, to clients and gateways
-            # who had its place fits where that was
+        except InvalidRequest as error:  # final for clients and gateways
+            # a request that was placed before fits on the worker that is gone
             if query.key.generation > 0 or self.fleet.has_lost_recently(query.model, query.prompt_tokens, now):
-                raise NoWorker(f"{error}, and where it would nobody is live") from error
+                raise NoWorker(f"{error}, the worker that is large enough is unavailable") from error
             raise
 
     def drop_restarted(self, affinity: SessionAffinity) -> SessionAffinity:
-        """Of a session's workers those that have not been started anew since: then their caches are empty."""
+        """Remove workers that have restarted since from the affinity: their caches are empty."""
         prefill_id, decode_id = affinity.prefill_id, affinity.decode_id
         if affinity.prefill_boot and self.fleet.find(prefill_id, affinity.prefill_boot) is None:
             prefill_id = ""
@@ -147,26 +148,26 @@ class Router:
         return replace(affinity, prefill_id=prefill_id, decode_id=decode_id)
 
     def backfill_window(self, query: RouteQuery, full: AllWorkersFull, window: BackfillWindow) -> BackfillWindow | None:
-        """What is left to those behind it, while it waits for what is full."""
+        """Return what is left to requests behind this one while it waits."""
         return backfill_window(self.fleet.models.get(query.model) or ModelWorkers(), query, full.role, window)
 
     def excludes_ready_worker(self, query: RouteQuery) -> bool:
-        """It excludes a worker that takes requests, as after an attempt that has just failed there."""
+        """Return whether the request excludes a serving worker, as after a failure there."""
         if not (query.excluded_worker_ids or query.excluded_boot_ids):
             return False
         members = self.fleet.models.get(query.model) or ModelWorkers()
         return any(query.excludes(worker.info.address) and takes_requests(worker) for worker in members.workers)
 
     def reject(self, query: RouteQuery) -> None:
-        """It is told that there is no place for it, and will not be settled."""
+        """Release what a rejected request holds; it will not be settled."""
         self._reservations.reject(query.key)
 
     def count_rejection(self, model: str, now: float) -> None:
-        """A request of this model was refused because the fleet is busy."""
+        """Count a request that was rejected because the fleet is busy."""
         self._backlogs.record_rejected(model, now)
 
     def routing_input(self, query: RouteQuery, affinity: SessionAffinity = NO_AFFINITY) -> RoutingInput:
-        """The request, and all that is known of it and of use."""
+        """Combine the query with what is known about its prefix, session and answer length."""
         output_tokens = self._lengths.expected(query.model, query.max_tokens)
         if query.computes_prompt:
             return RoutingInput(query, output_tokens=output_tokens)
@@ -178,33 +179,33 @@ class Router:
         return RoutingInput(query, prefixes, affinity, output_tokens)
 
     def _stored_tokens(self, query: RouteQuery, members: ModelWorkers) -> tuple[int, int]:
-        """All, and those of them that are on disk only."""
+        """Return the stored tokens, and how many of them are on disk only."""
         matched = self._stored.match(query.block_keys)
         in_memory = matched.get((members.fingerprint, Tier.DRAM), 0)
         stored = max(matched.get((members.fingerprint, Tier.NVME), 0), in_memory)
         return stored * members.block_tokens, (stored - in_memory) * members.block_tokens
 
     def fingerprint(self, model: str) -> bytes:
-        """What the store calls that model's blocks by; empty while no worker serves it."""
+        """Return the store's name of the model's blocks; empty without a live worker."""
         members = self.fleet.models.get(model)
         return members.fingerprint if members is not None else b""
 
     def uncached_tokens(self, query: RouteQuery) -> int:
-        """Tokens of the prompt that would have to be computed where most of it is known to lie."""
+        """Return the prompt tokens to compute on the worker that holds most of the prefix."""
         held = {} if query.computes_prompt else self._held(query)
         return query.prompt_tokens - max(held.values(), default=0)
 
     def _held(self, query: RouteQuery) -> dict[Worker, int]:
-        """Tokens of the prompt by worker of its model; another model's blocks can have the same keys."""
+        """Return the cached tokens by worker of this model; other models may use the same keys."""
         matched, members = self.prefixes.match(query.block_keys), self.fleet.models.get(query.model)
         if members is None:
             return {}
-        # a gateway makes keys of the first worker's blocks, whatever size those of the others are
+        # gateways compute keys with the first worker's block size
         slots, block_tokens = members.slots, members.block_tokens
         return {worker: blocks * block_tokens for worker, blocks in matched.items() if worker in slots}
 
     def add_located(self, fingerprint: bytes, keys: Sequence[bytes], located: LocatedPrefix) -> None:
-        """What others know of where a prompt's blocks lie. What workers have been given since is not denied by it."""
+        """Add what kvstore knows about a prompt's blocks. Newer placements stay."""
         in_memory = keys[: located.num_in_memory]
         with_disk = keys[: located.num_stored] if located.num_stored > located.num_in_memory else ()
         self._stored.remove((fingerprint, Tier.DRAM), keys[located.num_in_memory :])
@@ -219,13 +220,15 @@ class Router:
                 self.prefixes.add(worker, keys[: holding.num_blocks], known.get(worker, 0), worker.info.num_blocks)
 
     def forget_store(self, fingerprint: bytes) -> None:
-        """Nobody answers for it any more."""
+        """Forget a store that is gone."""
         for tier in (Tier.DRAM, Tier.NVME):
             self._stored.forget((fingerprint, tier))
 
     def settle(self, progress: AttemptProgress, now: float) -> Reservation | None:
-        """A booked request has come this far; late, repeated and unknown ones change nothing. Returns its booking at
-        the first word of its end."""
+        """Apply the progress of an attempt. Late, repeated and unknown ones have no effect.
+
+        Returns the reservation at the first report of its end.
+        """
         if progress.stage is RequestStage.DECODING:
             self._on_first_token(progress, now)
         reservation = self._reservations.settle(progress.key, progress.stage)
@@ -234,7 +237,7 @@ class Router:
         if progress.stage is RequestStage.FINISHED:
             self.fleet.mark_healthy(reservation.computed_by)
             self.fleet.mark_healthy(reservation.decode.worker)
-            # an answer that was moved is as long as all its parts
+            # a migrated answer is as long as all its parts
             if progress.generated_tokens is not None:
                 self._lengths.record(reservation.model, reservation.resumed_tokens + progress.generated_tokens)
         if progress.stage is RequestStage.FAILED and progress.failed_worker_id:
@@ -242,32 +245,34 @@ class Router:
         return reservation
 
     def _on_first_token(self, progress: AttemptProgress, now: float) -> None:
-        """The first token is there: the prompt was computed, but not by who was asked for it if that is named."""
+        """The prompt is computed; if `failed_worker_id` names the prefill worker, the decode worker did it."""
         reservation = self._reservations.find(progress.key)
         if reservation is None:
-            if not self._reservations.has_ended(progress.key):  # else it was told before
+            if not self._reservations.has_ended(progress.key):  # otherwise reported before
                 self.fleet.mark_suspect(progress.failed_worker_id, now)
             return
         asked, decode = reservation.computed_by.info.address, reservation.decode.worker
         if progress.failed_worker_id == asked.worker_id:
-            # if it is still there: who was started anew under its name has done nothing wrong
+            # only if that boot is still live: a restarted worker is not at fault
             if self.fleet.find(asked.worker_id, asked.boot_id) is not None:
                 self.fleet.mark_suspect(asked.worker_id, now)
-            reservation.computed_by = decode  # where the prompt is; what ends well now says nothing for the other
+            reservation.computed_by = decode  # the prompt's KV is here; a good end says nothing about the other worker
         for worker in {reservation.computed_by, decode}:
             self.fleet.end_probe(worker)
 
     def sweep(self, now: float) -> list[Worker]:
-        """Once a second: give up workers that are silent and bookings that nobody will settle, and let workers play
-        other roles where that is wanted; returns the workers that are lost."""
+        """Drop silent workers and overdue reservations, and change roles where needed; call once a second.
+
+        Returns the lost workers.
+        """
         lost = [worker for worker in self.fleet.silent_workers(now) if self.leave(worker, "silent")]
         if (count := self._reservations.sweep(now, self.gateways.take_absent(now))) > 0:
-            logger.warning("bookings given up, their gateway never settled them: count=%d", count)
+            logger.warning("reservations expired without settlement count=%d", count)
         self.fleet.refresh(now)
         for move in self._role_balancer.plan(self.fleet.models, now) if self._role_balancer is not None else ():
             try:
                 self.fleet.set_role(move.worker.worker_id, move.role)
-                logger.info("worker is to play %s id=%s: %s", move.role, move.worker.worker_id, move.why)
-            except InvalidRequest as error:  # a wish that cannot be granted must not end whoever sweeps
-                logger.warning("worker stays what it is id=%s: %s", move.worker.worker_id, error)
+                logger.info("role change requested role=%s id=%s reason=%s", move.role, move.worker.worker_id, move.why)
+            except InvalidRequest as error:  # an impossible request must not end the sweep
+                logger.warning("role change rejected id=%s error=%s", move.worker.worker_id, error)
         return lost

@@ -1,4 +1,4 @@
-"""Values that describe one request on its way to a placement, and what the kvstore reports about its prefix."""
+"""Values that describe one request during routing: where its prefix is cached, and where it goes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, StoreCredit
 
 @dataclass(frozen=True, slots=True)
 class SessionAffinity:
-    """Where a session's cache was last seen: worker ids, "" when unknown, and which starts of them; and how many tokens
-    lay there. `is_news`: another scheduler saw it, or this one before it was started."""
+    """Where a session's cache was last: worker ids with their boot ids, and its number of tokens. Unknown: "".
+
+    `is_foreign`: another scheduler process wrote it, or an earlier start of this one.
+    """
 
     prefill_id: str = ""
     decode_id: str = ""
@@ -28,9 +30,12 @@ NO_AFFINITY = SessionAffinity()
 
 @dataclass(frozen=True, slots=True)
 class PrefixLocations:
-    """What is known of where a prompt's prefix lies: tokens by worker, and in the store that all share, the last
-    `disk_tokens` of those on its disk only. `common_tokens`: the part that more than a few workers hold, such as a
-    system prompt. Another copy pays off. `credit`: what a token in the store saves."""
+    """Where the prefix of a prompt is cached, in tokens.
+
+    `held`: by worker. `stored_tokens`: in the shared store, the last `disk_tokens` of them on disk only.
+    `common_tokens`: the part that more than FEW_HOLDERS workers hold, such as a system prompt; another copy of it pays
+    off. `credit`: what a token in the store saves.
+    """
 
     held: Mapping[Worker, int] = field(default_factory=dict)
     stored_tokens: int = 0
@@ -41,7 +46,7 @@ class PrefixLocations:
 
 @dataclass(frozen=True, slots=True)
 class RoutingInput:
-    """What a request asks of the fleet: itself, what is cached of it where, and how long its answer will be."""
+    """A request with all that is known about it: cached prefixes, affinity, and the expected answer length."""
 
     query: RouteQuery
     prefixes: PrefixLocations = field(default_factory=PrefixLocations)
@@ -51,8 +56,10 @@ class RoutingInput:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """Where a request goes. `prefill` None: the decode worker computes the prompt. Tokens are what to book:
-    `prefill_tokens` only those that have to be computed. `ttft_seconds` and `itl_seconds` are predictions."""
+    """Where a request goes, and the tokens to reserve. `prefill` None: the decode worker computes the prompt.
+
+    `prefill_tokens` counts only tokens that must be computed. `ttft_seconds` and `itl_seconds` are predictions.
+    """
 
     decode: Worker
     prefill: Worker | None
@@ -66,13 +73,13 @@ class PlacementDecision:
 
     @property
     def compute_seconds(self) -> float:
-        """What computing the prompt takes."""
+        """Predicted time to compute the prompt."""
         return self.prefill_tokens * (self.prefill or self.decode).token_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """A worker that has the first `num_blocks` blocks of a prompt in its pool."""
+    """A worker with the first `num_blocks` blocks of a prompt in its pool."""
 
     worker_id: str
     boot_id: str
@@ -81,8 +88,10 @@ class PrefixHolder:
 
 @dataclass(frozen=True, slots=True)
 class LocatedPrefix:
-    """Who holds leading blocks of a prompt, as kvstore says: workers, and so many of them the store; of these the first
-    `num_in_memory` need no disk."""
+    """What kvstore knows about a prompt: the workers that hold leading blocks, and how many the store holds.
+
+    The first `num_in_memory` of the `num_stored` blocks need no disk.
+    """
 
     workers: tuple[PrefixHolder, ...] = ()
     num_stored: int = 0

@@ -45,15 +45,19 @@ from weft_services.scheduler.routing_types import PlacementDecision
 
 
 def start_eagerly(group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """The task that goes on with it in the group; None where it is over already. What it raises before its first wait
-    is raised here."""
+    """Run the coroutine up to its first suspension; continue it as a task of the group.
+
+    Returns None if it finished without suspending. An exception before the first suspension is raised here. A request
+    that never waits costs no task and no loop iteration. Tasks of Python 3.12 can do that themselves; this also serves
+    3.11. The coroutine must not ask for its task before it suspends, as `asyncio.timeout` does.
+    """
     context = copy_context()
     try:
         awaited = context.run(work.send, None)
     except StopIteration:
         return None
     task = group.create_task(_resume(work, awaited), context=context)
-    # one that is cancelled before its first turn never comes to the work, which has to let go of what it holds
+    # a task cancelled before its first step never enters the coroutine, which must release what it holds
     task.add_done_callback(lambda _: work.close(), context=context)
     return task
 
@@ -63,7 +67,7 @@ async def _resume(work: Coroutine[Any, Any, None], awaited: Any) -> None:
 
 
 class _Started:
-    """Work that waits for something."""
+    """Awaitable that continues a coroutine which has already run to its first suspension."""
 
     def __init__(self, work: Coroutine[Any, Any, None], awaited: Any) -> None:
         self._work, self._awaited = work, awaited
@@ -73,7 +77,7 @@ class _Started:
             while True:
                 try:
                     value = yield self._awaited
-                except BaseException as error:  # a cancellation, for one: the work decides what comes of it
+                except BaseException as error:  # the coroutine handles it, a cancellation included
                     self._awaited = self._work.throw(error)
                 else:
                     self._awaited = self._work.send(value)
@@ -87,7 +91,7 @@ NAMES = (
     pb.DESCRIPTOR.services_by_name["FleetService"].full_name,
 )
 MAX_SETTLEMENTS = 1024
-# in one message of a stream, and of one stream at a time
+# per message, and per stream at a time
 MAX_ROUTES = 1024
 MAX_PENDING_ROUTES = 8192
 MAX_EXCLUDED = 64
@@ -103,7 +107,7 @@ NO_EXCLUSIONS: frozenset[str] = frozenset()
 
 
 class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
-    """Called by gateways."""
+    """The service that gateways call."""
 
     def __init__(self, dispatcher: Dispatcher, arrivals: LoadingWorkers) -> None:
         self._dispatcher = dispatcher
@@ -112,7 +116,7 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
     async def Route(
         self, request: pb.RouteRequest, context: grpc.aio.ServicerContext[pb.RouteRequest, pb.RouteResponse]
     ) -> pb.RouteResponse:
-        """See the proto."""
+        """Place one request, without a stream."""
         response = pb.RouteResponse()
         _fill(response, *await self._route(request))
         return response
@@ -122,7 +126,10 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         request_iterator: AsyncIterator[pb.RouteManyRequest],
         context: grpc.aio.ServicerContext[pb.RouteManyRequest, pb.RouteManyResponse],
     ) -> None:
-        """See the proto. A coroutine that writes: a generator must not hold a task group over a yield."""
+        """Place the requests of a stream.
+
+        Writes from a coroutine: a generator must not hold a task group over a yield.
+        """
         asked = _PendingRoutes(self._route)
         with ExitStack() as attendance:
             async with asyncio.TaskGroup() as group:
@@ -140,7 +147,7 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
                 sending.cancel()
 
     async def _route(self, request: pb.RouteRequest, gateway_id: str = "") -> tuple[PlacementDecision, float]:
-        """And the seconds that it took."""
+        """Return the placement and the seconds it took."""
         began = time.monotonic()
         with trace.server_span("route", request.traceparent) as span:
             try:
@@ -157,16 +164,18 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
     async def Settle(
         self, request: pb.SettleRequest, context: grpc.aio.ServicerContext[pb.SettleRequest, pb.SettleResponse]
     ) -> pb.SettleResponse:
-        """See the proto."""
+        """Record how far attempts have come."""
         _check_size("settlements", len(request.settlements), MAX_SETTLEMENTS)
-        # all are understood before one counts
+        # convert all before the first one counts
         self._dispatcher.settle([_progress(settlement) for settlement in request.settlements])
         return pb.SettleResponse()
 
 
 class _PendingRoutes:
-    """The routes of one stream that are under way, and answers that are not sent yet. `gateway_id`: whose it is, once
-    that has been said."""
+    """Routes of one stream in progress, and results not sent yet.
+
+    `gateway_id` is set once the gateway has named itself.
+    """
 
     def __init__(self, route: Callable[[pb.RouteRequest, str], Awaitable[tuple[PlacementDecision, float]]]) -> None:
         self.gateway_id = ""
@@ -176,13 +185,16 @@ class _PendingRoutes:
         self._has_results = asyncio.Event()
 
     def start(self, group: asyncio.TaskGroup, request: pb.RouteRequest) -> None:
-        """Begin one; over the bound it is refused."""
+        """Start one route; reject it beyond the bound."""
         if len(self._tasks) >= MAX_PENDING_ROUTES:
-            _reject(self._answer(request), Overloaded(f"{MAX_PENDING_ROUTES} requests of this gateway wait already"))
+            _reject(
+                self._answer(request),
+                Overloaded(f"this gateway has {MAX_PENDING_ROUTES} pending requests; retry later"),
+            )
             return
         key = (request.key.request_id, request.key.generation)
         if (earlier := self._tasks.get(key)) is not None:
-            earlier.cancel()  # asked again: one answer is enough
+            earlier.cancel()  # a repeated request gets one answer
         if (task := start_eagerly(group, self._place(request))) is not None:
             self._tasks[key] = task
             task.add_done_callback(lambda done: self._forget(key, done))
@@ -192,18 +204,17 @@ class _PendingRoutes:
             del self._tasks[key]
 
     def cancel(self, keys: Iterable[common_pb2.RequestKey]) -> None:
-        """Nobody waits for these any more."""
+        """Cancel the routes of these keys."""
         for key in keys:
             if (task := self._tasks.get((key.request_id, key.generation))) is not None:
                 task.cancel()
 
     def cancel_all(self) -> None:
-        """Nor for any."""
         for task in self._tasks.values():
             task.cancel()
 
     async def send(self, write: Callable[[pb.RouteManyResponse], Awaitable[None]]) -> None:
-        """For ever: what has become known while the last message went out is the next one."""
+        """Send results for ever; those that arrive during a write form the next message."""
         while True:
             await self._has_results.wait()
             self._has_results.clear()
@@ -216,11 +227,11 @@ class _PendingRoutes:
             placement, seconds = await self._route(request, self.gateway_id)
             result = self._answer(request)
             _fill(result.placed, placement, seconds)
-        except Exception as error:  # whatever it is, it is this request's, and not the end of a stream for all
+        except Exception as error:  # the error belongs to this request and must not end the stream
             _reject(result or self._answer(request), as_weft_error(error))
 
     def _answer(self, request: pb.RouteRequest) -> pb.RouteResult:
-        """To be filled at once, in its place: a message that is put into another is written and read for that."""
+        """Add an empty result to the next message, to be filled in place, which avoids a copy."""
         result = self._answers.results.add()
         result.key.request_id, result.key.generation = request.key.request_id, request.key.generation
         self._has_results.set()
@@ -239,7 +250,7 @@ def _fill(response: pb.RouteResponse, placement: PlacementDecision, seconds: flo
 
 def _reject(result: pb.RouteResult, error: WeftError) -> None:
     if isinstance(error, EngineFailed):
-        logger.error("a route failed by a bug", exc_info=error)
+        logger.error("route failed unexpectedly", exc_info=error)
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
     hold_ms = round(error.hold_seconds * 1000) if isinstance(error, QueueFull) else 0
     refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds, hold_ms=hold_ms)
@@ -273,7 +284,7 @@ def _progress(settlement: pb.Settlement) -> AttemptProgress:
 
 
 def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
-    # each is read once: a message is slow to read
+    # read each field once: access to a message is slow
     model, session, tenant, block_keys = request.model, request.session, request.tenant, request.block_keys
     workers, boots = request.excluded_worker_ids, request.excluded_boot_ids
     _check_size("model", len(model), MAX_NAME_CHARS)
@@ -311,7 +322,7 @@ def register(
     store: StoreUsagePoller | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Put both servicers on the server."""
+    """Add both servicers to the server."""
     arrivals = LoadingWorkers()
     pb_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(dispatcher, arrivals), server)  # type: ignore[no-untyped-call, unused-ignore]
     fleet = FleetServicer(dispatcher, arrivals, report_interval_ms, silence_seconds, store, clock)

@@ -22,7 +22,7 @@ MAX_RETRY_SECONDS = 30.0
 
 
 class NoWorkerReady(NoWorker):
-    """No worker of a role takes requests. One may be back in a moment: a worker is started anew when it has died."""
+    """No worker of a role takes requests. One may be back within seconds: a dead worker is restarted."""
 
     def __init__(self, message: str, role: WorkerRole) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class NoWorkerReady(NoWorker):
 
 
 class AllWorkersFull(Overloaded):
-    """No worker of a role has room now: it may be waited for."""
+    """No worker of a role has room now; the request may wait for it."""
 
     def __init__(self, message: str, retry_after_seconds: float, role: WorkerRole) -> None:
         super().__init__(message, retry_after_seconds)
@@ -40,10 +40,11 @@ class AllWorkersFull(Overloaded):
 def rejection(
     members: ModelWorkers, query: RouteQuery, role: WorkerRole, fingerprints: Set[ModelFingerprint] | None
 ) -> WeftError:
-    """Too long for everyone, gone, starting or draining, of another kind than its partners, or full: in this order.
+    """Return the error that tells the client why no worker was found.
 
-    Who is away counts only if the prompt fits there. While nobody is ready no prompt is too long: a larger worker may
-    still come.
+    Checked in this order: prompt too long, worker gone, starting or draining, no matching fingerprint, full. A live
+    worker that does not serve counts only if the prompt fits there. While no worker is ready no prompt is too long: a
+    larger worker may still join.
     """
     live = members.decodes if role is WorkerRole.DECODE else members.prefills
     able = [worker for worker in live if query.prompt_tokens <= worker.longest_prompt]
@@ -54,28 +55,28 @@ def rejection(
     able = able or live
     tried = [worker for worker in able if not query.excludes(worker.info.address)]
     ready = [worker for worker in tried if is_ready(worker)]
-    who = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
+    kind = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:
         if any(map(takes_requests, tried)):
-            return AllWorkersFull(f"the pool of every {who} is full", retry_after(tried), role)
-        message = f"no {who} of {query.model!r} is {'ready' if live else 'live'}"
-        # who passes over a live one does not wait for that one; who needs a larger one would be woken by every report
-        # of a smaller one
+            return AllWorkersFull(f"the pool of every {kind} is full", retry_after(tried), role)
+        message = f"no {kind} of {query.model!r} is {'ready' if live else 'live'}"
+        # A request that excludes a live worker does not wait for that one. One that needs a larger worker would wake at
+        # every report of a smaller one.
         return PeerLost(message) if is_apart or len(tried) < len(able) else NoWorkerReady(message, role)
     if fingerprints is not None and not any(worker.info.fingerprint in fingerprints for worker in ready):
         if role is WorkerRole.DECODE and not members.prefills:
             return NoWorkerReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
         return PeerLost("no prefill worker runs what the decode workers run")
-    return AllWorkersFull(f"every {who} is full", retry_after(ready), role)
+    return AllWorkersFull(f"every {kind} is full", retry_after(ready), role)
 
 
 def is_ready(worker: Worker) -> bool:
-    """It takes requests."""
+    """Return whether the worker takes requests now."""
     return worker.report.ready and not (worker.drain_requested or worker.park_requested)
 
 
 def retry_after(workers: Iterable[Worker]) -> float:
-    """Seconds until the least loaded worker has worked off half of what is before it."""
+    """Return the seconds until the least loaded worker has done half of its work."""
     seconds = [
         max(worker.prefill_tokens * worker.token_seconds, worker.decode_tokens * worker.decode_token_seconds)
         for worker in workers
@@ -84,22 +85,21 @@ def retry_after(workers: Iterable[Worker]) -> float:
 
 
 def clamp_retry(seconds: float) -> float:
-    """A Retry-After between the least and the most that clients are given."""
+    """Limit a Retry-After to MIN_RETRY_SECONDS to MAX_RETRY_SECONDS."""
     return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
 
-# A request counts e^(-t / MEMORY_SECONDS) after t seconds.
+# a request counts e^(-t / MEMORY_SECONDS) after t seconds
 MEMORY_SECONDS = 30.0
-# An idle worker so recently, and less load offered than this: a queue is a burst.
+# a queue is a burst if a worker was idle this recently and less load than this is offered
 IDLE_SECONDS, MAX_LOAD = 10.0, 1.0
-# Load is measured over this time at least.
+# shortest time over which load is measured
 MIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Prompts booked and not computed yet, requests refused recently, and whether the fleet keeps up with what is
-    offered."""
+    """Load that competes with a request: prompts not computed yet, recent rejections, and whether the fleet keeps up."""
 
     num_waiting: float
     num_rejected: float = 0.0
@@ -107,17 +107,17 @@ class Backlog:
 
     @property
     def size(self) -> float:
-        """All that want a place."""
+        """Prompts that wait, and recently rejected requests that will return."""
         return self.num_waiting + self.num_rejected
 
     def drain_seconds(self, wait_seconds: float) -> float:
-        """How long the fleet takes for all of them, where those that wait take `wait_seconds`."""
+        """Return how long the whole backlog takes if the waiting prompts take `wait_seconds`."""
         return wait_seconds * (1.0 + self.num_rejected / max(self.num_waiting, 1.0))
 
 
 @dataclass(slots=True)
 class _RecentLoad:
-    """Requests placed, the seconds of prompts that they brought, and requests refused; all fade."""
+    """Counts of placed and rejected requests and their prefill seconds, with exponential decay."""
 
     since: float
     at: float
@@ -134,20 +134,20 @@ class _RecentLoad:
         self.at = now
 
     def load(self, num_workers: int) -> float:
-        """Seconds of prompts offered a second and worker; refused requests count as much as placed ones."""
+        """Return prefill seconds offered per second and worker; rejected requests count like placed ones."""
         offered = self.seconds * (1.0 + self.refused / max(self.placed, 1.0))
         measured = MEMORY_SECONDS * (1.0 - math.exp((self.since - self.at) / MEMORY_SECONDS))
         return offered / (max(measured, MIN_SECONDS) * max(num_workers, 1))
 
 
 class BacklogTracker:
-    """By model."""
+    """Recent load by model. Tells a burst that the fleet can absorb from an overload."""
 
     def __init__(self) -> None:
         self._recent: dict[str, _RecentLoad] = {}
 
     def record_placed(self, model: str, wait_seconds: float, own_seconds: float, now: float) -> None:
-        """Count a placed request, which waits and then takes so long."""
+        """Count a placed request with its wait and its own prefill time."""
         recent = self._of(model, now)
         recent.placed += 1.0
         recent.seconds += own_seconds
@@ -155,11 +155,10 @@ class BacklogTracker:
             recent.idle_at = now
 
     def record_rejected(self, model: str, now: float) -> None:
-        """Count a refused request."""
         self._of(model, now).refused += 1.0
 
     def current(self, model: str, members: ModelWorkers, now: float) -> Backlog:
-        """The crowd before a new request of this model."""
+        """Return the backlog ahead of a new request of this model."""
         recent = self._of(model, now)
         num_waiting = sum(worker.reserved.prompts for worker in members.prefills)
         keeps_up = now - recent.idle_at < IDLE_SECONDS and recent.load(len(members.prefills)) < MAX_LOAD
@@ -171,22 +170,24 @@ class BacklogTracker:
         return recent
 
 
-# work that nobody waits for leaves this share of the promised time to the others
+# share of the target that batch requests may use
 BATCH_SHARE = 0.5
-# The default target. With the wait for room (WEFT_MAX_QUEUE_WAIT_SECONDS) and its own prompt, a request has its first
-# token within 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
+# The default target. With the wait for room (WEFT_QUEUE_SECONDS) and its own prompt, a request has its first token
+# within 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
 DEFAULT_WAIT_SECONDS = 1.0
-# A small or slow fleet finishes a burst of this size, and this many clients that ask one request after the other never
-# add up to more. On a fast fleet it takes less than DEFAULT_WAIT_SECONDS.
+# A small or slow fleet still accepts a burst of this size, and this many clients that each send one request at a time.
+# On a fast fleet it takes less than DEFAULT_WAIT_SECONDS.
 DEFAULT_BURST_PROMPTS = 32
-# A fleet that keeps up with its load works off longer bursts as well. More than this is no use to anyone.
+# Limit for longer bursts on a fleet that keeps up with its load.
 DEFAULT_BURST_SECONDS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class SloTarget:
-    """Seconds that a prompt may wait before it is computed, and between two tokens; 0: no promise. With a crowd below
-    `burst_prompts` a prompt may wait longer, and on a fleet that keeps up with its load for `burst_seconds`."""
+    """Longest wait of a prompt before its prefill, and longest inter-token latency, in seconds; 0: unlimited.
+
+    A backlog below `burst_prompts` may exceed the wait; so may up to `burst_seconds` while the fleet keeps up.
+    """
 
     wait_seconds: float = 0.0
     itl_seconds: float = 0.0
@@ -194,7 +195,7 @@ class SloTarget:
     burst_seconds: float = 0.0
 
     def allows(self, wait_seconds: float, backlog: Backlog, share: float) -> bool:
-        """May a prompt wait so long for a burst to pass."""
+        """Return whether a prompt may wait this long for a burst to pass."""
         is_short = backlog.keeps_up and wait_seconds <= share * self.burst_seconds
         return is_short or backlog.size < share * self.burst_prompts
 
@@ -205,8 +206,10 @@ DEFAULT_TARGET = SloTarget(
 
 
 class TargetExceeded(AllWorkersFull):
-    """There is room, but the request would wait longer than promised, or slow down others too much. `late_seconds`: by
-    how much its wait is over the target."""
+    """There is room, but the request would wait too long or slow down others too much.
+
+    `late_seconds`: how far its wait exceeds the target.
+    """
 
     def __init__(self, message: str, retry_after_seconds: float, role: WorkerRole, late_seconds: float = 0.0) -> None:
         super().__init__(message, retry_after_seconds, role)
@@ -219,7 +222,7 @@ def _infinite_backlog() -> Backlog:
 
 @dataclass(frozen=True, slots=True)
 class SloTargets:
-    """By model; `usual` for the others."""
+    """Targets by model, and the default for the others."""
 
     default: SloTarget = DEFAULT_TARGET
     by_model: Mapping[str, SloTarget] = field(default_factory=dict)
@@ -231,10 +234,10 @@ class SloTargets:
         placement: PlacementDecision,
         backlog: Callable[[], Backlog] = _infinite_backlog,
     ) -> None:
-        """Raises OverTarget when the request would wait too long there, or make all others there too slow.
+        """Raise TargetExceeded if the request would wait too long there, or make the others too slow.
 
-        What computing the prompt itself takes is not counted: a long prompt is no reason to refuse it, also not when
-        idle. `crowd`: what competes with the request. Refused clients come back as well, so Retry-After counts them.
+        The time of its own prefill does not count: a long prompt is not rejected for its length. `crowd` returns the
+        competing backlog; its rejected clients will return, so Retry-After counts them.
         """
         target = self.by_model.get(model, self.default)
         share = BATCH_SHARE if priority is Priority.BATCH else 1.0
@@ -248,7 +251,9 @@ class SloTargets:
                 )
         is_shared = placement.decode.reserved.requests > 0
         if target.itl_seconds and is_shared and placement.itl_seconds > share * target.itl_seconds:
-            raise TargetExceeded("too many answers are being generated already", MIN_RETRY_SECONDS, WorkerRole.DECODE)
+            raise TargetExceeded(
+                "too many answers are being generated; retry later", MIN_RETRY_SECONDS, WorkerRole.DECODE
+            )
 
 
 DEFAULT_SLO = SloTargets()
@@ -256,14 +261,14 @@ NO_SLO = SloTargets(SloTarget())
 
 
 class DeadlineUnreachable(Overloaded):
-    """There is room, but the answer would not be complete by its deadline. Waiting makes it later still."""
+    """There is room, but the answer would end after its deadline. Waiting would make it later still."""
 
 
 def check_deadline(query: RouteQuery, placement: PlacementDecision) -> None:
-    """Raises TooLate where the answer, as long as answers are, would take longer than its client waits.
+    """Raise DeadlineUnreachable if an answer of the expected length would end after the client's deadline.
 
-    On an idle worker it takes what it takes: no other time is a better one to ask. An answer that has begun goes on:
-    its client has the first part, and what is left of it may be less than usual.
+    On an idle worker it runs anyway: no later time is better. A resumed answer continues: its client has the first
+    part, and the rest may be shorter than usual.
     """
     output = placement.decode_tokens - query.prompt_tokens
     late = placement.ttft_seconds + output * placement.itl_seconds - query.remaining_seconds
@@ -274,8 +279,10 @@ def check_deadline(query: RouteQuery, placement: PlacementDecision) -> None:
 
 
 def parse_targets(text: str) -> SloTargets:
-    """`2000/50` (milliseconds of waiting, and between tokens) for all models, `name=2000/50,...` for some. 0: no
-    promise. Models that are not named keep DEFAULT_TARGET."""
+    """Parse `2000/50` (ms of waiting / ms between tokens) for all models, or `name=2000/50,...`; 0: unlimited.
+
+    Models that are not named keep DEFAULT_TARGET.
+    """
     usual, by_model = DEFAULT_TARGET, {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, numbers = part.rpartition("=")

@@ -75,6 +75,9 @@ async def test_settlements_beyond_their_bounds_are_refused_whole(scheduler: Sche
 async def test_a_role_that_nobody_knows_is_refused_and_no_bug(scheduler: Scheduler) -> None:
     async with FakeWorker(scheduler, hello("decode-0", "decode", can_change_role=True)) as worker:
         code, details = await code_of(scheduler.fleet.SetRole(pb.SetRoleRequest(worker_id="decode-0", role=9)))  # type: ignore[arg-type]
-        assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "role: 9 is none that is known here")
+        assert (code, details) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "role: unknown role 9; expected prefill, decode or both",
+        )
         await worker.call.write(pb.JoinRequest(report=pb.WorkerReport(role=9)))  # type: ignore[arg-type]
         assert await worker.call.code() is grpc.StatusCode.INVALID_ARGUMENT
