@@ -1,1 +1,1 @@
-"""Owns the node's Mooncake Store and knows which KV blocks lie in it; the blocks' bytes never pass through here."""
+"""The kvstore: runs the node's Mooncake Store, its disk tier, and the index of blocks in workers' pools."""

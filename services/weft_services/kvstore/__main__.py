@@ -19,7 +19,7 @@ from weft_services.kvstore.pool_index import PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 
 SWEEP_SECONDS = 1.0
-# what a disk, or a machine short of something, answers for a while
+# errors of a failing disk or of a machine short of a resource
 TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
 
@@ -27,7 +27,7 @@ async def main() -> None:
     """Serve until SIGTERM or SIGINT; ready while the store is."""
     config = read_config(Config)
     logging.info(format_config(config))
-    raise_fd_limit()  # a segment is one, and so is a connection
+    raise_fd_limit()  # a segment and a connection each take a file descriptor
     trace.setup("kvstore")
     log.startup_phase("imports")
     rpc = RpcServer([SERVICE_NAME])
@@ -38,7 +38,7 @@ async def main() -> None:
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     metrics_port = metrics.expose(config.host, config.metrics_port)
     logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
-    # to look through a large disk takes minutes
+    # scanning a large disk takes minutes
     loading = [disk.load()] if disk is not None else []
     try:
         await until_signal(store.run(), _sweep(places, store), *loading)
@@ -49,7 +49,7 @@ async def main() -> None:
 
 
 async def _sweep(places: PoolIndex, store: NodeStore) -> None:
-    """Forget workers that fell silent and some of the blocks that are too old, and let the loop have its turn."""
+    """Drop silent workers and expired blocks once a second, and yield to the event loop in between."""
     while True:
         store.sweep()
         for _ in places.sweep():
@@ -58,8 +58,10 @@ async def _sweep(places: PoolIndex, store: NodeStore) -> None:
 
 
 async def _lock_disk(config: Config) -> DiskTier | None:
-    """A directory that cannot be used is a setting to correct; a disk that is full or broken for now is a reason to
-    serve from memory alone. Raises ConfigError."""
+    """Lock the disk directory.
+
+    A wrong directory raises ConfigError. A full or broken disk is logged, and the store serves from memory alone.
+    """
     if config.disk_path is None:
         return None
     disk = DiskTier(config.disk_path, DiskLimits(config.disk_bytes, config.cache_ttl_seconds, config.tenant_share))
@@ -70,13 +72,13 @@ async def _lock_disk(config: Config) -> DiskTier | None:
         if not _is_transient(error, config.disk_path):
             raise ConfigError(f"WEFT_DISK_PATH={config.disk_path}: {error}") from error
         metrics.DISK_FAILURES.labels("open").inc()
-        logging.error("WEFT_DISK_PATH=%s cannot be used now, memory alone serves: %s", config.disk_path, error)
+        logging.error("disk tier disabled path=%s error=%s", config.disk_path, error)
         return None
     return disk
 
 
 def _is_transient(error: OSError, directory: Path) -> bool:
-    """A disk turns read-only when it fails; a place where no directory can be made is a wrong one."""
+    """Return whether the error may pass. A failing disk turns read-only; a path that cannot be created is wrong."""
     return error.errno in TRANSIENT_ERRNOS and (error.errno != errno.EROFS or os.path.isdir(directory))
 
 

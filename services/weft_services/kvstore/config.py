@@ -9,15 +9,15 @@ from weft.config import WILDCARD_HOSTS, ConfigError
 from weft_services.kvstore.memory_index import IndexLimits
 
 MIN_DISK_BYTES = 64 * 1024 * 1024
-MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's own unit of allocation
+MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's allocation unit
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`advertise_host` is how workers reach this machine, `host` if empty; ports 0 mean any free one.
+    """Settings of the kvstore; port 0 means any free port.
 
-    `disk_path` empty: no disk tier. `cache_ttl_seconds` 0: blocks do not age. `tenant_share` is what one tenant may
-    fill of the store's memory, and of its disk.
+    `advertise_host`: the address workers use, `host` if empty. Empty `disk_path`: no disk tier. `cache_ttl_seconds` 0:
+    blocks do not expire. `tenant_share`: largest share of memory, and of the disk, that one tenant may fill.
     """
 
     host: str = "127.0.0.1"
@@ -47,7 +47,7 @@ class Config:
 
     @property
     def index_limits(self) -> IndexLimits:
-        """Of what lies in memory."""
+        """Limits of the memory index."""
         tenant_bytes = int(self.tenant_share * self.store_memory_bytes) if self.tenant_share < 1 else 0
         return IndexLimits(
             ttl_seconds=self.cache_ttl_seconds, tenant_bytes=tenant_bytes, max_bytes=self.store_memory_bytes
@@ -55,5 +55,5 @@ class Config:
 
     @property
     def store_host(self) -> str:
-        """The host of the master and of the segment."""
+        """Host of the master and of the segment."""
         return self.advertise_host or self.host

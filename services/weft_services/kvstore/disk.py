@@ -1,7 +1,7 @@
-"""The disk tier: blocks in segment files. The files are `segment`'s, the books `disk_index`'s, and what makes way is
-`room`'s.
+"""The disk tier: blocks in segment files, with an index in memory.
 
-What is on disk outlives every process; a block is whole there or not at all.
+`segment` writes the files, `disk_index` knows the blocks, `segment_space` frees room. Blocks outlive the process; a
+block on disk is complete or absent.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from weft_services.kvstore.segment_space import NO_SPACE_ERRNOS, SegmentSpace
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0
 READERS = 4
-LOAD_BLOCKS = 1024  # so many are entered at a time, before the loop has its turn
+LOAD_BLOCKS = 1024  # entries before the event loop gets a turn
 metrics.init_series(metrics.DISK_FAILURES, ("open", "scan", "write"))
 
 
 class DiskTier:
-    """All methods belong to the event loop; files are touched on threads, written by one of them only.
+    """Blocks on disk. Methods run on the event loop; files are read on threads and written by one thread.
 
-    `clock` is for what is stored, `steady` for pauses and for how long ago a use was.
+    `clock` stamps stored blocks, `steady` measures pauses and the time since a use.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DiskTier:
         self._index = DiskIndex(limits, clock, steady)
         self._space = SegmentSpace(directory, limits, self._index)
         self._retry_at = -math.inf
-        self._has_warned = False  # of blocks that are too large
+        self._has_warned = False  # a warning about oversized blocks was logged
         self._writing = asyncio.Lock()
         self._lock_fd: int | None = None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weft-disk-read")
@@ -67,27 +67,26 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """Size of all files."""
+        """Size of all segment files."""
         return self._space.used_bytes
 
     @property
     def max_bytes(self) -> int:
-        """What they may be."""
+        """Configured limit of `used_bytes`."""
         return self._limits.max_bytes
 
     async def open(self) -> None:
-        """`take` and `load`."""
+        """Lock the directory, then load it."""
         await self.lock()
         await self.load()
 
     async def lock(self) -> None:
-        """Raises OSError when the directory cannot be used."""
+        """Lock the directory and list its files. Raises OSError if it cannot be used."""
         self._lock_fd = await self._space.in_writer(partial(lock_directory, self._directory))
         await self._space.scan_directory()
 
     async def load(self) -> None:
-        """Find again what earlier processes left. What was found so far is served already, and what is new is written
-        in between."""
+        """Index what earlier processes wrote. Blocks found so far are served, and new ones are written meanwhile."""
         while self._space.to_load:
             async with self._writing:
                 await self._load(*self._space.to_load[0])
@@ -97,19 +96,19 @@ class DiskTier:
                 while self._space.segments and self.used_bytes - self._space.orphan_bytes > self._limits.max_bytes:
                     await self._space.drop(self._space.segments[0])
             except OSError as error:
-                logger.warning("disk: more than %d MiB stay there: %s", self._limits.max_bytes >> 20, error)
+                logger.warning("disk tier over its limit max_mib=%d error=%s", self._limits.max_bytes >> 20, error)
             self._publish_metrics()
-        logger.info("disk: %d blocks, %d MiB in %s", len(self), self.used_bytes >> 20, self._directory)
+        logger.info("disk tier loaded blocks=%d mib=%d path=%s", len(self), self.used_bytes >> 20, self._directory)
 
     async def _load(self, path: Path, size_bytes: int) -> None:
-        """The next one, which is newer than those before, and older than what was written since."""
+        """Index the next file; it is newer than those before and older than all new ones."""
         try:
             segment, records = await self._space.in_writer(partial(scan, path))
         except OSError as error:
             metrics.DISK_FAILURES.labels("scan").inc()
             is_gone = isinstance(error, SegmentDamaged) and await self._is_removed(path)
-            fate = "is dropped" if is_gone else "stays for the next start"
-            logger.warning("disk: %s cannot be read and %s: %s", path, fate, error)
+            fate = "deleted" if is_gone else "kept for the next start"
+            logger.warning("disk segment unreadable path=%s action=%s error=%s", path, fate, error)
             self._space.to_load.popleft()
             self._space.orphan_bytes += 0 if is_gone else size_bytes
             return
@@ -128,7 +127,7 @@ class DiskTier:
         return False
 
     def close(self) -> None:
-        """Take no more work; what is being written is finished."""
+        """Stop; a write in progress is finished."""
         self._space.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
         if self._lock_fd is not None:
@@ -136,23 +135,22 @@ class DiskTier:
             self._lock_fd = None
 
     def find(self, fingerprint: bytes, key: bytes) -> RecordHeader | None:
-        """What is known of a block on disk; it is in use now."""
+        """Return the header of a block on disk, and mark it as used."""
         name = fingerprint + key
         block = self._index.find(name)
         return header_of(name, block) if block is not None else None
 
     def sweep(self) -> None:
-        """Forget some of what is too old; call it now and then."""
+        """Forget some expired blocks; call periodically."""
         self._index.sweep()
         self._publish_metrics()
 
     async def write(self, records: Sequence[tuple[RecordHeader, memoryview]]) -> int:
-        """Append those that are new and sound, while there is room; returns how many. A disk that is full or broken
-        takes none.
+        """Append the new, intact records while there is room; return how many. A full or broken disk takes none.
 
-        The memory must stay as it is until this returns; do not cancel it, shield it.
+        The memory must not change until this returns. Do not cancel it; shield it.
         """
-        # what an earlier start of the store still writes goes first: files have one writer
+        # writes of an earlier start of the store finish first: files have one writer
         async with self._writing:
             return await self._write(records)
 
@@ -170,7 +168,7 @@ class DiskTier:
                 await self._pause_writes(error)
                 break
             if offset is None:
-                logger.warning("disk: a block came damaged out of the store's memory and is not written")
+                logger.warning("disk block skipped reason=corrupt_in_memory")
                 metrics.TIER_MOVES.labels("lost").inc()
                 continue
             self._index.enter(segment, offset, header, is_new=True)
@@ -180,23 +178,23 @@ class DiskTier:
         return num_written
 
     def _is_too_large(self, header: RecordHeader) -> bool:
-        """Then it is lost, which is told once: its neighbours are as large."""
+        """Return whether the block exceeds a segment; warn once, as its neighbours are as large."""
         most = self._space.segment_bytes
         if header.record_bytes <= most:
             return False
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "disk: blocks of %d bytes are not written: WEFT_DISK_BYTES=%d takes up to %d",
+                "disk blocks skipped size=%d: WEFT_DISK_BYTES=%d allows at most %d",
                 *(header.size_bytes, self._limits.max_bytes, most - HEADER_BYTES),
             )
         metrics.TIER_MOVES.labels("lost").inc()
         return True
 
     async def read(self, fingerprint: bytes, keys: Sequence[bytes], bodies: Sequence[memoryview]) -> int:
-        """Fill `bodies` with the leading blocks that are here and sound; returns how many.
+        """Fill `bodies` with the leading blocks that are here and intact; return how many.
 
-        The memory belongs to this until it returns; do not cancel it, shield it.
+        The memory belongs to this call until it returns. Do not cancel it; shield it.
         """
         names = [fingerprint + key for key in keys]
         blocks: list[DiskBlock] = []
@@ -216,13 +214,13 @@ class DiskTier:
         for name, block, is_good in zip(names, blocks, good, strict=False):
             block.was_read = True
             if not is_good and self._index.get(name) is block:
-                logger.warning("disk: a damaged block in %s is dropped", block.segment.path)
+                logger.warning("disk block dropped reason=corrupt path=%s", block.segment.path)
                 self._index.forget(name, "damaged")
         return good.index(False) if False in good else len(good)
 
     async def _pause_writes(self, error: OSError) -> None:
-        """No room or no luck: leave the disk alone for a while; room is made by letting the oldest go."""
-        logger.warning("disk: nothing is written for %g s: %s", RETRY_SECONDS, error)
+        """Pause writes after an error; if the disk is full, drop the oldest segment."""
+        logger.warning("disk writes paused seconds=%g error=%s", RETRY_SECONDS, error)
         metrics.DISK_FAILURES.labels("write").inc()
         self._retry_at = self._steady() + RETRY_SECONDS
         if error.errno in NO_SPACE_ERRNOS and len(self._space.segments) > 1:

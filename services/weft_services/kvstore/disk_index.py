@@ -1,8 +1,7 @@
-"""Which block lies where on the disk, whose it is, and until when it counts. Pure bookkeeping; the files are `disk`'s.
+"""Index of the blocks on disk: where each lies, its tenant, and when it expires. Bookkeeping only.
 
-A tenant over its share forgets its own oldest blocks. Their bytes stay in their segment until that is made room of:
-`live_bytes` tells how much of a segment still counts. A block takes 380 bytes of memory, 480 where tenants have shares
-(`loadtest.kv.index`).
+A tenant over its share loses its own oldest blocks. Their bytes stay in the segment until it is freed; `live_bytes`
+counts what is still valid. An entry takes 380 bytes of memory, 480 with tenant shares (`loadtest.kv.index`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ metrics.init_series(metrics.TIER_EVICTIONS, ("nvme",), ("room", "expired", "quot
 
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
-    """0 seconds: blocks do not age. `tenant_share` is what one tenant may fill of it all."""
+    """Limits of the disk tier. `ttl_seconds` 0: no expiry. `tenant_share`: the share that one tenant may fill."""
 
     max_bytes: int
     ttl_seconds: float = 0.0
@@ -31,7 +30,7 @@ class DiskLimits:
 
 @dataclass(slots=True)
 class DiskBlock:
-    """Where a block lies, and what its header says; its tenant only where tenants are limited."""
+    """Position and header of a block on disk; `tenant` is set only if tenants are limited."""
 
     segment: Segment
     offset: int
@@ -40,17 +39,17 @@ class DiskBlock:
     checksum: int
     stored_at: float
     idle_seconds: int
-    used_at: float  # by the steady clock; after a restart, when it was stored
+    used_at: float  # steady clock; after a restart, the time it was stored
     was_read: bool = False
 
     @property
     def record_bytes(self) -> int:
-        """In its file."""
+        """Size of the record in its file."""
         return HEADER_BYTES + self.size_bytes
 
 
 class DiskIndex:
-    """Blocks by name: the digest of their model's fingerprint, then their key."""
+    """Blocks by name: the digest of the model's fingerprint, then the key."""
 
     def __init__(
         self, limits: DiskLimits, clock: Callable[[], float], steady: Callable[[], float] = time.monotonic
@@ -59,9 +58,9 @@ class DiskIndex:
         self._clock = clock
         self._steady = steady
         self._blocks: dict[bytes, DiskBlock] = {}
-        self._names_of: dict[int, list[bytes]] = {}  # of a segment's number; some may have moved or be forgotten
+        self._names_of: dict[int, list[bytes]] = {}  # by segment number; some blocks may have moved or been forgotten
         self._live_bytes: Counter[int] = Counter()
-        self._tenant_bytes: Counter[bytes] = Counter()  # both only where tenants are limited
+        self._tenant_bytes: Counter[bytes] = Counter()  # both only if tenants are limited
         self._tenant_names: dict[bytes, OrderedDict[bytes, None]] = {}
         self._num_idle = 0
         self._to_sweep: list[bytes] = []
@@ -74,11 +73,11 @@ class DiskIndex:
         return name in self._blocks
 
     def get(self, name: bytes) -> DiskBlock | None:
-        """Not a use of it."""
+        """Return the block without marking it as used."""
         return self._blocks.get(name)
 
     def find(self, name: bytes) -> DiskBlock | None:
-        """The block, unless it is too old; it is in use now."""
+        """Return the block unless it has expired, and mark it as used."""
         block = self._blocks.get(name)
         if block is None:
             return None
@@ -89,16 +88,16 @@ class DiskIndex:
         return block
 
     def live_bytes(self, segment: Segment) -> int:
-        """Of its records, those that still count."""
+        """Return the bytes of the segment's records that are still valid."""
         return self._live_bytes[segment.number]
 
     def live_names(self, segment: Segment) -> list[bytes]:
-        """In the order in which they lie there; each once, also one that was forgotten and written there again."""
+        """Return the segment's valid blocks in file order, each once."""
         names = dict.fromkeys(self._names_of.get(segment.number, ()))
         return [name for name in names if (block := self._blocks.get(name)) and block.segment is segment]
 
     def enter(self, segment: Segment, offset: int, header: RecordHeader, is_new: bool = False) -> None:
-        """A record is there; what was known under its name is not any more, unless it was written later."""
+        """Add a record; it replaces an earlier one of the same name, unless that is in a newer segment."""
         name = header.fingerprint + header.key
         if known := self._blocks.get(name):
             if known.segment.number > segment.number:
@@ -117,16 +116,16 @@ class DiskIndex:
         )
 
     def move(self, name: bytes, block: DiskBlock, segment: Segment, offset: int, was_read: bool) -> None:
-        """It lies there now, unless it was forgotten meanwhile."""
+        """Record a new position, unless the block was forgotten meanwhile."""
         if self._blocks.get(name) is block:
             self._live_bytes[block.segment.number] -= block.record_bytes
-            # a reader that has begun goes on with the old one
+            # a read in progress continues with the old position
             moved = replace(block, segment=segment, offset=offset, was_read=was_read)
             self._blocks[name] = moved
             self._place(name, moved)
 
     def forget(self, name: bytes, reason: str) -> None:
-        """It is found no more."""
+        """Remove a block from the index."""
         block = self._blocks.pop(name)
         self._live_bytes[block.segment.number] -= block.record_bytes
         self._num_idle -= bool(block.idle_seconds)
@@ -138,20 +137,20 @@ class DiskIndex:
         metrics.TIER_EVICTIONS.labels("nvme", reason).inc()
 
     def forget_segment(self, segment: Segment) -> None:
-        """Whatever still lies there."""
+        """Remove all blocks of a segment."""
         for name in self.live_names(segment):
             self.forget(name, "room")
         self._names_of.pop(segment.number, None)
         del self._live_bytes[segment.number]
 
     def is_too_old(self, block: DiskBlock) -> bool:
-        """Nobody has asked for it for as long as its own header says, or it was stored as long ago as all may be."""
+        """Return whether the block was idle for longer than its header allows, or is older than the TTL."""
         if block.idle_seconds and self._steady() - block.used_at > block.idle_seconds:
             return True
         return bool(self._limits.ttl_seconds) and self._clock() - block.stored_at > self._limits.ttl_seconds
 
     def sweep(self) -> None:
-        """Forget what is too old among the next few thousand blocks; call it now and then."""
+        """Forget the expired ones among the next SWEEP_BLOCKS blocks; call periodically."""
         if not self._to_sweep and (self._num_idle or self._limits.ttl_seconds):
             self._to_sweep = list(self._blocks)
         for name in self._to_sweep[-SWEEP_BLOCKS:]:
@@ -173,7 +172,7 @@ class DiskIndex:
         self._names_of.setdefault(block.segment.number, []).append(name)
 
     def _make_tenant_room(self, header: RecordHeader, segment: Segment) -> bool:
-        """False where only newer ones are left to go: they were written while old segments are still being read."""
+        """Make room in the tenant's share; False if only newer blocks are left, while old segments load."""
         quota = self._limits.tenant_share * self._limits.max_bytes
         names, num_newer = self._tenant_names.get(header.tenant), 0
         while names and self._tenant_bytes[header.tenant] + header.record_bytes > quota:
@@ -189,7 +188,7 @@ class DiskIndex:
 
 
 def header_of(name: bytes, block: DiskBlock) -> RecordHeader:
-    """As it lies on the disk."""
+    """Return the block's header as it is on disk."""
     fingerprint, key = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:]
     stored = (block.size_bytes, block.checksum, block.stored_at, block.idle_seconds)
     return RecordHeader(fingerprint, block.tenant, key, *stored)

@@ -1,6 +1,6 @@
-"""Takes blocks out of the store's memory before Mooncake would: those that a tenant's share has no room for.
+"""Evicts blocks from the store's memory before Mooncake does: expired ones and those over a tenant's share.
 
-In the background, and only as long as nobody is reading them; what stays is evicted in its turn.
+It runs in the background and skips blocks that are being read; Mooncake evicts those later.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft_services.kvstore.memory_index import MemoryIndex, StoredBlock
 
 MAX_WAITING = 16_384
 MAX_BATCH = 128
-IN_USE = -706  # Mooncake's code: somebody has just found it, and may be reading
-MAX_TRIES, PAUSE_SECONDS = 4, 0.6  # a master's lease lasts half a second
+IN_USE = -706  # Mooncake's code for a block that was just found and may be in use
+MAX_TRIES, PAUSE_SECONDS = 4, 0.6  # a master's lease lasts 0.5 s
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A block that is to go."""
+    """A block to evict, and how often that was tried."""
 
     fingerprint: bytes
     block: StoredBlock
@@ -30,7 +30,7 @@ class Eviction:
 
 
 class Evictor:
-    """For one start of the store. `until_spilled` returns when what waits to be copied to the disk has had its turn."""
+    """Evictions for one start of the store. `until_spilled` waits until blocks queued for the disk were written."""
 
     def __init__(
         self, agent: StoreClientProxy, index: MemoryIndex, until_spilled: Callable[[], Awaitable[None]]
@@ -42,13 +42,13 @@ class Evictor:
         self._has_work = asyncio.Event()
 
     def evict(self, blocks: Sequence[tuple[bytes, StoredBlock]]) -> None:
-        """Sometime; returns at once."""
+        """Queue blocks for eviction; returns at once."""
         self._waiting += [Eviction(fingerprint, block) for fingerprint, block in blocks]
         if blocks:
             self._has_work.set()
 
     async def run(self) -> None:
-        """Until cancelled; raises StoreLost."""
+        """Evict batches until cancelled. Raises StoreLost."""
         while True:
             await self._has_work.wait()
             batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
@@ -58,7 +58,7 @@ class Evictor:
                 self._has_work.clear()
 
     async def _evict_batch(self, batch: Sequence[Eviction]) -> None:
-        # the same bytes may have been put anew since
+        # the same bytes may have been stored again since
         batch = [each for each in batch if not self._index.has(each.fingerprint, each.block)]
         if not batch:
             return

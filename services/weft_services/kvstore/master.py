@@ -1,4 +1,7 @@
-"""The Mooncake master as a child process: which object lies in whose segment. Its program comes with the wheel."""
+"""Runs the Mooncake master, which knows the segment of every object, as a child process.
+
+The wheel ships its program.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ HOW_TO_INSTALL = "install it with: pip install 'weft[mooncake-cpu]' (or mooncake
 
 
 class Master:
-    """A running master; `address` is how clients reach it."""
+    """A running master; clients reach it at `address`."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
         self.address = address
@@ -28,12 +31,12 @@ class Master:
 
     @classmethod
     async def start(cls, bind_host: str, host: str, port: int) -> Master:
-        """Start and wait until it listens. Port 0 takes a free one. Raises StoreLost."""
+        """Start a master and wait until it listens; port 0 takes a free one. Raises StoreLost."""
         program = _find_program()
         try:
             port = port or _free_port(bind_host)
             process = _spawn(program, bind_host, port)
-        except OSError as error:  # no more files or processes may be had for a while
+        except OSError as error:  # out of descriptors or processes, which may pass
             raise StoreLost(f"{PROGRAM} cannot be started: {error}") from error
         master = cls(process, f"{host}:{port}")
         try:
@@ -45,11 +48,11 @@ class Master:
 
     @property
     def is_running(self) -> bool:
-        """Has it not ended."""
+        """True until the process has ended."""
         return self._process.poll() is None
 
     async def stop(self) -> None:
-        """It holds nothing that is worth a farewell."""
+        """Kill the process; it has no state worth saving."""
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
 
@@ -70,28 +73,29 @@ def _free_port(host: str) -> int:
 
 
 def _spawn(program: str, bind_host: str, port: int) -> subprocess.Popen[bytes]:
-    """By subprocess, which forks without running gRPC's fork handlers."""
+    """Start the program through subprocess, which forks without gRPC's fork handlers."""
     command = [sys.executable, "-m", "weft.kv.parent_death", str(os.getpid()), program]
     options = {
         "rpc_address": bind_host,
         "rpc_port": port,
-        # its own metrics and admin interface: nobody's business but this machine's
+        # its metrics and admin interface is for this machine only
         "metrics_host": "127.0.0.1",
         "metrics_port": _free_port("127.0.0.1"),
         "enable_metric_reporting": "false",
-        # how long a block that was just found or read cannot be evicted; what is put is read at once, to be spilled, so
-        # the store takes no more than its size in such a time
+        # How long a block that was just found or read cannot be evicted. Blocks are read at once to be spilled, so the
+        # store accepts at most its own size in this time.
         "default_kv_lease_ttl": LEASE_MS,
-        # how much goes at a time when room is needed
+        # share of memory that one eviction frees
         "eviction_ratio": 0.1,
     }
     return subprocess.Popen(
         [*command, *(f"--{name}={value}" for name, value in options.items())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # its threads share two heaps: one each keeps what others could use, and takes hours to reach its peak
+        # Two heaps for all threads: one per thread keeps memory that others could use, and takes hours to reach its
+        # peak.
         env={"MALLOC_ARENA_MAX": "2", **os.environ, "GLOG_minloglevel": "2"},
-        # a Ctrl-C in the terminal is for the service to act on
+        # the service handles Ctrl-C itself
         start_new_session=True,
     )
 

@@ -1,4 +1,7 @@
-"""Which block lies in the store's memory, as far as workers have said; it may be gone since. Pure bookkeeping."""
+"""Index of the blocks in the store's memory, as reported by workers; a block may have been evicted since.
+
+Bookkeeping only.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from weft.request import KEEP, Retention
 MAX_BLOCKS = 262_144  # about 100 MB
 SWEEP_BLOCKS = 4096
 metrics.init_series(metrics.TIER_EVICTIONS, ("dram",), ("room", "expired", "quota", "gone"))
-Name = tuple[bytes, bytes]  # of a block: the digest of its model's fingerprint, its key
+Name = tuple[bytes, bytes]  # of a block: digest of the model's fingerprint, key
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block, the xxh3_64 of its bytes, whose it is, since when (seconds since the epoch) and for how long."""
+    """A block in the store. `checksum`: xxh3_64 of its bytes. `stored_at`: seconds since the epoch."""
 
     key: bytes
     checksum: int
@@ -30,7 +33,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
-    """0 seconds: blocks do not age. 0 `tenant_bytes`: one tenant may fill it all. `max_bytes`: of memory; 0: any."""
+    """Limits of the memory index; 0 means no limit. `tenant_bytes`: memory that one tenant may fill."""
 
     max_blocks: int = MAX_BLOCKS
     ttl_seconds: float = 0.0
@@ -39,10 +42,9 @@ class IndexLimits:
 
 
 class MemoryIndex:
-    """Least recently matched blocks are forgotten first. Models are told apart by the digest of their fingerprint.
+    """Blocks by fingerprint digest and key; the least recently matched are forgotten first.
 
-    A block is not found any more when nobody has asked for it for as long as its own retention says, nor so long after
-    it was stored as the limits say.
+    A block expires after the idle time of its own retention, or after the TTL.
     """
 
     def __init__(
@@ -51,15 +53,16 @@ class MemoryIndex:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is the one of `stored_at`, `steady` measures how long ago a use was."""
+        """`clock` is the clock of `stored_at`; `steady` measures the time since a use."""
         self._limits = limits or IndexLimits()
         self._clock = clock
         self._steady = steady
         self._blocks: OrderedDict[Name, StoredBlock] = OrderedDict()
-        self._used_at: dict[Name, float] = {}  # of those whose idle time counts
+        self._used_at: dict[Name, float] = {}  # only of blocks with an idle time
         self._tenant_bytes: Counter[bytes] = Counter()
-        self._tenant_names: dict[bytes, OrderedDict[Name, None]] = {}  # only where tenants are limited
-        self._found_old: list[tuple[bytes, StoredBlock]] = []  # by `find`; the next `add` or `sweep` tells of them
+        self._tenant_names: dict[bytes, OrderedDict[Name, None]] = {}  # only if tenants are limited
+        # expired blocks seen by `find`, returned by the next `add` or `sweep`
+        self._found_old: list[tuple[bytes, StoredBlock]] = []
         self._to_sweep: list[Name] = []
         self.used_bytes = 0
 
@@ -67,16 +70,16 @@ class MemoryIndex:
         return len(self._blocks)
 
     def add(self, fingerprint: bytes, blocks: Iterable[StoredBlock]) -> list[tuple[bytes, StoredBlock]]:
-        """The newest word on a key counts. Returns what had to go for it, with its fingerprint.
+        """Add or replace blocks; return the blocks to evict, with their fingerprints.
 
-        What memory has no room for is forgotten, too, and not returned: the store has evicted as much by itself.
+        Blocks beyond `max_bytes` are forgotten and not returned: the store has evicted as much by itself.
         """
         gone = self._take_found_old()
         for block in blocks:
             name = fingerprint, block.key
             before = self._forget(name)
             if before is not None and before.checksum != block.checksum:
-                gone.append((fingerprint, before))  # other bytes, which lie in the store under another name
+                gone.append((fingerprint, before))  # other bytes, stored under another name
             gone += self._make_tenant_room(block)
             self._enter(name, block)
         while len(self._blocks) > self._limits.max_blocks:
@@ -87,7 +90,7 @@ class MemoryIndex:
         return gone
 
     def find(self, fingerprint: bytes, key: bytes) -> StoredBlock | None:
-        """The block, if it is known and not too old; it is in use now."""
+        """Return the block if it is known and has not expired, and mark it as used."""
         name = fingerprint, key
         block = self._blocks.get(name)
         if block is None:
@@ -103,19 +106,19 @@ class MemoryIndex:
         return block
 
     def has(self, fingerprint: bytes, block: StoredBlock) -> bool:
-        """Is it known, with these very bytes; not a use of it."""
+        """Return whether the block is known with exactly these bytes; does not mark it as used."""
         known = self._blocks.get((fingerprint, block.key))
         return known is not None and known.checksum == block.checksum
 
     def drop(self, fingerprint: bytes, blocks: Iterable[StoredBlock]) -> None:
-        """They are gone from the store, unless somebody has put other bytes meanwhile."""
+        """Forget blocks that the store has lost, unless they were stored again with other bytes."""
         for block in blocks:
             if self._blocks.get((fingerprint, block.key)) == block:
                 self._evict((fingerprint, block.key), "gone")
         self._publish_metrics()
 
     def sweep(self) -> list[tuple[bytes, StoredBlock]]:
-        """Forget what is too old among the next few thousand blocks, which is returned; call it now and then."""
+        """Forget and return the expired ones among the next SWEEP_BLOCKS blocks; call periodically."""
         if not self._to_sweep and (self._used_at or self._limits.ttl_seconds):
             self._to_sweep = list(self._blocks)
         gone = self._take_found_old()
@@ -133,7 +136,7 @@ class MemoryIndex:
         return found
 
     def clear(self) -> None:
-        """The store has been started anew."""
+        """Forget everything: the store has restarted."""
         self._found_old.clear()
         for books in (self._blocks, self._used_at, self._tenant_bytes, self._tenant_names):
             books.clear()
@@ -147,7 +150,7 @@ class MemoryIndex:
         return bool(ttl_seconds) and self._clock() - block.stored_at > ttl_seconds
 
     def _make_tenant_room(self, block: StoredBlock) -> list[tuple[bytes, StoredBlock]]:
-        """A tenant over its share loses its own least recently used blocks, nobody else's."""
+        """Evict the tenant's own least recently used blocks until it is within its share."""
         gone: list[tuple[bytes, StoredBlock]] = []
         names = self._tenant_names.get(block.tenant)
         while names and self._tenant_bytes[block.tenant] + block.size_bytes > self._limits.tenant_bytes:

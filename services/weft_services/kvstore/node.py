@@ -1,7 +1,7 @@
-"""The node's Mooncake Store, kept alive: a master, and a process that lends it memory. Started anew when one fails.
+"""Keeps the node's Mooncake Store running: a master, and a process that provides its memory.
 
-What was in memory is lost with either, so every start has a boot id of its own and begins with an empty index; what is
-on disk stays.
+If one fails, both restart. The memory is then lost, so every start has a new boot id and an empty index. Blocks on disk
+stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_BACKOFF_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where the store listens (`bind_host`), how peers reach it (`host`), the master's port, how much it holds."""
+    """Where the store listens (`bind_host`), how peers reach it (`host`), the master's port, and its capacity."""
 
     bind_host: str
     host: str
@@ -46,7 +46,7 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True)
 class RunningStore:
-    """A store that answers. Without a disk there is nothing to move."""
+    """A store that answers. `mover` None: there is no disk."""
 
     boot_id: str
     master: Master
@@ -57,14 +57,14 @@ class RunningStore:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """A block of a match, and where it lies."""
+    """A block that a match found, and its tier."""
 
     checksum: int
     tier: Tier
 
 
 class NodeStore:
-    """`announce(ready)` is called at every change, before anything else is told."""
+    """The store of this node. `announce(ready)` is called first at every change."""
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class NodeStore:
 
     @property
     def running(self) -> RunningStore:
-        """Raises PeerLost while the store is away."""
+        """The running store. Raises PeerLost while it is down."""
         if self._running is None:
             raise PeerLost(self._trouble)
         return self._running
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run and restart the store until cancelled."""
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             started = asyncio.get_running_loop().time()
@@ -96,7 +96,7 @@ class NodeStore:
                 await self.run_once()
             except StoreLost as error:
                 if str(error) != self._trouble:
-                    logger.warning("the store is away: %s", error)
+                    logger.warning("store unavailable error=%s", error)
                 self._trouble = str(error)
             if asyncio.get_running_loop().time() - started > MAX_BACKOFF_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
@@ -104,7 +104,7 @@ class NodeStore:
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
     async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[FoundBlock]:
-        """The longest leading run that is in the store now; what is in memory stays there for some seconds.
+        """Return the longest leading run of blocks in the store; those in memory are protected for some seconds.
 
         Raises PeerLost, Overloaded.
         """
@@ -119,14 +119,14 @@ class NodeStore:
         return run
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[FoundBlock | None]:
-        """What there is of each key, None for nothing. Raises PeerLost, Overloaded."""
+        """Return the block of each key, or None. Raises PeerLost, Overloaded."""
         found: list[FoundBlock | None] = []
         for first in range(0, len(keys), MAX_KEYS_A_CALL):
             found += await self._find(fingerprint, keys[first : first + MAX_KEYS_A_CALL])
         return found
 
     def published(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
-        """These have been put. Raises PeerLost."""
+        """Index blocks that a worker has stored, and queue them for the disk. Raises PeerLost."""
         running = self.running
         if running.mover is not None:
             running.mover.spill(fingerprint, blocks)
@@ -134,12 +134,12 @@ class NodeStore:
 
     @property
     def promote_wait_seconds(self) -> float:
-        """How long blocks that are to come up from the disk would wait for others."""
+        """Expected wait of a promotion requested now."""
         mover = self._running.mover if self._running is not None else None
         return mover.promote_wait_seconds if mover is not None else 0.0
 
     async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> Promotion:
-        """Bring blocks up from the disk. Raises PeerLost, Overloaded."""
+        """Copy blocks from the disk into memory. Raises PeerLost, Overloaded."""
         mover = self.running.mover
         if mover is None:
             return Promotion()
@@ -149,14 +149,14 @@ class NodeStore:
             raise PeerLost(f"the store does not answer: {error}") from error
 
     def sweep(self) -> None:
-        """Let go of some blocks that are too old, in memory and on disk; call it now and then."""
+        """Forget some expired blocks in memory and on disk; call periodically."""
         if self._running is not None:
             self._running.evictor.evict(self.index.sweep())
         if self.disk is not None:
             self.disk.sweep()
 
     def known_run(self, fingerprint: bytes, keys: Sequence[bytes]) -> Iterator[Tier]:
-        """Where the leading blocks should be; the store itself is not asked."""
+        """Yield the tiers of the leading blocks, by the indexes alone."""
         for key in keys:
             if self.index.find(fingerprint, key) is not None:
                 yield Tier.DRAM
@@ -166,7 +166,7 @@ class NodeStore:
                 break
 
     def _up_to_gap(self, fingerprint: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Leading keys that are known somewhere, as many as one call takes."""
+        """Return the leading keys that an index knows, at most MAX_KEYS_A_CALL."""
         keys = keys[:MAX_KEYS_A_CALL]
         return keys[: sum(1 for _ in self.known_run(fingerprint, keys))]
 
@@ -178,7 +178,7 @@ class NodeStore:
             for block, is_there in zip(known, exist, strict=True)
             if is_there
         }
-        # the disk is asked about all: what is used in memory is used there, too
+        # ask the disk about all keys, so that a use in memory counts there too
         on_disk = [self._on_disk(fingerprint, key) for key in keys]
         return [in_memory.get(key) or below for key, below in zip(keys, on_disk, strict=True)]
 
@@ -187,7 +187,7 @@ class NodeStore:
         return FoundBlock(header.checksum, Tier.NVME) if header is not None else None
 
     async def _exist(self, fingerprint: bytes, known: list[StoredBlock]) -> list[bool]:
-        """Forgets those that are gone."""
+        """Ask the store which blocks exist; forget the others."""
         agent = self.running.agent
         if not known:
             return []
@@ -202,7 +202,7 @@ class NodeStore:
         return exist
 
     async def run_once(self) -> None:
-        """Ends by StoreLost or by cancellation, with both processes gone."""
+        """Run one start of the store until StoreLost or cancellation; both processes are gone afterwards."""
         address = self.place
         master = await Master.start(address.bind_host, address.host, address.master_port)
         try:
@@ -210,7 +210,7 @@ class NodeStore:
             spec = StoreSpec(master.address, address.host, PROTOCOL, address.segment_bytes, staging_bytes)
             async with StoreClientProxy.running(spec) as agent:
                 self._running = self._movers(master, agent)
-                logger.info("store of %d MiB at the master %s", address.segment_bytes >> 20, master.address)
+                logger.info("store started mib=%d master=%s", address.segment_bytes >> 20, master.address)
                 await self._announce(True)
                 await self._keep(self._running)
         finally:
@@ -221,7 +221,7 @@ class NodeStore:
             await master.stop()
 
     def _movers(self, master: Master, agent: StoreClientProxy) -> RunningStore:
-        """What goes down, up and out of this start of the store."""
+        """Build the mover and the evictor of this start."""
         mover = TierMover(agent, self.disk, self._promoted) if self.disk is not None else None
         remover = Evictor(agent, self.index, mover.until_spilled if mover is not None else _at_once)
         return RunningStore(uuid.uuid4().hex, master, agent, remover, mover)
@@ -230,7 +230,7 @@ class NodeStore:
         self.running.evictor.evict(self.index.add(fingerprint, blocks))
 
     async def _keep(self, running: RunningStore) -> None:
-        """Ends by StoreLost. A move that waits for the disk then may end later: its staging area is its own."""
+        """Serve until StoreLost. A move that waits for the disk may end later; it owns its staging area."""
         loss: BaseException | None = None
         with reraise_lost_cancellation():
             try:
@@ -238,15 +238,16 @@ class NodeStore:
                     if running.mover is not None:
                         tasks.create_task(running.mover.run())
                     tasks.create_task(running.evictor.run())
-                    # not one more task: a group that waits at its end for one that fails leaves us cancelled for ever
+                    # Not another task: a group that waits at its end for a failing task leaves this one cancelled for
+                    # ever.
                     await self._watch(running)
             except* StoreLost as lost:
                 loss = lost.exceptions[0]
-        if loss is not None:  # here: Python before 3.11.4 wraps what is raised above in a group once more
+        if loss is not None:  # raised here because Python before 3.11.4 wraps it in another group
             raise loss
 
     async def _watch(self, running: RunningStore) -> None:
-        """A frozen master is as useless as a dead one."""
+        """Raise StoreLost when a process ends or probes fail: a frozen master is as useless as a dead one."""
         failures = 0
         while running.master.is_running and running.agent.is_running:
             try:
@@ -263,4 +264,4 @@ class NodeStore:
 
 
 async def _at_once() -> None:
-    """Without a disk nothing waits for it."""
+    """Stand-in for `until_spilled` without a disk."""

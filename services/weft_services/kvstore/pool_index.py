@@ -1,8 +1,8 @@
-"""Which block lies in which worker's pool, from what workers report. A hint for routing; pure bookkeeping.
+"""Index of the blocks in workers' pools, from their reports. A hint for routing; bookkeeping only.
 
-A block costs 83 bytes (`loadtest.kv.index`), however many workers have it: 64 bits of its key lead to a set of workers,
-kept as an integer that all blocks with the same workers share. Whoever misses a report, restarts or falls silent begins
-anew with a snapshot.
+A block costs 83 bytes (`loadtest.kv.index`), however many workers hold it. 64 bits of its key map to a set of workers,
+an integer that blocks with the same workers share. A worker that misses a report, restarts or falls silent starts again
+with a snapshot.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from weft import metrics
 from weft.kv.block_keys import KEY_BYTES
 
-MAX_BLOCKS = 4_194_304  # of all workers together; more are not remembered
+MAX_BLOCKS = 4_194_304  # over all workers; more are not remembered
 SILENCE_SECONDS = 15.0
 SHORT_BYTES = 8
 SWEEP_KEYS = 4096
-MAX_SETS = 65_536  # of workers, that blocks share; beyond that they begin anew, and some are there twice
+MAX_SETS = 65_536  # shared sets of workers; above this the table is rebuilt, and some are stored twice
 
 
 @dataclass(frozen=True, slots=True)
 class BlockReport:
-    """Numbered without gaps. A snapshot makes void what the worker said before."""
+    """Changes in a worker's pool, numbered without gaps. A snapshot replaces all earlier reports."""
 
     worker_id: str
     boot_id: str
@@ -36,7 +36,7 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMatch:
-    """A worker that has the first `num_blocks` blocks."""
+    """A worker with the first `num_blocks` blocks of a prompt."""
 
     worker_id: str
     boot_id: str
@@ -54,17 +54,17 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Model:
-    """Blocks of one model: short key -> bits of the workers that have it. `live` are the bits in use."""
+    """Blocks of one model: short key -> bits of the workers that have it. `live`: the bits in use."""
 
     blocks: dict[bytes, int] = field(default_factory=dict)
     live: int = 0
     dead: int = 0
-    # equal sets are one object, however many blocks have them
+    # equal sets share one object
     sets: dict[int, int] = field(default_factory=dict)
 
 
 class PoolIndex:
-    """Call `sweep` now and then, and run what it yields: it forgets workers that fell silent, a little at a time."""
+    """Call `sweep` periodically and run it to its end: it forgets silent workers in small steps."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_blocks = max_blocks
@@ -76,14 +76,14 @@ class PoolIndex:
         return sum(len(model.blocks) for model in self._models.values())
 
     def report(self, report: BlockReport) -> bool:
-        """Take it in. False: it cannot be understood without what was missed; a snapshot is needed."""
+        """Apply a report; False if an earlier one is missing and a snapshot is needed."""
         worker = self._workers.get(report.worker_id)
         if report.is_snapshot:
             worker = self._begin(report)
         elif worker is None or (worker.boot_id, worker.fingerprint) != (report.boot_id, report.fingerprint):
             return False
         elif report.sequence < worker.next_sequence:
-            return True  # said twice
+            return True  # repeated report
         elif report.sequence > worker.next_sequence:
             self._leave(report.worker_id)
             return False
@@ -94,7 +94,7 @@ class PoolIndex:
         return True
 
     def locate(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[WorkerMatch]:
-        """Every worker that has leading blocks, the one with most first."""
+        """Return every worker that has leading blocks, the one with the most first."""
         model = self._models.get(fingerprint)
         if model is None:
             return []
@@ -115,7 +115,7 @@ class PoolIndex:
         return sorted(matches, key=lambda match: -match.num_blocks)
 
     def sweep(self) -> Iterator[None]:
-        """Forget who fell silent; yields after every few thousand blocks."""
+        """Forget silent workers; yields after every SWEEP_KEYS blocks."""
         now = self._clock()
         for worker_id in [name for name, each in self._workers.items() if now - each.heard_at > SILENCE_SECONDS]:
             self._leave(worker_id)
@@ -138,7 +138,7 @@ class PoolIndex:
         return worker
 
     def _leave(self, worker_id: str) -> None:
-        """It is found no more at once; its bit is free after the next sweep."""
+        """Remove a worker at once; its bit is free after the next sweep."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
             model = self._models[worker.fingerprint]
@@ -147,7 +147,7 @@ class PoolIndex:
 
     def _apply(self, model: _Model, bit: int, report: BlockReport) -> None:
         blocks, sets, room = model.blocks, model.sets, self._max_blocks - len(self)
-        if len(sets) > MAX_SETS:  # most are those of no block any more
+        if len(sets) > MAX_SETS:  # most belong to no block any more
             sets.clear()
         for key in report.removed:
             self._keep(model, _short(key), blocks.get(_short(key), 0) & ~bit)
@@ -180,7 +180,7 @@ class PoolIndex:
 
 
 def _short(key: bytes) -> bytes:
-    """64 bits of the hash, and what tells a group's pages apart."""
+    """Return 64 bits of the hash, and the suffix that distinguishes a group's pages."""
     return key[:SHORT_BYTES] + key[KEY_BYTES:] if len(key) > KEY_BYTES else key[:SHORT_BYTES]
 
 

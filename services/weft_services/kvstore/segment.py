@@ -34,7 +34,10 @@ MAGIC = b"weftkv01"
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """`checksum` is the xxh3_64 of the block's bytes, `stored_at` in seconds since the epoch; 0 `idle_seconds`: any."""
+    """Header of a block. `checksum`: xxh3_64 of its bytes. `stored_at`: seconds since the epoch.
+
+    `idle_seconds` 0: no limit.
+    """
 
     fingerprint: bytes
     tenant: bytes
@@ -46,12 +49,12 @@ class RecordHeader:
 
     @property
     def record_bytes(self) -> int:
-        """Header and block."""
+        """Size of header and block."""
         return HEADER_BYTES + self.size_bytes
 
 
 def pack(header: RecordHeader) -> bytes:
-    """The header's bytes, its own checksum last."""
+    """Return the header's bytes, followed by their own checksum."""
     fields = _FIELDS.pack(
         MAGIC,
         header.fingerprint,
@@ -68,7 +71,7 @@ def pack(header: RecordHeader) -> bytes:
 
 
 def unpack(data: bytes) -> RecordHeader | None:
-    """None for anything that `pack` did not write whole."""
+    """Return None for anything that `pack` did not write."""
     if len(data) != HEADER_BYTES:
         return None
     fields = data[: _FIELDS.size]
@@ -79,25 +82,27 @@ def unpack(data: bytes) -> RecordHeader | None:
     idle_seconds, size_bytes, checksum, stored_at = values[6:]
     if magic != MAGIC:
         return None
-    # records that were written before the length was have 0 there
+    # older records have 0 here
     tenant = tenant[: tenant_bytes or len(tenant.rstrip(b"\0"))]
     return RecordHeader(fingerprint, tenant, key[:key_bytes], size_bytes, checksum, stored_at, idle_seconds)
 
 
-# what a disk that hangs may keep those waiting who would write; they may find less room then, which they can bear
+# bounds how long a hung disk delays writers, which can cope with less room
 MAX_CLOSE_WAIT_SECONDS = 30.0
-# no longer than there are descriptors; this queue, as it takes more also while it is busy with that: files are let go
-# of wherever the last reference ends
+# bounded by the number of descriptors; a SimpleQueue, because finalizers may run while it is locked
 _waiting: SimpleQueue[int | threading.Event] = SimpleQueue()
 
 
 def close_soon(fd: int) -> None:
-    """For a finalizer, on any thread; `start_closing` comes first."""
+    """Close the descriptor on the closing thread; callable from a finalizer on any thread.
+
+    Call `start_closing` before. The last close of a removed file frees its space, which takes 180 ms for 256 MiB.
+    """
     _waiting.put(fd)
 
 
 def until_closed() -> None:
-    """Blocks until everything is closed that has been let go of by now, at most MOST_SECONDS."""
+    """Block until all descriptors passed so far are closed, at most MAX_CLOSE_WAIT_SECONDS."""
     done = threading.Event()
     _waiting.put(done)
     done.wait(MAX_CLOSE_WAIT_SECONDS)
@@ -105,7 +110,7 @@ def until_closed() -> None:
 
 @cache
 def start_closing() -> None:
-    """Once in a process. It ends with that, which closes whatever still waits."""
+    """Start the closing thread, once per process. At exit the kernel closes what still waits."""
     threading.Thread(target=_close_all, name="weft-disk-close", daemon=True).start()
 
 
@@ -115,25 +120,25 @@ def _close_all() -> None:
         if isinstance(item, threading.Event):
             item.set()
             continue
-        with suppress(OSError):  # an error of what was written before; the descriptor is free all the same
+        with suppress(OSError):  # an error of an earlier write; the descriptor is free in any case
             os.close(item)
 
 
 SUFFIX = ".kvlog"
 LOCK_NAME = "lock"
 NAME = re.compile(rf"[0-9a-f]{{16}}{SUFFIX}")
-# what a disk or a file system says of content that it cannot give any more; all else may be better another time
+# errors that mean the content is lost; others may pass
 UNREADABLE_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 
-SEARCH_BYTES = 1024 * 1024  # read at a time, where the next record has to be looked for
+SEARCH_BYTES = 1024 * 1024  # bytes read at a time when the next record is searched
 
 
 class SegmentDamaged(OSError):
-    """A file was opened, and its content cannot be read."""
+    """A file opened, but its content cannot be read."""
 
 
 class Segment:
-    """An open file. It stays readable for whoever still holds this object, also after `unlink`."""
+    """An open segment file. It stays readable while this object exists, also after `unlink`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -144,9 +149,9 @@ class Segment:
         self.size_bytes = os.fstat(self._fd).st_size
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
-        """Offsets and headers of all whole records; whatever follows the last is cut off. For a file just opened.
+        """Yield offset and header of every complete record; cut off what follows the last. For a file just opened.
 
-        The last record is read, too: a process may have been killed while it was written.
+        Also reads the last record: a process may have been killed while it wrote it.
         """
         end, last = 0, self._next(0)
         while last is not None:
@@ -159,23 +164,23 @@ class Segment:
             self._cut(end)
 
     def append(self, header: RecordHeader, body: memoryview) -> int:
-        """Write one record at the end; returns its offset. Raises OSError, leaving the file as it was."""
+        """Append a record and return its offset. Raises OSError; the file is then unchanged."""
         return self._grow([pack(header), body], header.record_bytes)
 
     def append_from(self, other: Segment, offset: int, record_bytes: int) -> int | None:
-        """Copy a whole record from another segment; returns its offset here, None where that does not give it.
+        """Copy a record from another segment; return its offset here, or None if the source cannot be read.
 
-        Raises OSError where it cannot be written, leaving ours as it was.
+        Raises OSError if it cannot be written; this file is then unchanged.
         """
         record = memoryview(bytearray(record_bytes))
         return self._grow([record], record_bytes) if other._fill(record, offset) else None
 
     def read(self, offset: int, body: memoryview) -> bool:
-        """Fill `body` with the block of the record at `offset`; False when the file does not have it all."""
+        """Fill `body` with the block of the record at `offset`; False if the file does not have all of it."""
         return self._fill(body, offset + HEADER_BYTES)
 
     def unlink(self) -> None:
-        """Remove the file's name; its space is free when the last reader has let go."""
+        """Remove the file's name; its space is free after the last reader is done."""
         self.path.unlink(missing_ok=True)
 
     def _fill(self, target: memoryview, place: int) -> bool:
@@ -200,20 +205,20 @@ class Segment:
         self.size_bytes = offset
 
     def _next(self, offset: int) -> tuple[int, RecordHeader] | None:
-        """The record there, or the first one behind it."""
+        """Return the record there, or the first one behind it."""
         for place in chain((offset,), self._magics(offset + 1)):
             if (header := self._header(place)) is not None:
                 return place, header
         return None
 
     def _magics(self, offset: int) -> Iterator[int]:
-        """Where a record may begin."""
+        """Yield the offsets at which a record may begin."""
         while len(data := self._read(SEARCH_BYTES, offset)) >= len(MAGIC):
             place = data.find(MAGIC)
             while place >= 0:
                 yield offset + place
                 place = data.find(MAGIC, place + 1)
-            offset += len(data) - len(MAGIC) + 1  # one may lie across the edge
+            offset += len(data) - len(MAGIC) + 1  # a magic may cross the boundary
 
     def _read(self, num_bytes: int, offset: int) -> bytes:
         try:
@@ -235,18 +240,17 @@ class Segment:
 
 
 def append_checked(segment: Segment, header: RecordHeader, body: memoryview) -> int | None:
-    """Where it lies; None for bytes that are not those of the header, which nobody would get after all. Raises
-    OSError."""
+    """Append the record; return its offset, or None if the bytes do not match the checksum. Raises OSError."""
     return segment.append(header, body) if xxhash.xxh3_64_intdigest(body) == header.checksum else None
 
 
 def read_checked(segment: Segment, offset: int, body: memoryview, checksum: int) -> bool:
-    """Fill `body` with the block of the record at `offset`; False when it does not come or is not the right one."""
+    """Fill `body` with the block at `offset`; False if it is unreadable or does not match the checksum."""
     return segment.read(offset, body) and xxhash.xxh3_64_intdigest(body) == checksum
 
 
 def lock_directory(directory: Path) -> int:
-    """Made where there is none, and this process' alone until this file is closed. Raises OSError."""
+    """Create the directory if needed and lock it for this process until the descriptor closes. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -260,21 +264,21 @@ def lock_directory(directory: Path) -> int:
 
 
 def scan(path: Path) -> tuple[Segment, list[tuple[int, RecordHeader]]]:
-    """Open what an earlier process left. Raises Damaged for what is of no use any more, and else OSError."""
+    """Open a file of an earlier process. Raises SegmentDamaged if it is useless, else OSError."""
     segment = Segment(path)
     return segment, list(segment.records())
 
 
 def sized_segments(directory: Path) -> list[tuple[Path, int]]:
-    """All segments in a directory with their bytes, the oldest first. Raises OSError."""
+    """Return all segments of a directory with their sizes, oldest first. Raises OSError."""
     return [(path, path.stat().st_size) for path in segment_paths(directory)]
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """Of all segments in a directory, the oldest first. Raises OSError."""
+    """Return the paths of all segments of a directory, oldest first. Raises OSError."""
     return sorted(path for path in directory.glob("*" + SUFFIX) if NAME.fullmatch(path.name))
 
 
 def new_segment(directory: Path, number: int) -> Segment:
-    """An empty one. Raises OSError."""
+    """Create an empty segment. Raises OSError."""
     return Segment(directory / f"{number:016x}{SUFFIX}")

@@ -1,8 +1,8 @@
-"""Which segments there are on disk, and how room is made among them. What their blocks are is `disk_index`'s.
+"""Segments on disk, and how room is made among them; `disk_index` knows their blocks.
 
-Room is made segment by segment. One of which a quarter or more counts no more goes first, and the rest of it moves to
-the newest; where there is none, it is FIFO with a second chance: the oldest goes, and of its blocks those that were
-read since they were written move on.
+Room is freed one segment at a time. First goes a segment with a quarter or more invalid bytes; its rest moves to the
+newest one. Otherwise FIFO with a second chance: the oldest goes, and its blocks that were read since they were written
+move on.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from weft_services.kvstore.segment import Segment, new_segment, sized_segments, 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 DEFAULT_SEGMENT_BYTES = 256 * 1024 * 1024
-# so many make up the whole tier: enough to make room in small pieces, and no more than a process may have open
+# number of segments of the whole tier: enough to free room in small pieces, within the limit of open files
 MIN_SEGMENTS, MAX_SEGMENTS = 16, 256
-# so much of a new segment may be what moves there: what is left of a cleaned one, what was read of a full one
+# share of a new segment that moved blocks may fill: from a cleaned segment, and from a full one
 CLEANED_SHARE, SECOND_CHANCE_SHARE = 3 / 4, 1 / 2
-NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # what letting something go helps against
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # errors that freeing room helps against
 
 
 class SegmentSpace:
-    """Belongs to the event loop, and to one caller at a time; files are changed on a thread of its own."""
+    """The segment files. Use from the event loop, one caller at a time; a thread of its own changes files."""
 
     def __init__(self, directory: Path, limits: DiskLimits, index: DiskIndex) -> None:
         self._directory = directory
@@ -40,51 +40,56 @@ class SegmentSpace:
         least, most = (max(1, limits.max_bytes // count) for count in (MAX_SEGMENTS, MIN_SEGMENTS))
         self.segment_bytes = min(max(DEFAULT_SEGMENT_BYTES, least), most)
         self.segments: deque[Segment] = deque()
-        self.to_load: deque[tuple[Path, int]] = deque()  # with their sizes: they are there, if not yet known
-        self.orphan_bytes = 0  # of files that are there and that only a later start may know
+        self.to_load: deque[tuple[Path, int]] = deque()  # with their sizes; not indexed yet
+        self.orphan_bytes = 0  # size of files that only a later start can index
         self._next_number = self._first_number = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weft-disk-write")
 
     @property
     def used_bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files, indexed or not."""
         known_bytes = sum(segment.size_bytes for segment in self.segments)
         return known_bytes + sum(size for _, size in self.to_load) + self.orphan_bytes
 
     async def scan_directory(self) -> None:
-        """Look what is there. Raises OSError."""
+        """List the existing files. Raises OSError."""
         paths = await self.in_writer(partial(sized_segments, self._directory))
         self.to_load.extend(paths)
         self._next_number = self._first_number = 1 + max((int(path.stem, 16) for path, _ in paths), default=-1)
 
     def close(self) -> None:
-        """Take no more work; what is being written is finished. Blocking."""
+        """Stop; a write in progress is finished. Blocks."""
         self._writer.shutdown(wait=True)
 
     async def segment_for(self, record_bytes: int) -> Segment:
-        """The newest segment if it has room, else a new one, for which others make way. Raises OSError."""
+        """Return the newest segment if the record fits, else a new one after freeing room. Raises OSError."""
         if not self.segments or not self._fits(self.segments[-1], record_bytes):
             self.segments.append(await self.in_writer(partial(new_segment, self._directory, self._next_number)))
             self._next_number += 1
         newest = self.segments[-1]
-        # also for one that was begun before, if others could not make way then
+        # also for a segment begun earlier, if others could not be freed then
         while len(self.segments) > 1:
-            # large blocks make it longer than usual, where it took in what moved there before its own
+            # large blocks make it longer than usual if moved blocks filled it first
             newest_bytes = max(self.segment_bytes, newest.size_bytes + record_bytes)
             if self.used_bytes - newest.size_bytes + newest_bytes <= self._limits.max_bytes:
                 break
             await self._free_segment(newest)
-            await self.in_writer(until_closed)  # else what is written next may still find no room
+            await self.in_writer(until_closed)  # otherwise the next write may still find no room
         return newest
 
     def _fits(self, segment: Segment, record_bytes: int) -> bool:
-        """Until all is loaded nothing is added to what was there: a record in a later file is a later one."""
+        """Return whether the record fits.
+
+        While old files load, only new files grow: a later file must hold later records.
+        """
         is_late = not self.to_load or segment.number >= self._first_number
         return is_late and segment.size_bytes + record_bytes <= self.segment_bytes
 
     async def _free_segment(self, new: Segment) -> None:
-        """One segment goes: with nothing lost, if there is one of which little enough counts. Raises OSError, and then
-        what has not moved is where it was."""
+        """Free one segment, without loss if one is mostly invalid.
+
+        Raises OSError; blocks that have not moved then stay where they are.
+        """
         old = min((each for each in self.segments if each is not new), key=self._index.live_bytes)
         budget = int(CLEANED_SHARE * self.segment_bytes) - new.size_bytes
         is_cleaned = self._index.live_bytes(old) <= budget
@@ -104,31 +109,31 @@ class SegmentSpace:
             except OSError as error:
                 if error.errno not in NO_SPACE_ERRNOS:
                     raise
-                break  # what is left goes with the rest: that makes room
+                break  # the rest is dropped with the segment, which frees room
             if offset is not None:
                 self._index.move(name, block, new, offset, was_read=is_cleaned and block.was_read)
         await self.drop(old)
 
     async def drop(self, segment: Segment) -> None:
-        """Its blocks and its file. A reader that has begun ends well: the file stays while somebody holds it.
+        """Remove a segment and its blocks. A read in progress finishes, since its open file stays.
 
-        Raises OSError where a disk takes no changes any more: then the blocks stay as well, and can be read.
+        Raises OSError if the disk allows no changes; the blocks then stay readable.
         """
         await self.in_writer(segment.unlink)
         self.segments.remove(segment)
         self._index.forget_segment(segment)
 
     async def enforce_max_blocks(self) -> None:
-        """The index is bounded, too."""
+        """Drop the oldest segments while the index has too many blocks."""
         while len(self._index) > self._limits.max_blocks and len(self.segments) > 1:
             try:
                 await self.drop(self.segments[0])
             except OSError as error:
-                logger.warning("disk: not all of it is served: %s", error)
-                # in memory there is no room for what cannot be removed; the next start finds the file again
+                logger.warning("disk segment not indexed error=%s", error)
+                # the index has no room for a file that cannot be removed; the next start finds it again
                 self.orphan_bytes += self.segments[0].size_bytes
                 self._index.forget_segment(self.segments.popleft())
 
     async def in_writer(self, work: Callable[[], T]) -> T:
-        """After all that was begun before. `close` is the last of it."""
+        """Run the work on the writer thread, after all earlier work and before `close`."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, work)

@@ -1,4 +1,4 @@
-"""KvStoreService on the wire."""
+"""gRPC servicer of KvStoreService: checks bounds and converts messages."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TIERS = {Tier.DRAM: pb2.STORE_TIER_DRAM, Tier.NVME: pb2.STORE_TIER_NVME}
 
 
 class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
-    """The rpcs about the store answer UNAVAILABLE while it is away."""
+    """The service. Calls that need the store fail with UNAVAILABLE while it is down."""
 
     def __init__(self, store: NodeStore, places: PoolIndex) -> None:
         self._store = store
         self._places = places
 
     async def Describe(self, request: pb2.DescribeRequest, context: Any) -> pb2.DescribeResponse:
-        """How to reach the store itself."""
+        """Return how to reach the store, and how full it is."""
         running = self._store.running
         return pb2.DescribeResponse(
             master_address=running.master.address,
@@ -50,7 +50,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         )
 
     async def Match(self, request: pb2.MatchRequest, context: Any) -> pb2.MatchResponse:
-        """The longest run of leading keys whose blocks are all in the store now, or what there is of each."""
+        """Return the longest run of leading blocks in the store, or the state of each key."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
         find = self._store.find if request.each else self._store.match
         with trace.server_span("match", trace.incoming(context.invocation_metadata())) as span:
@@ -60,7 +60,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         return match_to_wire(found, self._store.promote_wait_seconds)
 
     async def Promote(self, request: pb2.PromoteRequest, context: Any) -> pb2.PromoteResponse:
-        """Bring blocks from the disk into the store's memory."""
+        """Copy blocks from the disk into the store's memory."""
         _check(request.fingerprint, request.keys, MAX_PROMOTE_KEYS, "keys")
         with trace.server_span("promote", trace.incoming(context.invocation_metadata())) as span:
             promotion = await self._store.promote(request.fingerprint, request.keys)
@@ -70,12 +70,12 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         return pb2.PromoteResponse(num_promoted=promotion.num_blocks, waited_ms=waited_ms)
 
     async def Publish(self, request: pb2.PublishRequest, context: Any) -> pb2.PublishResponse:
-        """These blocks have been put."""
+        """Index blocks that a worker has stored."""
         _check(request.fingerprint, [block.key for block in request.blocks], MAX_PUBLISH_BLOCKS, "blocks")
         if any(len(block.tenant) > MAX_TENANT_BYTES for block in request.blocks):
-            raise InvalidRequest(f"blocks: a tenant has at most {MAX_TENANT_BYTES} bytes", "blocks")
+            raise InvalidRequest(f"blocks: tenant must have at most {MAX_TENANT_BYTES} bytes", "blocks")
         if not all(block.size_bytes for block in request.blocks):
-            raise InvalidRequest("blocks: a block has 1 byte at least", "blocks")
+            raise InvalidRequest("blocks: size_bytes must be at least 1", "blocks")
         now = time.time()
         blocks = [
             StoredBlock(
@@ -88,18 +88,18 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         return pb2.PublishResponse()
 
     async def ReportBlocks(self, request: pb2.ReportBlocksRequest, context: Any) -> pb2.ReportBlocksResponse:
-        """What a worker's own pool holds."""
+        """Apply a report about a worker's own pool."""
         _check(request.fingerprint, request.stored, MAX_MATCH_KEYS, "stored")
         _check(request.fingerprint, request.removed, MAX_MATCH_KEYS, "removed")
         if not 0 < len(request.worker_id) <= MAX_NAME:
-            raise InvalidRequest(f"worker_id: 1 to {MAX_NAME} characters are needed", "worker_id")
+            raise InvalidRequest(f"worker_id: must have 1 to {MAX_NAME} characters", "worker_id")
         is_understood = self._places.report(report_from_wire(request))
         if not is_understood:
             metrics.INDEX_RESYNCS.inc()
         return pb2.ReportBlocksResponse(must_begin=not is_understood)
 
     async def Locate(self, request: pb2.LocateRequest, context: Any) -> pb2.LocateResponse:
-        """Who holds leading blocks of a prompt; answered also while the store is away."""
+        """Return the holders of leading blocks of a prompt; also works while the store is down."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
         with trace.server_span("locate", trace.incoming(context.invocation_metadata())):
             return pb2.LocateResponse(
@@ -112,7 +112,7 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
 
 
 def report_from_wire(request: pb2.ReportBlocksRequest) -> BlockReport:
-    """Keys are copied out of the message once."""
+    """Copy the keys out of the message, once."""
     return BlockReport(
         request.worker_id,
         request.boot_id,
@@ -125,7 +125,7 @@ def report_from_wire(request: pb2.ReportBlocksRequest) -> BlockReport:
 
 
 def match_to_wire(found: Sequence[FoundBlock | None], promote_wait_seconds: float) -> pb2.MatchResponse:
-    """0 and no tier for what is not there."""
+    """Convert a match; a missing block has checksum 0 and no tier."""
     return pb2.MatchResponse(
         checksums=[block.checksum if block else 0 for block in found],
         tiers=[TIERS[block.tier] if block else pb2.STORE_TIER_UNSPECIFIED for block in found],
@@ -141,4 +141,4 @@ def _check(fingerprint: bytes, keys: Any, max_keys: int, field: str) -> None:
     if len(keys) > max_keys:
         raise InvalidRequest(f"{field}: at most {max_keys}, found {len(keys)}", field)
     if any(not 0 < len(key) <= MAX_KEY_BYTES for key in keys):
-        raise InvalidRequest(f"{field}: a key has 1 to {MAX_KEY_BYTES} bytes", field)
+        raise InvalidRequest(f"{field}: a key must have 1 to {MAX_KEY_BYTES} bytes", field)

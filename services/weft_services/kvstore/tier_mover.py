@@ -1,7 +1,7 @@
-"""Moves blocks between the store's memory and the disk, in batches: down in the background, up when a worker asks.
+"""Moves blocks between the store's memory and the disk, in batches: spills in the background, promotions on request.
 
-Bytes go through the staging area of the store's own agent: its first half for what goes up, its second for what goes
-down. A move is never cut off half way, because the area is its own until it has ended.
+Bytes pass through the staging area of the store's client: the first half for promotions, the second for spills. A move
+is never cut off, because it owns its part of the area until it ends.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from weft_services.kvstore.memory_index import StoredBlock
 from weft_services.kvstore.segment import RecordHeader
 
 logger = logging.getLogger(__name__)
-STAGING_BYTES = 128 * 1024 * 1024  # taken page by page, as it is used
+STAGING_BYTES = 128 * 1024 * 1024  # allocated page by page, as it is used
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 MAX_BATCH_BLOCKS = 128
-MAX_SPILLS = 16_384  # blocks that wait for the disk; more are left out
+MAX_SPILLS = 16_384  # blocks that wait for the disk; more are skipped
 MAX_PROMOTIONS = 16
-STUCK_SECONDS = 10.0  # nothing waits for a disk on which a batch takes longer
-NEWEST_SHARE = 0.2  # of a measurement, in what is expected
-NO_SPACE_PAUSES = (0.02, 0.05, *(0.1,) * 8)  # Mooncake evicts in the background, when it is asked for room
+STUCK_SECONDS = 10.0  # a disk on which a batch takes longer is not waited for
+NEWEST_SHARE = 0.2  # weight of the newest measurement
+NO_SPACE_PAUSES = (0.02, 0.05, *(0.1,) * 8)  # Mooncake evicts in the background after a request for room
 metrics.init_series(metrics.TIER_MOVES, ("spilled", "promoted", "lost"))
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """So many leading blocks are in memory now; so long they waited for others."""
+    """Number of leading blocks now in memory, and how long the call waited for others."""
 
     num_blocks: int = 0
     waited_seconds: float = 0.0
@@ -46,14 +46,14 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """A block that is to go down."""
+    """A block to copy to the disk."""
 
     fingerprint: bytes
     block: StoredBlock
 
 
 class TierMover:
-    """For one start of the store. `run` does the spilling; `on_promoted` hears what is in memory now."""
+    """Moves for one start of the store. `run` spills; `on_promoted` receives the promoted blocks."""
 
     def __init__(
         self, agent: StoreClientProxy, disk: DiskTier, on_promoted: Callable[[bytes, Sequence[StoredBlock]], None]
@@ -63,17 +63,17 @@ class TierMover:
         self._on_promoted = on_promoted
         self._spills: deque[Spill] = deque()
         self._has_spills, self._has_spilled = asyncio.Event(), asyncio.Event()
-        self._num_asked = self._num_spilled = 0  # blocks that were to go down, and those whose turn is over
-        self._moved_at = 0.0  # when that last changed, or the first began to wait
+        self._num_asked = self._num_spilled = 0  # blocks queued for the disk, and those done with
+        self._moved_at = 0.0  # last change of these counts, or start of the first wait
         self._promoting = asyncio.Lock()
         self._num_promotions = 0
-        self._num_promoting = 0  # blocks that are asked for
-        self._block_seconds = 0.0  # what one took of late
-        self._has_warned = False  # of blocks that are too large
+        self._num_promoting = 0  # blocks requested for promotion
+        self._block_seconds = 0.0  # recent seconds per block
+        self._has_warned = False  # a warning about oversized blocks was logged
         self._moves: set[asyncio.Task[int]] = set()
 
     def spill(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
-        """Copy these to the disk sometime; returns at once."""
+        """Queue blocks to be copied to the disk; returns at once."""
         if self._num_spilled == self._num_asked:
             self._moved_at = time.monotonic()
         for block in blocks:
@@ -89,12 +89,14 @@ class TierMover:
 
     @property
     def promote_wait_seconds(self) -> float:
-        """How long blocks that are asked for now would wait for those that were asked for before."""
+        """Expected wait of a promotion requested now."""
         return self._num_promoting * self._block_seconds
 
     async def until_spilled(self) -> None:
-        """Whatever waits to go down now has had its turn; what comes meanwhile is not waited for, nor a disk that is
-        stuck: else memory would fill with what has to go."""
+        """Wait until the blocks queued now were written or skipped.
+
+        Later blocks are not waited for, and a stuck disk neither: memory would fill with blocks to evict.
+        """
         goal = self._num_asked
         while self._num_spilled < goal and (left := self._moved_at + STUCK_SECONDS - time.monotonic()) > 0:
             self._has_spilled.clear()
@@ -103,7 +105,7 @@ class TierMover:
                     await self._has_spilled.wait()
 
     async def run(self) -> None:
-        """Until cancelled; raises StoreLost."""
+        """Spill batches until cancelled. Raises StoreLost."""
         while True:
             await self._has_spills.wait()
             while self._spills:
@@ -115,12 +117,12 @@ class TierMover:
             self._has_spills.clear()
 
     async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> Promotion:
-        """Bring leading blocks up, one call after the other; whoever leaves before its turn costs nobody anything.
+        """Copy leading blocks into memory; calls run one after another, and a cancelled one costs nothing.
 
         Raises Overloaded or StoreLost.
         """
         if self._num_promotions >= MAX_PROMOTIONS:
-            raise Overloaded("too many workers wait for the disk")
+            raise Overloaded("too many workers wait for the disk; retry later")
         asked = time.monotonic()
         with self._queued(len(keys)):
             await self._promoting.acquire()
@@ -128,11 +130,11 @@ class TierMover:
         return Promotion(await self._shielded(self._promote(fingerprint, keys)), waited_seconds)
 
     async def _shielded(self, move: Coroutine[Any, Any, int]) -> int:
-        """Run to the end, whoever waits for it."""
+        """Run the move to its end, even if the caller is cancelled."""
         task = asyncio.create_task(move)
         self._moves.add(task)
         task.add_done_callback(self._moves.discard)
-        # nobody may be left to hear of a failure
+        # the caller may be gone when it fails
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
@@ -175,7 +177,7 @@ class TierMover:
             self._block_seconds += NEWEST_SHARE * (each - self._block_seconds) if self._block_seconds else each
 
     def _headers(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[RecordHeader]:
-        """Leading blocks on disk that fit into one batch; all of one model, and so of one size."""
+        """Return the headers of leading blocks on disk that fit into one batch; all have one size."""
         headers: list[RecordHeader] = []
         for key in keys:
             header = self._disk.find(fingerprint, key)
@@ -203,7 +205,7 @@ class TierMover:
         return num_put
 
     async def _put(self, names: Sequence[str], offsets: Sequence[int], size: int) -> int:
-        """How many leading blocks found room; it is asked for more than once."""
+        """Store the blocks; return how many leading ones found room. Retries while Mooncake evicts."""
         num_put = 0
         for pause in (*NO_SPACE_PAUSES, None):
             codes = await self._agent.put(names[num_put:], offsets[num_put:], size)
@@ -215,7 +217,7 @@ class TierMover:
         return num_put
 
     def _next_batch(self) -> list[Spill]:
-        """Neighbours in the queue of one model."""
+        """Take adjacent spills of one model and size from the queue."""
         first = self._spills.popleft()
         batch = [first]
         while self._spills and len(batch) < _batch_blocks(first.block.size_bytes):
@@ -230,7 +232,7 @@ class TierMover:
         if size > half:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("disk: blocks of %d bytes are not written: more than %d do not fit through", size, half)
+                logger.warning("disk blocks skipped size=%d max=%d reason=staging_area", size, half)
             metrics.TIER_MOVES.labels("lost").inc(len(batch))
             return 0
         offsets = [half + slot * size for slot in range(len(batch))]

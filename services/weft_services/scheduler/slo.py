@@ -99,7 +99,7 @@ MIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Load that competes with a request: prompts not computed yet, recent rejections, and whether the fleet keeps up."""
+    """Load that competes with a request: waiting prompts, recent rejections, and whether the fleet keeps up."""
 
     num_waiting: float
     num_rejected: float = 0.0
