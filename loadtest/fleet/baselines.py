@@ -1,8 +1,7 @@
-"""Other routers' rules, from their formulas, behind the simulator's interface. Written from descriptions; nothing
-copied.
+"""Routing rules of other projects behind the simulator's `Policy`, written from their published formulas.
 
-All of them know, at once and exactly, what they themselves have dispatched and what has ended. Those that look at
-caches keep the same approximate index of what they dispatched as Weft does.
+Each rule knows at once and exactly what it dispatched and what has ended. Rules that look at caches use the same
+approximate prefix index as Weft.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from weft_services.scheduler.prefix_index import PrefixIndex
 
 @dataclass(slots=True, eq=False)
 class RouterLoad:
-    """What a router knows of one worker: requests and tokens in flight, tokens not yet computed, and its last
-    report."""
+    """What a router knows about one worker: requests and tokens in flight, uncomputed tokens, its last report."""
 
     worker: SimulatedWorker
     requests: int = 0
@@ -33,44 +31,47 @@ class RouterLoad:
 
     @property
     def kv_use(self) -> float:
-        """Share of its pool."""
+        """Used share of the pool."""
         return min(self.kv_tokens / self.worker.machine.kv_tokens, 0.999)
 
     @property
     def seconds_a_token(self) -> float:
-        """What computing a prompt token takes."""
+        """Seconds to compute a prompt token."""
         return self.worker.machine.prefill(2048, 4096) / 2048
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request and how many of its tokens each worker holds, as far as the router knows."""
+    """A request, and its cached tokens by worker as far as the router knows."""
 
     request: Request
     held: dict[RouterLoad, int]
 
     def uncached(self, load: RouterLoad) -> int:
-        """Tokens to compute there."""
+        """Return the tokens to compute there."""
         return max(self.request.prompt_tokens - self.held.get(load, 0), 1)
 
     @property
     def richest(self) -> RouterLoad | None:
-        """Who holds most."""
+        """The worker that holds the most tokens."""
         return max(self.held, key=self.held.__getitem__, default=None)
 
     def is_poor(self, load: RouterLoad, times: float) -> bool:
-        """Does another one hold so many times what it does."""
+        """Return whether another worker holds more than `times` as many tokens."""
         return max(self.held.values(), default=0) > times * self.held.get(load, 0)
 
 
-# the paper leaves it open: by how many times another worker must hold more; 1, 1.5, 2 and 4 come out alike here
+# the paper leaves the ratio open; 1, 1.5, 2 and 4 give the same results here
 COPY_RATIO = 1.0
 Rule = Callable[[Sequence[RouterLoad], RoutedRequest], RouterLoad]
 
 
 class Baseline:
-    """A rule for who computes the prompt and one for who generates; the same where only one is named. With `copies`
-    the first lets what it lacks be copied from the worker that holds most, where that holds so many times as much."""
+    """A rule for prefill and one for decode; a single rule serves both.
+
+    With `copies` the prefill worker copies missing blocks from the worker that holds most, if that holds `copies` times
+    as much.
+    """
 
     def __init__(
         self, name: str, prefill: Rule, decode: Rule | None = None, sees_caches: bool = False, copies: float = 0.0
@@ -86,14 +87,14 @@ class Baseline:
         self._uncached: dict[int, int] = {}
 
     def start(self, workers: Sequence[SimulatedWorker], store: BlockCache | None) -> None:
-        """The fleet; from here on chance is that of `seed`, whoever ran before."""
+        """Receive the fleet, and seed the random numbers."""
         _rng.seed(self.seed)
         self._loads = [RouterLoad(worker) for worker in workers]
         self._prefills = [load for load in self._loads if load.worker.role != "decode"]
         self._decodes = [load for load in self._loads if load.worker.role != "prefill"]
 
     def place(self, request: Request, now: float) -> Chosen | Rejected:
-        """By the rules."""
+        """Apply the rules."""
         matched = self._index.match(request.keys) if self._index is not None else {}
         asked = RoutedRequest(request, {load: blocks * BLOCK_TOKENS for load, blocks in matched.items()})
         prefill = self._prefill_rule(self._prefills, asked)
@@ -109,27 +110,27 @@ class Baseline:
         return Chosen(prefill.worker, decode.worker, source.worker if source else None)
 
     def first_token(self, job: Job, now: float) -> None:
-        """The prompt's load is gone."""
+        """Release the prompt's load."""
         prefill = self._loads[job.prefill.slot]
         prefill.prompt_tokens -= self._uncached.pop(job.request.number)
         if job.prefill is not job.decode:
             prefill.requests -= 1
 
     def ended(self, job: Job, now: float) -> None:
-        """All of it is."""
+        """Release the rest of the load."""
         decode = self._loads[job.decode.slot]
         decode.requests -= 1
         decode.kv_tokens -= job.request.prompt_tokens
 
     def report(self, worker: SimulatedWorker, now: float) -> None:
-        """A snapshot."""
+        """Store the reported queue lengths."""
         load = self._loads[worker.slot]
         load.reported_waiting = max(len(worker.prompts) - 1, 0) + len(worker.waiting)
         load.reported_running = len(worker.batch) + min(len(worker.prompts), 1)
 
 
 def _least(loads: Sequence[RouterLoad], cost: Callable[[RouterLoad], float]) -> RouterLoad:
-    """Ties are drawn, as most do after a random or rotating start."""
+    """Return the cheapest worker; ties are drawn at random, as most routers do after a random or rotating start."""
     values = [cost(load) for load in loads]
     best = min(values)
     tied = [load for load, value in zip(loads, values, strict=True) if value <= best]
@@ -149,17 +150,17 @@ def least_requests(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterL
 
 
 def random_worker(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
-    """By chance."""
+    """A random worker."""
     return _rng.choice(loads)
 
 
 def power_of_two(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
-    """The less loaded of two taken by chance."""
+    """The less loaded of two random workers."""
     return min(_rng.sample(loads, min(2, len(loads))), key=_requests)
 
 
 def round_robin() -> Rule:
-    """In turn, each role by itself."""
+    """The workers in rotation, separately for each role."""
     turns: dict[str, count[int]] = {}
 
     def rule(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
@@ -170,7 +171,7 @@ def round_robin() -> Rule:
 
 
 def prefix_hash(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
-    """The first tokens name a place on a ring; from there to the first that has no more than 1.25 times its share."""
+    """The first block's hash is a position on a ring; the next worker with at most 1.25 times its share."""
     key = asked.request.keys[0] if asked.request.keys else asked.request.number.to_bytes(8)
     place = int.from_bytes(blake2b(key, digest_size=8).digest()) % len(loads)
     limit = 1.25 * (sum(load.requests for load in loads) + 1) / len(loads)
@@ -179,7 +180,7 @@ def prefix_hash(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad
 
 
 def sglang(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
-    """SMG cache_aware: least load when unbalanced, else the best match above one half, else least load."""
+    """SMG cache_aware: least load if unbalanced, else the best match above one half, else least load."""
     counts = [load.requests for load in loads]
     is_unbalanced = max(counts) - min(counts) > 32 and max(counts) > 1.1 * min(counts)
     if not is_unbalanced and asked.held:
@@ -190,14 +191,14 @@ def sglang(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
 
 
 def sglang_least_load(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
-    """SMG least_load: seconds of uncached tokens that wait, and lambda k / (1 - k)."""
+    """SMG least_load: seconds of uncached waiting tokens, plus lambda k / (1 - k)."""
     return _least(
         loads, lambda load: load.prompt_tokens * load.seconds_a_token + 0.15 * load.kv_use / (1 - load.kv_use)
     )
 
 
 def vllm(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
-    """vLLM's data-parallel balancer: own in flight or reported, and those that wait when its pool is past half."""
+    """vLLM's data-parallel balancer: requests in flight or reported, plus waiting ones if its pool is past half."""
 
     def score(load: RouterLoad) -> float:
         reported = load.reported_waiting + load.reported_running
@@ -243,7 +244,7 @@ def conductor(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
 
 
 def copying_conductor(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
-    """The whole of it: who lacks much of a prefix that another one holds copies it, which takes its time."""
+    """Mooncake's Conductor with its copies: a worker that lacks much of a prefix copies it, which takes time."""
     richest = asked.richest
 
     def seconds(load: RouterLoad) -> float:
@@ -268,7 +269,7 @@ def aibrix(loads: Sequence[RouterLoad], asked: RoutedRequest) -> RouterLoad:
 
 
 def baselines(seed: int = 0) -> list[Baseline]:
-    """One of each, fresh; ties are drawn by `seed`."""
+    """Return a fresh policy of each kind; ties are drawn by `seed`."""
     policies = [
         Baseline("random", random_worker),
         Baseline("round robin", round_robin()),

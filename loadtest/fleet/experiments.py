@@ -1,5 +1,4 @@
-"""The experiments: how long requests wait under each policy, hits against fleet and cache size, what splitting prefill
-from decode does, how fast this runs."""
+"""The experiments: waits under each policy, hits over fleet and cache size, split roles, simulation speed."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ COLUMNS = {
 }
 SIZES_SHOWN = (8, 64, 1000)
 SPEED_WORKERS, SPEED_REQUESTS = 1000, 200_000
-# tokens of a store that never fills
+# capacity of a store that never fills
 NO_END = 1 << 40
 
 
 def compare(options: argparse.Namespace) -> Result:
-    """Weft, without and with its shared store, and the zoo over one fleet at several loads."""
+    """Compare Weft, with and without its shared store, with the baselines over one fleet at several loads."""
     trace, machine = read_trace(options.trace), load_machine(options.machine)
     workers, cache = int(options.workers), tokens(options.cache)
     tables, parts, figures = [], [page.text(conditions(options, machine))], {}
@@ -68,7 +67,7 @@ def compare(options: argparse.Namespace) -> Result:
 
 
 def hits(options: argparse.Namespace) -> Result:
-    """Hits at peak: by load alone, with sessions, with the prefix index, with both, and with the shared store."""
+    """Measure hits at peak: by load, with sessions, with the prefix index, with both, and with the shared store."""
     trace, machine = read_trace(options.trace), load_machine(options.machine)
     sizes = [int(size) for size in options.workers.split(",")]
     caches = [part.strip() for part in options.cache.split(",")]
@@ -76,7 +75,7 @@ def hits(options: argparse.Namespace) -> Result:
     for cache in caches:
         by_name: dict[str, list[float]] = {}
         for size in sizes:
-            # as many requests a worker as there are in the trace for 64, up to what the speed test has
+            # as many requests per worker as the trace has for 64, up to the speed test's
             number = min(max(options.requests, size * 200), SPEED_REQUESTS)
             scenario = Scenario(size, options.load, number)
             requests = scenario.requests(trace, machine)
@@ -97,7 +96,7 @@ def hits(options: argparse.Namespace) -> Result:
 
 
 def split(options: argparse.Namespace) -> Result:
-    """So many workers that do both, against the same number split into prefill and decode, under the same requests."""
+    """Compare workers of both roles with the same number split into prefill and decode, for the same requests."""
     trace, machine = read_trace(options.trace), load_machine(options.machine)
     workers, cache, loads = int(options.workers), tokens(options.cache), options.loads.split(",")
     tables, parts, figures = [], [page.text(conditions(options, machine))], {}
@@ -130,7 +129,7 @@ def split(options: argparse.Namespace) -> Result:
 
 
 def speed(options: argparse.Namespace) -> Result:
-    """How long 1,000 workers and 200,000 requests take."""
+    """Measure how long 1,000 workers and 200,000 requests take."""
     machine = load_machine(options.machine)
     scenario = Scenario(SPEED_WORKERS, options.load, SPEED_REQUESTS)
     requests = scenario.requests(read_trace(options.trace), machine)

@@ -1,4 +1,4 @@
-"""What a run amounts to: TTFT, ITL, goodput, hits against the ideal, imbalance, cost."""
+"""Summary of a run: TTFT, ITL, goodput, hits relative to the ideal, imbalance, cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loadtest.fleet.worker import Job, SimulatedWorker
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a request has to keep to count as good: seconds to its first token, and between two of them."""
+    """What a good request keeps: seconds to its first token, and between two tokens."""
 
     ttft: float = 2.0
     itl: float = 0.05
@@ -44,19 +44,19 @@ class Figures:
     dollars_per_million: float
 
     def as_dict(self) -> dict[str, float | str]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return asdict(self)
 
 
 def summarize(name: str, requests: Sequence[Request], outcome: Outcome, targets: Targets) -> Figures:
-    """All of a run. Hits are tokens of prompts found on the worker that computed them, or in the store."""
+    """Summarize a run. Hits are prompt tokens found on the worker that computed them, or in the store."""
     jobs = outcome.jobs
     span = max(requests[-1].at - requests[0].at, 1e-9)
     waits = sorted(job.first_token_at - job.request.at for job in jobs)
     prompts = sum(job.request.prompt_tokens for job in jobs)
     hits = sum(job.cached_tokens + job.stored_tokens for job in jobs)
     computing = [worker for worker in outcome.workers if worker.role != "decode"]
-    # what is answered after the last request came is no rate: an overloaded fleet has a backlog then
+    # answers after the last arrival are not a rate: an overloaded fleet has a backlog then
     good = sum(_is_good(job, targets) and job.first_token_at <= requests[-1].at for job in jobs)
     itl = _itl(outcome.workers)
     tokens = sum(job.request.output_tokens for job in jobs)
@@ -81,7 +81,7 @@ def summarize(name: str, requests: Sequence[Request], outcome: Outcome, targets:
 
 
 def average(rows: Sequence[Figures]) -> Figures:
-    """Of runs that differ by chance alone."""
+    """Return the mean of runs that differ only by chance."""
     names = [each.name for each in fields(Figures) if each.name != "policy"]
     means: dict[str, Any] = {name: fmean(getattr(row, name) for row in rows) for name in names}
     return replace(rows[0], **means)
@@ -95,7 +95,7 @@ def _is_good(job: Job, targets: Targets) -> bool:
 
 
 def _itl(workers: Sequence[SimulatedWorker]) -> dict[float, float]:
-    """Seconds between two tokens -> how many tokens came so."""
+    """Return inter-token latency in seconds -> number of tokens."""
     total: dict[float, float] = {}
     for worker in workers:
         for bucket, tokens in worker.itl.items():
@@ -104,13 +104,16 @@ def _itl(workers: Sequence[SimulatedWorker]) -> dict[float, float]:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Nearest rank of sorted values."""
+    """Return the nearest-rank percentile of sorted values."""
     return ordered[max(math.ceil(len(ordered) * percent / 100) - 1, 0)] if ordered else math.nan
 
 
 def weighted_percentile(weights: dict[float, float], percent: float) -> float:
-    """Of values with weights, each weight half before its value and half behind it, on a line between two values: steps
-    of simulated batches have few lengths, those of real ones spread around them."""
+    """Return the percentile of weighted values, interpolated between them.
+
+    Half of each weight counts before its value and half after it. Simulated batches have few step lengths; real ones
+    spread around them.
+    """
     values = sorted(value for value in weights if weights[value] > 0.0)
     if not values:
         return math.nan

@@ -1,7 +1,4 @@
-"""A worker's model from what was measured: prompts that had a mesh to themselves, and what was counted under load.
-
-Pure arithmetic.
-"""
+"""Fits the worker model to measurements: prompts alone on a mesh, and counters under load. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -15,16 +12,15 @@ from loadtest.fleet.machine import Machine
 from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
 
 CHUNK_TOKENS = 512
-# windows with less work than this say nothing
+# windows with less work are ignored
 MIN_STEPS, MIN_PROMPT_TOKENS = 5, 128
-# between the smallest and the largest: sequences in a batch, and others at work
+# smallest spread of sequences per batch, and of busy others, that gives a slope
 MIN_SPREADS = (1.0, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one worker did between two looks: seconds of a step and sequences in it; prompt tokens and their seconds;
-    how many of the other workers were at work meanwhile, on average."""
+    """What one worker did between two looks: steps, prompt tokens, their seconds, and the mean of busy others."""
 
     steps: int
     step_seconds: float
@@ -43,7 +39,7 @@ class Look:
 
 
 def windows(looks: Sequence[Look]) -> list[Window]:
-    """Of all workers, from what they had counted at each look."""
+    """Return the windows of all workers between consecutive looks."""
     found = []
     for earlier, later in pairwise(looks):
         before, after = earlier.reports, later.reports
@@ -70,7 +66,7 @@ def _busy(report: WorkerReport) -> float:
 
 
 def prompt_cost(alone: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Seconds of a prompt besides its tokens, of a token, and of a token with each one before it."""
+    """Return seconds of a prompt besides its tokens, per token, and per token for each token before it."""
     tokens, seconds = (np.array(column, dtype=float) for column in zip(*alone, strict=True))
     columns = np.stack([np.ones_like(tokens), tokens, tokens**2 / 2], axis=1)
     besides, a_token, pair = np.linalg.lstsq(columns, seconds, rcond=None)[0]
@@ -78,8 +74,10 @@ def prompt_cost(alone: Sequence[tuple[int, float]]) -> tuple[float, float, float
 
 
 def fit(alone: Sequence[tuple[int, float]], itl_alone: float, seen: Sequence[Window], kv_tokens: int) -> Machine:
-    """The model. `alone`: tokens of a prompt that had the mesh to itself, and the seconds to its first token.
-    `itl_alone`: seconds between two tokens of an answer that had it to itself."""
+    """Fit the model. `alone`: tokens and seconds to the first token of prompts that had the mesh to themselves.
+
+    `itl_alone`: seconds between two tokens of an answer that had it to itself.
+    """
     besides, a_token, pair = prompt_cost(alone)
     mean = float(np.mean([tokens for tokens, _ in alone]))
     generated = [window for window in seen if window.steps >= MIN_STEPS]
@@ -94,11 +92,11 @@ def fit(alone: Sequence[tuple[int, float]], itl_alone: float, seen: Sequence[Win
         [(1.0, window.others) for window in computed],
         [window.prompt_tokens for window in computed],
     )
-    # a step's fixed part and what attention costs are in the prompts' time too
+    # a prompt's time includes a step's fixed part and attention
     prompt_token = under_load - max(base, 0.0) / CHUNK_TOKENS - max(pair, 0.0) * mean / 2
     return Machine(
         name="this machine",
-        base=max(itl_alone - sequence, base, 1e-5),  # a client sees what is between two steps as well
+        base=max(itl_alone - sequence, base, 1e-5),  # a client also sees the time between two steps
         sequence=sequence,
         kv_token=0.0,
         prompt_token=max(prompt_token, 1e-7),
@@ -116,7 +114,7 @@ def fit(alone: Sequence[tuple[int, float]], itl_alone: float, seen: Sequence[Win
 
 
 def _line(values: Sequence[float], of: Sequence[tuple[float, ...]], weights: Sequence[float]) -> list[float]:
-    """Least squares. But for the first one a factor is not below 0, and 0 for what was nearly the same everywhere."""
+    """Weighted least squares; factors after the first are at least 0, and 0 if their input hardly varies."""
     columns, by = np.array(of), np.sqrt(np.array(weights))
     used = [0, *(n for n in range(1, columns.shape[1]) if np.ptp(columns[:, n]) >= MIN_SPREADS[n - columns.shape[1]])]
     while True:

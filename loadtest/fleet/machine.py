@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Seconds a step, by what is in it; `kv_tokens` is the pool, `chunk_tokens` the prompt tokens a step takes."""
+    """Seconds of a step by its content. `kv_tokens`: pool size. `chunk_tokens`: prompt tokens per step."""
 
     name: str
     base: float
@@ -34,13 +34,13 @@ class Machine:
 
     @property
     def is_shared(self) -> bool:
-        """Workers slow one another."""
+        """True if workers on this machine slow one another down."""
         return self.step_beside > 0.0 or self.token_beside > 0.0
 
     def step(
         self, sequences: int, held_tokens: float, chunk: float = 0.0, context: float = 0.0, others: int = 0
     ) -> float:
-        """One engine step, with so many other workers at work."""
+        """Return the seconds of one engine step with `others` busy workers on the machine."""
         return (
             self.base
             + self.sequence * sequences
@@ -50,7 +50,7 @@ class Machine:
         )
 
     def prefill(self, tokens: int, cached: int) -> float:
-        """A prompt alone on the machine: so many tokens to compute behind so many cached ones."""
+        """Return the seconds of a prompt alone on the machine, with `tokens` to compute after `cached` ones."""
         chunk = min(tokens, self.chunk_tokens)
         return tokens / chunk * self.step(0, 0.0, chunk, cached + tokens / 2)
 
@@ -73,7 +73,7 @@ def roofline(name: str, source: str, gpus: int = 1, dollars_per_hour: float = 3.
         chunk_tokens=2048,
         kv_tokens=int((80e9 * 0.9 * gpus - 2 * weights) / kv_bytes),
         handoff=0.005,
-        handoff_token=kv_bytes / network / 4,  # three quarters travel while the rest is computed
+        handoff_token=kv_bytes / network / 4,  # three quarters are sent while the rest is computed
         store_token=kv_bytes / network,
         dollars_per_hour=dollars_per_hour * gpus,
         source=source,
@@ -84,7 +84,7 @@ H100 = roofline("h100-8b", "data sheet, not measured")
 
 
 def load_machine(name: str) -> Machine:
-    """A name, or a JSON file with the fields of a Machine, measured by whoever wrote it."""
+    """Return the machine of this name, or of a JSON file with the fields of `Machine`."""
     if name == H100.name:
         return H100
     return Machine(**json.loads(Path(name).read_text()))

@@ -1,8 +1,8 @@
 """Goodput over load: what a fleet still answers in time when more is offered than it can do.
 
-Weft admits by the expected wait, the rules beside it admit everything. Refused clients do not come back. A load past
-capacity keeps the bar when its goodput is at least LEAST_SHARE of the best at that or any lower load: goodput may rise
-with load, as more short prompts are offered, and must not collapse.
+Weft admits by the expected wait; the baselines admit everything. Rejected clients do not return. A load past capacity
+meets the bar if its goodput is at least LEAST_SHARE of the best at that or any lower load. Goodput may rise with load,
+as more short prompts are offered, and must not collapse.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADINGS = ("load", "offered/s", "good/s", "of the best so far", "of the best", 
 
 
 def overload(options: argparse.Namespace) -> Result:
-    """Goodput of each policy at each load. `met` is False where Weft misses the bar."""
+    """Measure goodput of each policy at each load. `met` is False if Weft misses the bar."""
     trace, machine = read_trace(options.trace), load_machine(options.machine)
     workers, loads = int(options.workers), sorted(map(float, options.loads.split(",")))
     offered, rows = [], dict[str, list[Figures]]()
@@ -65,12 +65,12 @@ def _policies() -> list[Policy]:
 
 
 def shares_so_far(goodputs: Sequence[float]) -> list[float]:
-    """Each goodput as a share of the best at its own and all lower loads."""
+    """Return each goodput as a share of the best at its own and all lower loads."""
     return [value / (max(goodputs[: index + 1]) or 1.0) for index, value in enumerate(goodputs)]
 
 
 def holds(loads: Sequence[float], goodputs: Sequence[float]) -> bool:
-    """Does goodput keep LEAST_SHARE at every load past capacity."""
+    """Return whether goodput keeps LEAST_SHARE at every load past capacity."""
     return all(share >= LEAST_SHARE for load, share in zip(loads, shares_so_far(goodputs), strict=True) if load > 1.0)
 
 

@@ -1,5 +1,4 @@
-"""A report as one HTML file that needs nothing else: tables, and line or bar charts as SVG. Knows numbers and names
-only."""
+"""A report as one self-contained HTML file: tables, and line or bar charts as SVG."""
 
 from __future__ import annotations
 
@@ -17,30 +16,30 @@ STYLE = (
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     head = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
     return f"{head}<h1>{html.escape(title)}</h1>{''.join(parts)}\n"
 
 
 def text(words: str) -> str:
-    """A paragraph."""
+    """Return a paragraph."""
     return f"<p>{html.escape(words)}</p>"
 
 
 def heading(words: str) -> str:
-    """A section."""
+    """Return a section heading."""
     return f"<h2>{html.escape(words)}</h2>"
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells as they are."""
+    """Return a table; cells are escaped."""
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def bars(title: str, unit: str, values: Mapping[str, float], marked: str) -> str:
-    """One bar a name, the marked one in colour."""
+    """Return a chart with one bar per name; the marked one is coloured."""
     row, left = 22, 170
     most = max([*values.values(), 1e-12])
     drawn = []
@@ -56,7 +55,7 @@ def bars(title: str, unit: str, values: Mapping[str, float], marked: str) -> str
 
 
 def lines(title: str, axes: tuple[str, str], ticks: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:
-    """One line a name over the same ticks, from zero up; None is passed over."""
+    """Return a chart with one line per name over the same ticks, from zero; None is skipped."""
     most = max([value for values in series.values() for value in values if value is not None] + [1e-12])
     step = (WIDTH - LEFT - 170) / max(len(ticks) - 1, 1)
     plot = HEIGHT - BOTTOM - TOP - 16

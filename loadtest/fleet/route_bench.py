@@ -53,7 +53,7 @@ Route = Callable[[pb.RouteRequest], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes; half of the workers prefill, half decode."""
+    """Sizes of the benchmark; half of the workers prefill, half decode."""
 
     workers: int
     sessions: int
@@ -64,7 +64,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Microseconds of CPU for one placement, and for one with its settlements; over gRPC by call and by stream."""
+    """CPU microseconds of a placement, and with its settlements; rates and costs over gRPC by call and by stream."""
 
     policy_us_p50: float
     policy_us_p99: float
@@ -74,7 +74,7 @@ class Result:
 
 
 def keys_of(session: int) -> list[bytes]:
-    """The blocks of a session's prompt: those of its system prompt, and its own."""
+    """Return the blocks of a session's prompt: those of its system prompt, and its own."""
     system = session // SESSIONS_A_SYSTEM
     own = 1 + session * 7919 % MAX_OWN_BLOCKS
     shared = [b"s" + system.to_bytes(8) + index.to_bytes(7) for index in range(SYSTEM_BLOCKS)]
@@ -82,7 +82,7 @@ def keys_of(session: int) -> list[bytes]:
 
 
 def filled_router(options: Options) -> tuple[Router, list[SessionAffinity]]:
-    """A fleet that has served every session once."""
+    """Return a router whose fleet has served every session once."""
     router = Router(silence_seconds=float("inf"), max_keys=8_000_000)
     fingerprint = ModelFingerprint("w", "bfloat16", BLOCK_TOKENS, 1, "v1")
     for number in range(options.workers):
@@ -101,7 +101,7 @@ def filled_router(options: Options) -> tuple[Router, list[SessionAffinity]]:
 
 
 def query_of(request_id: str, session: int) -> RouteQuery:
-    """Its next turn."""
+    """Return the session's next request."""
     keys = keys_of(session)
     return RouteQuery(
         RequestKey(request_id), MODEL, len(keys) * BLOCK_TOKENS + 20, 512, session.to_bytes(16), block_keys=keys
@@ -109,11 +109,11 @@ def query_of(request_id: str, session: int) -> RouteQuery:
 
 
 def bench_policy(options: Options) -> tuple[list[float], list[float]]:
-    """Microseconds of each placement, and of each with its settlements, sorted."""
+    """Return sorted microseconds of each placement, without and with its settlements."""
     router, homes = filled_router(options)
     rng = random.Random(5)
     placed, settled = [], []
-    gc.freeze()  # as a scheduler that has run for long: its index is old
+    gc.freeze()  # like a long-running scheduler: its index is old
     for number in range(options.routes):
         session = rng.randrange(options.sessions)
         query = query_of(f"r{number}", session)
@@ -130,7 +130,7 @@ def bench_policy(options: Options) -> tuple[list[float], list[float]]:
 
 
 def serve(port: int, redis_url: str) -> None:
-    """A scheduler process as it is."""
+    """Run a scheduler process."""
     import os
     import runpy
 
@@ -140,8 +140,10 @@ def serve(port: int, redis_url: str) -> None:
 
 
 async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tuple[float, float]]:
-    """By call and by stream: routes a second, and the scheduler's CPU microseconds a route, settlements included; the
-    medians of several turns."""
+    """Return routes per second and the scheduler's CPU microseconds per route, by call and by stream.
+
+    Settlements are included; figures are medians of several rounds.
+    """
     async with open_channel(address) as channel, asyncio.TaskGroup() as group:
         fleet, stub = pb_grpc.FleetServiceStub(channel), pb_grpc.SchedulerServiceStub(channel)
         await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
@@ -187,7 +189,7 @@ async def _drive(settler: SettlementQueue, route: Route, waiting: Iterator[pb.Ro
 
 
 def bench_process(options: Options) -> dict[str, tuple[float, float]]:
-    """What `bench_calls` finds of a scheduler process and a Valkey that are started for it."""
+    """Run `bench_calls` against a new scheduler process and Valkey."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

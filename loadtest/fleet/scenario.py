@@ -1,4 +1,4 @@
-"""A trace made to fit a fleet: as many users as it has workers, as fast as its prefill workers can bear."""
+"""A trace scaled to a fleet: users by number of workers, rate by the capacity of its prefill workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKERS_A_COPY = 8
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`load`: prefill seconds that the trace costs with ideal hits, over those that the prefill workers have."""
+    """`load`: prefill seconds of the trace with ideal hits, relative to those that the prefill workers have."""
 
     num_workers: int
     load: float
@@ -22,23 +22,23 @@ class Scenario:
 
     @property
     def num_prefill(self) -> int:
-        """One half; the best ratio that the Mooncake paper found for this trace was about 1:1."""
+        """Half of the workers; the best ratio that the Mooncake paper found for this trace was about 1:1."""
         return max(self.num_workers // 2, 1)
 
     def plan(self, machine: Machine, cache_tokens: int) -> FleetPlan:
-        """That many workers, half of them for each role, and clients that do not come back when refused."""
+        """Return the fleet: half of the workers per role; rejected clients do not return."""
         num_decode = self.num_workers - self.num_prefill
         return FleetPlan(machine, self.num_prefill, num_decode, cache_tokens=cache_tokens, clients_retry=False)
 
     def requests(self, trace: Sequence[Request], machine: Machine) -> list[Request]:
-        """The trace at that load."""
+        """Return the trace at that load."""
         many = enlarge(trace, max(self.num_workers // WORKERS_A_COPY, 1), self.num_requests)
         span = many[-1].at - many[0].at
         return faster(many, self.load * self.num_prefill * span / ideal_seconds(many, machine))
 
 
 def ideal_seconds(requests: Sequence[Request], machine: Machine) -> float:
-    """Prefill seconds over the whole trace when every block that was ever computed is found."""
+    """Return the prefill seconds of the whole trace if every block ever computed is found."""
     seen: set[bytes] = set()
     seconds = 0.0
     for request in requests:

@@ -1,6 +1,6 @@
-"""The fleet's events: arrivals, prompts computed, hand-offs, answers ended, reports. Places through a `Policy`.
+"""The simulator's events: arrivals, prefills, hand-offs, ends of answers, reports. A `Policy` places the requests.
 
-Time is a number. Nothing here decides anything about placement.
+Time is a number; this module decides nothing about placement.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """No room; `retry_after` as the client was told."""
+    """No room; `retry_after` is what the client received."""
 
     retry_after: float
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The workers; equal: the decode worker computes the prompt. `source`: what the prefill worker lacks of the prompt
-    it copies from there."""
+    """The chosen workers; equal if the decode worker computes the prompt.
+
+    `source`: the worker that the prefill worker copies missing blocks from.
+    """
 
     prefill: SimulatedWorker
     decode: SimulatedWorker
@@ -34,31 +36,31 @@ class Chosen:
 
 
 class Policy(Protocol):
-    """What decides. It sees requests, reports, and how far requests have come, as a router outside the workers does."""
+    """A placement policy. It sees requests, reports and progress, as a router outside the workers does."""
 
     name: str
 
     def start(self, workers: Sequence[SimulatedWorker], store: BlockCache | None) -> None:
-        """The fleet and the store that it shares, before the first request."""
+        """Receive the fleet and its shared store before the first request."""
 
     def place(self, request: Request, now: float) -> Chosen | Rejected:
-        """Where it goes."""
+        """Return where the request goes."""
 
     def first_token(self, job: Job, now: float) -> None:
-        """Its prompt is computed."""
+        """The job's prompt is computed."""
 
     def ended(self, job: Job, now: float) -> None:
-        """Its answer is complete."""
+        """The job's answer is complete."""
 
     def report(self, worker: SimulatedWorker, now: float) -> None:
-        """The worker's own word, once a report interval."""
+        """Receive a worker's report, once per report interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """How many workers of which kind, and what they hold. `cache_tokens`: a prefill worker's, 0 for its pool.
+    """Number of workers by role, and their capacity. `cache_tokens`: a prefill worker's cache, 0 for its pool.
 
-    With `clients_retry` a refused request comes back after its Retry-After; its wait counts from the first time.
+    With `clients_retry` a rejected request returns after its Retry-After; its wait counts from the first arrival.
     """
 
     machine: Machine
@@ -71,7 +73,7 @@ class FleetPlan:
     clients_retry: bool = True
 
     def build(self) -> list[SimulatedWorker]:
-        """The workers, idle and empty."""
+        """Return idle workers with empty caches."""
         roles = ["prefill"] * self.num_prefill + ["decode"] * self.num_decode + ["both"] * self.num_both
         small, large = self.machine.kv_tokens // BLOCK_TOKENS, self.cache_tokens // BLOCK_TOKENS
         return [
@@ -82,7 +84,7 @@ class FleetPlan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests, and of the workers."""
+    """The jobs, the rejections, the workers, and the simulated seconds."""
 
     jobs: list[Job]
     rejected: list[tuple[Request, float]]
@@ -91,7 +93,7 @@ class Outcome:
 
 
 class Simulation:
-    """One run of a trace over a fleet under a policy."""
+    """One run of a trace over a fleet with a policy."""
 
     def __init__(self, plan: FleetPlan, policy: Policy) -> None:
         self._plan = plan
@@ -105,7 +107,7 @@ class Simulation:
         self._busy: set[SimulatedWorker] = set()
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Every request to its end."""
+        """Run every request to its end."""
         self._policy.start(self._workers, self._store)
         reports = [
             (self._plan.report_seconds * (worker.slot + 1) / len(self._workers), worker.slot)
@@ -123,7 +125,7 @@ class Simulation:
         return Outcome(self._jobs, self._rejected, self._workers, now)
 
     def _until(self, now: float, reports: list[tuple[float, int]]) -> None:
-        """Everything that happens up to then, in order."""
+        """Process all events up to `now`, in order."""
         while True:
             next_event = self._events[0][0] if self._events else float("inf")
             if reports[0][0] <= min(now, next_event):
@@ -138,12 +140,12 @@ class Simulation:
 
     def _step(self) -> None:
         at, _, worker, version, job = heapq.heappop(self._events)
-        if isinstance(job, Request):  # a client that was refused is back
+        if isinstance(job, Request):  # a rejected client returns
             self._arrive(job, at)
-        elif job is not None and worker is not None:  # what the prompt lacked has been fetched
+        elif job is not None and worker is not None:  # the missing blocks have arrived
             self._visit(worker, at)
             self._enqueue(job, at)
-        elif job is not None:  # a hand-off is complete
+        elif job is not None:  # hand-off complete
             self._visit(job.decode, at)
             self._first_token(job, at)
             self._watch(job.decode, at)
@@ -176,7 +178,7 @@ class Simulation:
         self._watch(job.prefill, now)
 
     def _visit(self, worker: SimulatedWorker, now: float) -> None:
-        """Bring a worker up to now, and do what follows from what came to its end there."""
+        """Advance a worker to `now` and process what ended there."""
         told = worker.advance(now)
         for job in told.computed:
             if self._store is not None:
@@ -207,6 +209,6 @@ class Simulation:
             self._busy ^= {worker}
             for other in self._workers:
                 if other is not worker:
-                    self._visit(other, now)  # so far it went on as before
+                    self._visit(other, now)  # until now nothing changed for it
                     other.beside(len(self._busy - {other}))
                     self._watch(other, now)

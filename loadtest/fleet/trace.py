@@ -1,7 +1,6 @@
-"""Public traces as requests: when, how long, and which blocks. Finds sessions, makes a trace larger, faster and
-shorter.
+"""Public traces as requests: times, lengths and blocks. Finds sessions; scales a trace in users, speed and length.
 
-Mooncake (FAST'25) JSONL has hashes of 512-token blocks; Azure 2023 CSV has none, so that nothing there is shared.
+Mooncake (FAST'25) JSONL has hashes of 512-token blocks. Azure 2023 CSV has none, so nothing is shared there.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from datetime import datetime
 from pathlib import Path
 
 BLOCK_TOKENS = 512
-# a block that so many sessions have, and such a share of all, is the service's own: a system prompt
+# a block in this many sessions, and this share of all, belongs to the service: a system prompt
 COMMON_SESSIONS, COMMON_SHARE = 10, 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a trace. Its keys name the blocks of its prompt, in order; chained, as a scheduler sees them."""
+    """One request of a trace. `keys` name the blocks of its prompt in order, chained as a scheduler sees them."""
 
     number: int
     at: float
@@ -32,7 +31,7 @@ class Request:
 
 
 def read_trace(path: Path) -> list[Request]:
-    """By its ending: .jsonl Mooncake, .csv Azure."""
+    """Read a trace by its suffix: .jsonl Mooncake, .csv Azure."""
     return _read_azure(path) if path.suffix == ".csv" else _read_mooncake(path)
 
 
@@ -43,7 +42,7 @@ def _read_mooncake(path: Path) -> list[Request]:
         for number, line in enumerate(lines):
             entry = json.loads(line)
             hashes = entry["hash_ids"]
-            # who goes on from a block that only one conversation has had is a turn of that conversation
+            # a request that continues a block of only one conversation belongs to that conversation
             known = next((h for h in reversed(hashes[1:]) if h in session_of), None)
             session = number if known is None else session_of[known]
             for each in hashes[1:]:
@@ -54,7 +53,7 @@ def _read_mooncake(path: Path) -> list[Request]:
                     at=entry["timestamp"] / 1000,
                     prompt_tokens=max(entry["input_length"], 1),
                     output_tokens=max(entry["output_length"], 1),
-                    # the last hash may stand for a block that is not full: only full blocks are ever shared
+                    # the last hash may be a partial block; only full blocks are shared
                     keys=tuple(each.to_bytes(8) for each in hashes[: entry["input_length"] // BLOCK_TOKENS]),
                     session=session.to_bytes(8),
                 )
@@ -73,14 +72,16 @@ def _read_azure(path: Path) -> list[Request]:
 
 
 def enlarge(requests: Sequence[Request], copies: int, limit: int, seed: int = 1) -> list[Request]:
-    """The trace so many times over, each copy with users and blocks of its own and shifted in time; the first
-    `limit`. What the service itself says before every conversation is the same in all copies."""
+    """Repeat the trace with new users and blocks per copy, shifted in time; return the first `limit` requests.
+
+    Blocks common to all sessions, such as a system prompt, stay the same in all copies.
+    """
     rng, common = random.Random(seed), _common_keys(requests)
     length = requests[-1].at + 1.0
     everything: list[Request] = []
     for copy in range(copies):
         tag, shift = copy.to_bytes(4), rng.uniform(0, length) if copy else 0.0
-        jitter = [rng.uniform(0.0, 3.0) for _ in requests]  # the trace's clock ticks every three seconds
+        jitter = [rng.uniform(0.0, 3.0) for _ in requests]  # the trace's clock has a resolution of 3 s
         for request, later in zip(requests, jitter, strict=True):
             keys = tuple(key if key in common else tag + key for key in request.keys)
             at = (request.at + later + shift) % length
@@ -90,7 +91,7 @@ def enlarge(requests: Sequence[Request], copies: int, limit: int, seed: int = 1)
 
 
 def _common_keys(requests: Sequence[Request]) -> set[bytes]:
-    """Blocks that far more sessions have than could be of one user."""
+    """Return the blocks that more sessions share than one user could have."""
     sessions: dict[bytes, set[bytes]] = {}
     for request in requests:
         for key in request.keys:
@@ -100,12 +101,12 @@ def _common_keys(requests: Sequence[Request]) -> set[bytes]:
 
 
 def faster(requests: Sequence[Request], factor: float) -> list[Request]:
-    """The same requests so many times as fast."""
+    """Return the same requests at `factor` times the rate."""
     return [replace(request, at=request.at / factor) for request in requests]
 
 
 def ideal_hits(requests: Sequence[Request]) -> int:
-    """Tokens that one cache of any size would find, in order of arrival."""
+    """Return the tokens that one unlimited cache would find, in order of arrival."""
     seen: set[bytes] = set()
     hits = 0
     for request in requests:

@@ -1,5 +1,4 @@
-"""Weft's own policy in the simulator: the scheduler's router, unchanged, fed with what gateways and workers would
-send."""
+"""Weft's policy in the simulator: the scheduler's own router, with the messages of gateways and workers."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from weft_services.scheduler.slo import DEFAULT_SLO, SloTargets
 MODEL = "model"
 MAX_CONTEXT_TOKENS = 1_000_000
 SWEEP_SECONDS = 1.0
-# room for a thousand workers' caches
+# enough for the caches of 1,000 workers
 MAX_KEYS = 8_000_000
 
 
@@ -37,7 +36,7 @@ class Signals:
 
 
 class WeftPolicy:
-    """The router behind the simulator's interface."""
+    """The router behind the simulator's `Policy`."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class WeftPolicy:
         self._swept_at = 0.0
 
     def start(self, workers: Sequence[SimulatedWorker], store: BlockCache | None) -> None:
-        """They join and report."""
+        """Let the workers join and report."""
         self._workers, self._store = list(workers), store if self._signals.store else None
         for worker in workers:
             info = WorkerHello(
@@ -72,7 +71,7 @@ class WeftPolicy:
             self.report(worker, 0.0)
 
     def place(self, request: Request, now: float) -> Chosen | Rejected:
-        """Route, after kvstore has said what the store has of the prompt, as `Whereabouts` asks it."""
+        """Route, after adding what kvstore knows about the prompt, as `PrefixLocator` does."""
         query = RouteQuery(
             key=RequestKey(str(request.number)),
             model=MODEL,
@@ -96,11 +95,11 @@ class WeftPolicy:
         return Chosen(self._workers[int(placed.prefill.worker_id)] if placed.prefill else decode, decode)
 
     def first_token(self, job: Job, now: float) -> None:
-        """Settle."""
+        """Settle the first token."""
         self._router.settle(AttemptProgress(_key(job), RequestStage.DECODING), now)
 
     def ended(self, job: Job, now: float) -> None:
-        """Settle, and bind the session."""
+        """Settle the end, and bind the session."""
         tokens = job.request.output_tokens
         reservation = self._router.settle(
             AttemptProgress(_key(job), RequestStage.FINISHED, generated_tokens=tokens), now
@@ -112,7 +111,7 @@ class WeftPolicy:
             )
 
     def report(self, worker: SimulatedWorker, now: float) -> None:
-        """As a worker's membership does; a wish for another role has come with the answer to the last one."""
+        """Report as a worker does, and play the requested role."""
         worker.role = self._members[worker.slot].role_requested or worker.role
         blocks = worker.cache.capacity
         active = min(int(worker.reserved_tokens) // BLOCK_TOKENS, blocks)

@@ -1,8 +1,8 @@
-"""A simulated worker: a queue of prompts and a batch that generates, as one flow between events, and a block cache.
+"""A simulated worker: a prompt queue and a decode batch, as one flow between events, and a block cache.
 
-Between two events every running sequence gets one token a step and one prompt of the queue a chunk, as the engine
-plans its steps; which one is looked at again after every chunk while several wait. A step's length changes only at
-events, so a worker costs a few events a request, whatever it generates.
+Between two events every running sequence gets one token per step and one prompt gets a chunk, as the engine plans its
+steps. With several waiting prompts the choice is repeated after every chunk. Step times change only at events, so a
+worker costs a few events per request, however long its answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPSILON = 1e-9
 
 
 class BlockCache:
-    """Least recently used out first. A prompt's later blocks are older than its first ones."""
+    """Cache of blocks, least recently used out first. Later blocks of a prompt count as older than its first ones."""
 
     def __init__(self, capacity: int) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -30,14 +30,14 @@ class BlockCache:
         return len(self._keys)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many of the first ones are there."""
+        """Return how many leading keys are cached."""
         for depth, key in enumerate(keys):
             if key not in self._keys:
                 return depth
         return len(keys)
 
     def put(self, keys: Sequence[bytes]) -> None:
-        """All of them, newest first."""
+        """Add all keys, the first one newest."""
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
@@ -47,7 +47,7 @@ class BlockCache:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request under way."""
+    """A request in progress."""
 
     request: Request
     decode: SimulatedWorker
@@ -63,21 +63,20 @@ class Job:
 
     @property
     def held_tokens(self) -> int:
-        """What it needs on the worker that decodes it."""
+        """Tokens it needs on the decode worker."""
         return self.request.prompt_tokens + self.request.output_tokens
 
 
 @dataclass(slots=True)
 class Finished:
-    """What has come to its end on a worker: prompts computed, answers ended."""
+    """What ended on a worker: computed prompts, completed answers."""
 
     computed: list[Job] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)
 
 
 class SimulatedWorker:
-    """One worker. Call `advance` before anything else at a new time; `next_at` is when it has to be called at the
-    latest."""
+    """One worker. Call `advance` first at every new time, at the latest at `next_at`."""
 
     def __init__(self, slot: int, role: str, machine: Machine, cache_blocks: int) -> None:
         self.slot = slot
@@ -109,16 +108,16 @@ class SimulatedWorker:
 
     @property
     def is_busy(self) -> bool:
-        """It has a step to do."""
+        """True while it has a step to do."""
         return self._step > 0.0
 
     def beside(self, others: int) -> None:
-        """So many others are at work on the same machine from now on."""
+        """Set how many other workers are busy on the same machine."""
         self.others = others
         self._plan()
 
     def admit(self, job: Job) -> bool:
-        """Hold room for its prompt and answer; False: it waits its turn."""
+        """Reserve room for prompt and answer; False if the job must wait."""
         if self.waiting or (self.reserved_tokens and self.reserved_tokens + job.held_tokens > self.machine.kv_tokens):
             self.waiting.append(job)
             return False
@@ -126,7 +125,7 @@ class SimulatedWorker:
         return True
 
     def admit_waiting(self) -> list[Job]:
-        """Those for whom there is room now."""
+        """Admit and return the waiting jobs that fit now."""
         admitted = []
         while self.waiting and (
             not self.reserved_tokens or self.reserved_tokens + self.waiting[0].held_tokens <= self.machine.kv_tokens
@@ -136,8 +135,10 @@ class SimulatedWorker:
         return admitted
 
     def fetch(self, job: Job, store: BlockCache | None) -> float:
-        """A prompt has come: look up what is cached of it, and get what is in `store`, a cache elsewhere. Returns when
-        all of that is here. Prompts are computed meanwhile; fetches take turns."""
+        """Look up the prompt's cached blocks and fetch missing ones from `store`; return when they are here.
+
+        Prompts are computed meanwhile; fetches run one after another.
+        """
         request = job.request
         most = request.prompt_tokens - 1
         depth = self.cache.match(request.keys)
@@ -155,7 +156,7 @@ class SimulatedWorker:
         return self._fetching_until
 
     def enqueue(self, job: Job) -> None:
-        """What is left of the prompt is to be computed, beside those that wait."""
+        """Queue the rest of the prompt for prefill."""
         tokens = _uncached(job)
         job.chunk = min(tokens, self.machine.chunk_tokens)
         job.steps = tokens / job.chunk
@@ -164,14 +165,14 @@ class SimulatedWorker:
         self._plan()
 
     def generate(self, job: Job) -> None:
-        """It has its first token; the others come one a step."""
+        """Start decoding after the first token, one token per step."""
         turns = self._turns + job.request.output_tokens - 1
         heapq.heappush(self.batch, (turns, job.request.number, job))
         self.held_tokens += job.request.prompt_tokens
         self._plan()
 
     def advance(self, now: float) -> Finished:
-        """Let time pass."""
+        """Advance to `now`; return what ended."""
         told = Finished()
         if self._step > 0.0:
             self.busy_seconds += now - self._now
@@ -230,7 +231,7 @@ class SimulatedWorker:
         self.next_at = self._now + max(turns, 0.0) * self._step if self._step else float("inf")
 
     def _need(self, job: Job) -> float:
-        """As in `weft.engine.wait_queue`."""
+        """Prefill priority, as in the engine's wait queue."""
         waited = self._now - job.queued_at
         return waited / (job.steps * job.chunk) if waited <= LEVEL_SECONDS else float("inf")
 

@@ -335,7 +335,7 @@ class Fleet:
         """Ask a worker to change its role. Raises NotFound, or InvalidRequest if it cannot or must not."""
         worker = self._live(worker_id)
         if not worker.info.can_change_role:
-            raise InvalidRequest(f"worker_id: {worker_id} can only run as {worker.info.role}", "worker_id")
+            raise InvalidRequest(f"{worker_id} can only run as {worker.info.role}", "worker_id")
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE):
             if target_role(worker).can(needed) and not role.can(needed):
                 self._check_others(worker, needed)

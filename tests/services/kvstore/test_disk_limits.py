@@ -237,8 +237,8 @@ async def test_a_block_larger_than_a_segment_is_counted_as_lost_and_told_once(
     for number in range(3):
         assert await disk.write([record(number)]) == 0
     assert lost.get() == before + 3
-    assert [entry.message for entry in caplog.records if "are not written" in entry.message] == [
-        f"disk: blocks of {SIZE} bytes are not written: WEFT_DISK_BYTES={16 * RECORD - 1} takes up to {SIZE - 1}"
+    assert [entry.message for entry in caplog.records if "disk blocks skipped" in entry.message] == [
+        f"disk blocks skipped size={SIZE}: WEFT_DISK_BYTES={16 * RECORD - 1} allows at most {SIZE - 1}"
     ]
     disk.close()
 

@@ -193,7 +193,7 @@ async def test_a_segment_that_cannot_be_opened_or_cut_stays_for_the_next_start(
     disk = await opened(tmp_path, max_bytes=160 * RECORD)
     monkeypatch.undo()
     assert there(disk, range(30)) == [*range(20)]
-    assert f"{bad} cannot be read and stays for the next start" in caplog.text
+    assert f"path={bad} action=kept for the next start" in caplog.text
     assert disk.used_bytes == 20 * RECORD + len(content)
     for number in range(100, 400):
         await written(disk, [number])

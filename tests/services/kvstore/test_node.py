@@ -276,4 +276,4 @@ async def test_blocks_that_do_not_fit_through_the_staging_area_are_counted_as_lo
         await scene.mover.until_spilled()
     spilling.cancel()
     assert lost.get() == before + 3
-    assert caplog.text.count("are not written") == 1
+    assert caplog.text.count("disk blocks skipped") == 1

@@ -35,7 +35,7 @@ def test_a_new_boot_replaces_the_old_one_whose_leaving_changes_nothing() -> None
     assert not fleet.leave(old, "stream broke")
     assert fleet.workers() == [new]
     assert fleet.models[MODEL].workers == [new]
-    with pytest.raises(Incompatible, match="replaced"):
+    with pytest.raises(Incompatible, match="no longer a member"):
         fleet.report(old, WorkerReport(), 2.0)
 
 

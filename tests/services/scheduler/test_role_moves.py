@@ -102,7 +102,7 @@ async def test_a_role_that_cannot_or_must_not_change_is_refused(scheduler: Sched
         for name in ("decode-0", "decode-1"):
             changing = hello(name, "decode", f"{name}-boot", can_change_role=True)
             await stack.enter_async_context(FakeWorker(scheduler, changing))
-        asked = [("prefill-0", decode, "runs as prefill only"), ("nobody", decode, "no worker 'nobody'")]
+        asked = [("prefill-0", decode, "can only run as prefill"), ("nobody", decode, "no worker 'nobody'")]
         for name, role, why in asked:
             code, details = await code_of(scheduler.fleet.SetRole(pb.SetRoleRequest(worker_id=name, role=role)))
             assert why in details
