@@ -26,9 +26,11 @@ Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
 def make_certs(folder: Path, hosts: list[str]) -> list[str]:
-    """ca.pem and ca-key.pem unless they are there; cert.pem and key.pem, new, by them. Returns commands that are left
-    to somebody who may give files away. Raises OSError, ValueError: also where one of the first two is missing, since a
-    new authority would part this folder from all others."""
+    """Create ca.pem and ca-key.pem unless they exist, and a new cert.pem and key.pem signed by them.
+
+    Returns commands to run as root, where this user may not change a file's owner. Raises OSError or ValueError; also
+    if one of the first two is missing, as a new authority would not be trusted by the other machines.
+    """
     names = [_name(host) for host in dict.fromkeys((MESH_NAME, *LOCAL_NAMES, *hosts))]
     folder.mkdir(parents=True, exist_ok=True)
     ca_files = (folder / "ca.pem", folder / "ca-key.pem")
@@ -131,15 +133,17 @@ def _load(cert: Path, key: Path) -> Pair:
 
 
 def _save(pair: Pair, cert: Path, key: Path) -> list[str]:
-    """The key for its owner alone; each file is replaced in one step, and belongs to whom it did. Both are written
-    before the first is: a key without its certificate is of no use. Returns what is left to do, not permitted here."""
+    """Write both files, then replace the old ones atomically, keeping their owner and mode.
+
+    A new key is readable by its owner only. Returns the commands that this user may not run.
+    """
     left: list[str] = []
     pem = serialization.Encoding.PEM
     private = pair[1].private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     partials = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in (key, cert)}
     try:
         for path, content, mode in ((key, private, 0o600), (cert, pair[0].public_bytes(pem), 0o644)):
-            # there is one of a try that was broken off and had our number, as all have in a container
+            # an interrupted run may have left one: in containers pids repeat
             partials[path].unlink(missing_ok=True)
             with os.fdopen(os.open(partials[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(content)
@@ -156,7 +160,7 @@ def _save(pair: Pair, cert: Path, key: Path) -> list[str]:
 
 
 def _take_over(fd: int, path: Path) -> list[str]:
-    """Owner and mode of the file that is to be replaced: services run as another user, who is to read the new one."""
+    """Copy owner and mode of the file to replace: services may run as another user and must read the new one."""
     if not path.exists():
         return []
     before, now = path.stat(), os.fstat(fd)
@@ -165,7 +169,7 @@ def _take_over(fd: int, path: Path) -> list[str]:
         if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
             os.fchown(fd, before.st_uid, before.st_gid)
     except PermissionError:
-        # with the old mode, whoever is in our group might read what was meant for another's
+        # do not copy the mode without the group: members of our own group could read the key
         quoted = shlex.quote(str(path))
         return [f"sudo chown {before.st_uid}:{before.st_gid} {quoted} && sudo chmod {mode:o} {quoted}"]
     os.fchmod(fd, mode)

@@ -31,7 +31,7 @@ HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation: whom with, how, and what has been said."""
+    """A conversation: its gateway, its options and its messages."""
 
     url: str
     api_key: str = field(default="", repr=False)
@@ -47,11 +47,11 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has been said."""
+        """Drop all messages but the system prompt."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def body(self) -> dict[str, Any]:
-        """The request that continues it."""
+        """Return the request body that continues the conversation."""
         body: dict[str, Any] = {"model": self.model, "messages": self.messages}
         body["max_tokens"] = self.max_tokens
         return body if self.temperature is None else {**body, "temperature": self.temperature}

@@ -1,6 +1,6 @@
 """One child process: started in a group or session of its own, its output read by lines, ended with its descendants.
 
-Knows nothing of Weft's services, and nothing of when to start again.
+The supervisor decides when to start it again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Process(Protocol):
-    """What is needed of one, whoever started it."""
+    """The part of a process handle that Child needs, forked or spawned."""
 
     @property
     def pid(self) -> int: ...
 
     async def wait(self) -> int:
-        """The exit code; a negative number is the signal that ended it."""
+        """Return the exit code; a negative number is the signal that ended it."""
 
     def send_signal(self, number: int, /) -> None:
         """Raises ProcessLookupError when it has ended."""
@@ -45,7 +45,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Also the number of its process group."""
+        """The process id, also that of its process group."""
         return self._process.pid
 
     @classmethod
@@ -54,7 +54,7 @@ class Child:
         read_end, write_end = os.pipe()
         parent = os.getpid()
         try:
-            # a pipe of our own: waiting for the process must not wait for whoever else inherited its output
+            # Our own pipe: with asyncio's, waiting for the process would wait for every descendant that inherited it.
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=dict(environ),
@@ -73,7 +73,7 @@ class Child:
         return cls(process, await open_output(read_end))
 
     async def read_lines(self, on_line: Callable[[str], None]) -> None:
-        """Pass on each line until every holder of the output is gone; overlong ones come in pieces."""
+        """Pass on each line until the last process closes the output; lines over MAX_LINE_BYTES come in pieces."""
         rest = b""
         while chunk := await self._output.read(READ_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -91,7 +91,7 @@ class Child:
             on_line(text)
 
     async def wait(self) -> int:
-        """The exit code; a negative number is the signal that ended it. May be awaited many times."""
+        """Return the exit code; a negative number is the signal that ended it. May be awaited many times."""
         return await self._process.wait()
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -110,7 +110,7 @@ class Child:
 
 
 async def open_output(read_end: int) -> asyncio.StreamReader:
-    """What comes out of a pipe, which is closed at its end."""
+    """Return a reader of a pipe, which closes at end of file."""
     output = asyncio.StreamReader(limit=READ_BYTES)
     pipe = os.fdopen(read_end, "rb", buffering=0)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), pipe)
@@ -118,7 +118,7 @@ async def open_output(read_end: int) -> asyncio.StreamReader:
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Runs in the new process before its program does: the kernel shall signal it when the parent's thread ends."""
+    """Make the kernel signal this process when its parent ends. Runs in the new process before exec."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         if os.getppid() != parent:
@@ -126,7 +126,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code for people: `exit code 1`, `killed by SIGKILL`."""
+    """Return an exit code in words: `exit code 1`, `killed by SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     try:

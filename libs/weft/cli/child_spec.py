@@ -1,4 +1,4 @@
-"""What a child process of a supervisor is told to be, when it is started again, and who hears of what becomes of it."""
+"""Types of the supervisor: a child's specification, its restart policy, its states, and the listener."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-# a child that ends so has been told something that trying again cannot mend
+# exit status for a setting or model that another start cannot mend
 CONFIG_EXIT_CODE = 2
 
 
 class ChildState(StrEnum):
-    """What a child is doing."""
+    """State of a child under the supervisor."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -24,33 +24,35 @@ class ChildState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a dead child is started again. Times in seconds."""
+    """When the supervisor restarts a dead child; times in seconds."""
 
     first_backoff: float = 0.5
     max_backoff: float = 10.0
-    # ready for so long, a child begins anew
+    # ready for this long, a child's earlier failures no longer count
     healthy: float = 30.0
-    # one that has never been ready is given up after so many deaths
+    # the supervisor gives up a child that has died this often without being ready
     max_first_failures: int = 5
-    # so long is enough for one that can be forked: a new start costs next to nothing
+    # the same as `healthy` for a forked child, whose restart is cheap
     healthy_if_forked: float = 10.0
 
     def backoff(self, failures: int) -> float:
-        """The pause after so many deaths in a row."""
+        """Return the pause after `failures` deaths in a row."""
         return float(min(self.max_backoff, self.first_backoff * 2 ** min(failures - 1, 16)))
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to run one child. `probe` returns False until the child can be used, `probe_again` where it could be once
-    and was started anew; the same where there is none.
+    """How to run one child.
 
-    It starts when all named in `after` are ready, and is stopped before those of a lower `tier`. It is ended when it is
-    not ready after `start_seconds`, counted anew whenever a child says how far it has come if it `heeds_progress`: one
-    may wait for what another one does. `order` is the line
-    for which the standby process forks this child, where it can do that. One that `leads_session` has its cores dealt
-    out beside the others', where the kernel does that by session; forked ones always have. With more anonymous memory
-    than `memory_bytes` it is logged, with far more ended; 0: neither.
+    probe: returns False until the child can be used.
+    after: names of children that must be ready before it starts.
+    tier: children of a higher tier stop first.
+    start_seconds: the child is killed if it is not ready by then.
+    heeds_progress: progress of any child restarts the start timeout, as one may wait for another.
+    fork_request: request line for the fork server; empty: the child is spawned.
+    leads_session: it leads a session, so that the kernel's autogroups schedule it apart. Forked children always do.
+    probe_again: probe after a restart of a child that was ready once; None: `probe`.
+    memory_bytes: planned anonymous memory. Above it the supervisor warns, far above it kills; 0: neither.
     """
 
     name: str
@@ -68,7 +70,7 @@ class ChildSpec:
 
 
 class ChildFailed(Exception):
-    """A child cannot be kept running; the mesh is to end with `exit_code`."""
+    """A child cannot be kept running; the mesh ends with `exit_code`."""
 
     def __init__(self, name: str, reason: str, last_lines: Sequence[str], exit_code: int) -> None:
         super().__init__(f"{name}: {reason}")
@@ -78,13 +80,13 @@ class ChildFailed(Exception):
 
 
 class Listener(Protocol):
-    """Who is told. Called on the loop; must not block."""
+    """Receives events of the supervisor, on its event loop; must not block."""
 
     def on_line(self, name: str, line: str) -> None:
-        """A child wrote a line."""
+        """Receive a line that a child wrote."""
 
     def on_state(self, name: str, state: ChildState, detail: str) -> None:
-        """A child has come to this state."""
+        """Receive a child's new state."""
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
-        """A child died that nobody stopped."""
+        """Receive the unexpected death of a child."""

@@ -1,7 +1,4 @@
-"""Would each process of a mesh take its settings: asked of its own class for them, before any of them is started.
-
-Knows the services by name, as `mesh.py` does, and where their settings are.
-"""
+"""Checks the settings of each process of a mesh with that service's own Config class, before any process starts."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from weft.cli.child_spec import ChildSpec
 from weft.cli.key_store import read_keys
 from weft.config import ConfigError, read_config
 
-# the scheduler's takes ten times as long to import as the others together, and starts first: it tells by itself
+# Not the scheduler: its Config takes ten times as long to import as the others together, and it starts first.
 CLASSES = {
     "weft_services.kvstore": ("weft_services.kvstore.config", "Config"),
     "weft_services.weights": ("weft_services.weights.config", "Config"),
@@ -24,7 +21,7 @@ CLASSES = {
 
 
 def check_settings(specs: Iterable[ChildSpec]) -> None:
-    """Raises ConfigError naming the variable, BadCheckpoint for a tool format that there is not."""
+    """Raise ConfigError naming the variable, or BadCheckpoint for an unknown tool format."""
     for spec in specs:
         module = spec.command[-1]
         if module in CLASSES:
@@ -34,7 +31,7 @@ def check_settings(specs: Iterable[ChildSpec]) -> None:
 
 
 def _check_gateway(gateway: Any) -> None:
-    """What it finds out as it starts: certificate, keys, and names of tool formats. What a Valkey has it waits for."""
+    """Check tool formats, certificate and key file, as the gateway does at its start. Keys in Valkey are not read."""
     if gateway.tool_format != "auto":
         choose = _load("weft_services.gateway.text.tool_formats", "choose_format")
         for chosen in gateway.tool_formats.values():

@@ -1,6 +1,6 @@
 """What `weft up` shows: one live row a service while things start, then one merged log of all of them.
 
-On a terminal with colours and movement; elsewhere the same as plain lines. Knows no service by name.
+On a terminal with colours and movement; elsewhere the same as plain lines.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Display:
         self._width = max(len(SPEAKER), *(len(name) for name in names))
         self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
         self._live: Live | None = None
-        # whose lines end the log, and how many of them in a row
+        # the child that wrote the last line, and its number of lines in a row
         self._speaker, self._run_length = "", 0
         self._began = time.monotonic()
 
     def start(self) -> None:
-        """Show the rows, on a terminal."""
+        """Show the live rows on a terminal, a title elsewhere."""
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._table, console=self._console, transient=True, refresh_per_second=8)
             self._live.start()
@@ -60,7 +60,7 @@ class Display:
             self.say(self._title)
 
     def end_start(self) -> None:
-        """Take the rows away; from here on there is only the log."""
+        """Remove the live rows; the log follows."""
         if self._live is not None:
             with self._while_heard():
                 self._live.stop()
@@ -68,11 +68,11 @@ class Display:
 
     @property
     def seconds(self) -> float:
-        """Since this display was made."""
+        """Seconds since this display was created."""
         return time.monotonic() - self._began
 
     def on_line(self, name: str, line: str) -> None:
-        """A child wrote a line; what matches `noise` is not shown."""
+        """Print a child's line, unless it matches `noise`."""
         if self._noise.search(line):
             return
         self._run_length = self._run_length + 1 if name == self._speaker else 1
@@ -90,7 +90,7 @@ class Display:
             self._print(Text.assemble(" " * 9, (f"{name:<{self._width}} ", self._colours[name]), line))
 
     def on_state(self, name: str, state: ChildState, detail: str) -> None:
-        """A child has come to this state."""
+        """Update the child's row; print when it is ready."""
         row, now = self._rows[name], time.monotonic()
         row.seconds = now - row.since
         was_restarting = row.state is ChildState.BACKING_OFF
@@ -101,18 +101,18 @@ class Display:
             self.say(f"{name} is ready after {row.seconds:.1f} s")
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
-        """A child died that nobody stopped."""
-        self.report_crash(name, f"{name} has died ({how}); it starts again in {retry_seconds:g} s", last_lines)
+        """Report a crash and when the child starts again."""
+        self.report_crash(name, f"{name} died ({how}); restarting in {retry_seconds:g} s", last_lines)
 
     def report_crash(self, name: str, text: str, last_lines: Sequence[str]) -> None:
-        """Say what befell a child, with its last lines unless they stand right above."""
+        """Print a crash with the child's last lines, unless they are the last lines of the log."""
         stand_above = self._speaker == name and self._run_length >= len(last_lines)
         self.say(text, "bold red")
         for line in () if stand_above else last_lines:
             self._print(Text(f"{'':<{self._width}}   {line}", style="red" if self._console.is_terminal else ""))
 
     def say(self, text: str, style: str = "bold") -> None:
-        """A line of our own."""
+        """Print a line of `weft up` itself."""
         self._speaker = SPEAKER
         if self._console.is_terminal:
             self._print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), (f"{SPEAKER:<{self._width}} {text}", style)))
@@ -120,7 +120,7 @@ class Display:
             self._print(Text(f"{SPEAKER:<{self._width}} | {text}"))
 
     def show(self, renderable: RenderableType) -> None:
-        """Anything else."""
+        """Print any other renderable."""
         with self._while_heard():
             self._console.print(renderable, highlight=False)
 
@@ -133,7 +133,7 @@ class Display:
 
     @contextmanager
     def _while_heard(self) -> Iterator[None]:
-        """A pipe's reader may end, and a terminal go: services are kept, and ended in good order, all the same."""
+        """Ignore a closed pipe or terminal: the services continue, and stop in order."""
         try:
             yield
         except (OSError, SystemExit):  # rich wants to end the whole program

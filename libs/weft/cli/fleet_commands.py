@@ -22,23 +22,23 @@ REJOIN_SECONDS, RETRY_SECONDS = 3.0, 0.2
 
 
 def drain(scheduler: str, worker_id: str, undo: bool) -> None:
-    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    """Ask the scheduler; print the effect. Raises typer.Exit(1) after an error message."""
     request = pb.DrainRequest(worker_id=worker_id, undo=undo)
     lacking, is_parked = _call_scheduler(
         "undrain" if undo else "drain", scheduler, lambda fleet: _drained(fleet, request)
     )
-    what = "takes requests again" if undo else "finishes what it has and is given nothing new"
+    what = "takes requests again" if undo else "finishes its requests and gets no new ones"
     if is_parked:
-        awake = f"`weft wake {worker_id}` has it load its model" if undo else "once awake it is given nothing new"
+        awake = f"`weft wake {worker_id}` loads its model" if undo else "once awake it gets no new requests"
         what = f"is asleep: {awake}"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows it")
     if lacking:
-        why = f"nobody else is ready for {' and '.join(lacking)}: requests may be refused until somebody is"
+        why = f"no other worker is ready for {' and '.join(lacking)}: requests may be rejected until one is"
         typer.secho(f"{why}; `weft undrain {worker_id}` takes it back", fg="yellow", err=True)
 
 
 async def _drained(fleet: Any, request: pb.DrainRequest) -> tuple[list[str], bool]:
-    """The roles that nobody is left for, and whether the worker is asleep."""
+    """Return the roles that no other ready worker has, and whether the worker is asleep."""
     await fleet.Drain(request, timeout=DEADLINE_SECONDS)
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each for each in workers if each.hello.worker.worker_id == request.worker_id]
@@ -60,14 +60,16 @@ def _takes_work(report: pb.WorkerReport) -> bool:
 
 
 def sleep(scheduler: str, worker_id: str, even_last: bool) -> None:
-    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    """Ask the scheduler; print the effect. Raises typer.Exit(1) after an error message."""
     request = pb.ParkRequest(worker_id=worker_id, even_last=even_last)
     _call_scheduler("sleep", scheduler, lambda fleet: _retry_until_joined(fleet.Park, request))
-    typer.echo(f"{worker_id} finishes what it has and gives back its memory; `weft wake {worker_id}` has it load again")
+    typer.echo(
+        f"{worker_id} finishes its requests and releases its memory; `weft wake {worker_id}` loads its model again"
+    )
 
 
 def wake(scheduler: str, worker_id: str) -> None:
-    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    """Ask the scheduler; print the effect. Raises typer.Exit(1) after an error message."""
     request = pb.ParkRequest(worker_id=worker_id, undo=True)
     is_parked = _call_scheduler("wake", scheduler, lambda fleet: _woken(fleet, request))
     what = "loads its model again" if is_parked else "is not asleep, and stays so"
@@ -75,7 +77,7 @@ def wake(scheduler: str, worker_id: str) -> None:
 
 
 async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
-    """Had it been parked, or is about to be. One that drains or is full takes as little, and has its model."""
+    """Wake the worker; return whether it was asleep. A draining or full worker has its model loaded."""
     await _retry_until_joined(fleet.Park, request)
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each.report for each in workers if each.hello.worker.worker_id == request.worker_id]
@@ -84,14 +86,14 @@ async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
 
 
 def set_role(scheduler: str, worker_id: str, role: str) -> None:
-    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    """Ask the scheduler; print the effect. Raises typer.Exit(1) after an error message."""
     request = pb.SetRoleRequest(worker_id=worker_id, role=role_to_wire(WorkerRole(role)))
     _call_scheduler("set-role", scheduler, lambda fleet: _retry_until_joined(fleet.SetRole, request))
-    typer.echo(f"{worker_id} is asked to play {role} from here on; `weft status --watch` shows it")
+    typer.echo(f"{worker_id} is asked to take the role {role}; `weft status --watch` shows it")
 
 
 async def _retry_until_joined(call: Callable[..., Awaitable[Any]], request: Any) -> None:
-    """A worker that gives back its memory, or has just taken it, is nobody for a moment."""
+    """Retry NOT_FOUND for REJOIN_SECONDS: a worker that falls asleep or wakes leaves the fleet for a moment."""
     deadline = time.monotonic() + REJOIN_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, and whose each is among a mesh's workers. Knows nvidia-smi, no torch."""
+"""The NVIDIA GPUs of this machine as nvidia-smi lists them, and their assignment to workers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ASK_SECONDS = 60.0
-# what CUDA itself calls the devices that a process may use
+# CUDA's variable for the devices that a process may use
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU as nvidia-smi tells of it. Bytes 0: it does not say."""
+    """A GPU as nvidia-smi reports it; 0 bytes: not reported."""
 
     name: str
     total_bytes: int
@@ -23,7 +23,7 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """The NVIDIA GPUs of this machine."""
+    """Return the NVIDIA GPUs of this machine; none if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
     try:
         ended = subprocess.run(query, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
@@ -33,19 +33,21 @@ def cards() -> list[Card]:
     return [Card(row[0], _mebibytes(row[1]), _mebibytes(row[2]), row[3]) for row in rows if len(row) == 4]
 
 
-def _mebibytes(told: str) -> int:
-    """In bytes. Where GPU and processor share their memory, nvidia-smi tells no number."""
-    return int(told) << 20 if told.isdecimal() else 0
+def _mebibytes(text: str) -> int:
+    """Return bytes. nvidia-smi prints no number where GPU and processor share their memory."""
+    return int(text) << 20 if text.isdecimal() else 0
 
 
 def all_report_memory(found: Sequence[Card]) -> bool:
-    """Is it known how much each of them has."""
+    """Return whether nvidia-smi reports the memory of each GPU."""
     return bool(found) and all(card.total_bytes for card in found)
 
 
 def usable_gpus(environ: Mapping[str, str], found: Sequence[Card] | None = None) -> tuple[str, ...]:
-    """As CUDA calls them: those that the user has chosen, up to the first that there cannot be (-1: none), else all
-    (those `found`, where they have been looked for)."""
+    """Return CUDA's names of the usable GPUs: those of CUDA_VISIBLE_DEVICES up to the first invalid one, else all.
+
+    `found` saves a call of nvidia-smi.
+    """
     if VISIBLE in environ:
         chosen = filter(None, (name.strip() for name in environ[VISIBLE].split(",")))
         return tuple(itertools.takewhile(lambda name: not name.startswith("-"), chosen))
@@ -53,13 +55,13 @@ def usable_gpus(environ: Mapping[str, str], found: Sequence[Card] | None = None)
 
 
 def chosen_cards(found: Sequence[Card], gpus: Sequence[str]) -> list[Card]:
-    """Those that are called so; where a name is not a number of one, all."""
+    """Return the GPUs with these names; all if a name is no valid number."""
     numbers = [int(name) for name in gpus if name.isdecimal() and int(name) < len(found)]
     return [found[number] for number in numbers] if len(numbers) == len(gpus) else list(found)
 
 
 def gpu_settings(gpus: Sequence[str], num_workers: int, index: int) -> dict[str, str]:
-    """One worker's GPU, in turn, and its part of the memory where there are more workers than GPUs."""
+    """Return the settings of one worker: its GPU, round-robin, and its share of a GPU with several workers."""
     if not gpus:
         return {}
     turn = index % len(gpus)

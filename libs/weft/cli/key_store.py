@@ -1,4 +1,4 @@
-"""Where API keys are kept, a file or Valkey, and how a list of them is changed while others read it."""
+"""API keys in a file or in Valkey, and atomic changes while gateways read them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from weft.config import ConfigError, redact_credentials
 from weft.rpc.valkey import checked_url
 
 SECONDS, RETRY_SECONDS = 5.0, 0.05
-FORGETFUL = "this Valkey forgets what it likes when it is full (maxmemory-policy); keys want one with noeviction"
+FORGETFUL = "this Valkey evicts keys when it is full; set maxmemory-policy to noeviction for API keys"
 Change = Callable[[dict[str, ApiKey]], dict[str, ApiKey]]
 
 
 def read_keys(where: str) -> dict[str, ApiKey]:
-    """By digest. Raises BadKeys, OSError where Valkey fails."""
+    """Return the keys by digest. Raises BadKeys; OSError if Valkey fails."""
     if not _is_valkey(where):
         with _named(where, "cannot be read"):
             return _read_file(Path(where))
@@ -42,9 +42,9 @@ def read_keys(where: str) -> dict[str, ApiKey]:
 
 
 def change_keys(where: str, change: Change) -> str:
-    """All of it or nothing, one change at a time; returns a warning or nothing. Raises BadKeys or OSError."""
+    """Apply one change atomically; return a warning or an empty string. Raises BadKeys or OSError."""
     if not _is_valkey(where):
-        # behind a link: to revoke a key there is to revoke it for the gateway, which may know the file by another name
+        # follow links: the gateway may read the file by another name, and must see a revoked key
         with _named(where, "cannot be written"):
             _change_file(Path(os.path.realpath(where)), change)
         return ""
@@ -55,7 +55,7 @@ def change_keys(where: str, change: Change) -> str:
 
 @contextmanager
 def _named(where: str, what: str) -> Iterator[None]:
-    """Errors name the file that was given, not the one that is written to replace it."""
+    """Turn OSError into BadKeys with the name of the given file, not of the temporary one."""
     if os.path.isdir(where):
         raise BadKeys(f"{where or '--keys'}: is a directory; name a file, {os.path.join(where, 'keys.json')} say")
     try:
@@ -71,7 +71,7 @@ def _named(where: str, what: str) -> Iterator[None]:
 
 
 def _is_valkey(where: str) -> bool:
-    """Raises BadKeys for a URL of something else, of which a file would be called."""
+    """Return whether `where` is a Valkey URL. Raises BadKeys for a URL of another scheme."""
     if "://" in where and not where.startswith(VALKEY_SCHEMES):
         schemes = ", ".join(VALKEY_SCHEMES)
         raise BadKeys(f"--keys {redact_credentials(where)}: expected a file, or a URL that begins with {schemes}")
@@ -79,7 +79,7 @@ def _is_valkey(where: str) -> bool:
 
 
 def _warning(server: Any) -> str:
-    """Asked after the change: a user who may not ask has his key all the same."""
+    """Return a warning if Valkey may evict keys; nothing if the user may not ask it."""
     try:
         memory = server.info("memory")
     except redis.RedisError:
@@ -97,8 +97,7 @@ def _read_file(path: Path) -> dict[str, ApiKey]:
 
 
 def _change_file(path: Path, change: Change) -> None:
-    """Replaced in one step, so that nobody reads half of it. Others may read it: the gateway may run as another user,
-    and no key can be made of what it says."""
+    """Replace the file atomically. It is readable by all, as the gateway may run as another user; it has no secrets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -116,7 +115,7 @@ def _change_file(path: Path, change: Change) -> None:
 
 
 def _lock(folder: int, path: Path) -> None:
-    """Until it is closed. Raises OSError where somebody else keeps it: one change takes no time."""
+    """Lock the folder until its descriptor is closed. Raises OSError after SECONDS."""
     deadline = time.monotonic() + SECONDS
     while True:
         try:
@@ -124,7 +123,7 @@ def _lock(folder: int, path: Path) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise OSError(f"{path}: somebody else has kept {path.parent} locked for {SECONDS:g} s") from None
+                raise OSError(f"{path}: another process has held the lock of {path.parent} for {SECONDS:g} s") from None
         time.sleep(RETRY_SECONDS)
 
 

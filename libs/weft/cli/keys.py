@@ -13,8 +13,8 @@ from weft.api_keys import LEAST_URGENT, MOST_URGENT, ApiKey, BadKeys, by_digest,
 
 app = typer.Typer(name="keys", help="API keys: add, list, revoke.", no_args_is_help=True)
 Keys = Annotated[str, typer.Option("--keys", envvar="WEFT_KEYS", help="A file, or redis://HOST:PORT/DB for a fleet.")]
-Name = Annotated[str, typer.Argument(help="Of the key, as logs show it.")]
-# of a line, for who reads a pipe: a key is one there, however many models it names
+Name = Annotated[str, typer.Argument(help="Name of the key, as logs show it.")]
+# columns without a terminal: a key is one line, for scripts
 WIDEST = 100_000
 
 
@@ -22,18 +22,21 @@ WIDEST = 100_000
 def add(
     name: Name,
     keys: Keys = "keys.json",
-    tenant: Annotated[str, typer.Option(help="Whose it is: keys of a tenant share their cache; default: NAME.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant of the key; keys of a tenant share a cache. Default: NAME.")] = "",
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that it may use, again for more; default: all.")
+        list[str] | None, typer.Option(help="A model that the key may use; repeat for more. Default: all.")
     ] = None,
     priority: Annotated[
-        int, typer.Option(min=MOST_URGENT, max=LEAST_URGENT, help="The most urgent it may claim; lower is sooner.")
+        int,
+        typer.Option(
+            min=MOST_URGENT, max=LEAST_URGENT, help="Most urgent priority that it may request; lower is sooner."
+        ),
     ] = 0,
     requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Of prompts and answers; 0: no limit.")] = 0,
-    operator: Annotated[bool, typer.Option("--operator", help="It may see and steer the mesh.")] = False,
+    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Prompt and answer tokens; 0: no limit.")] = 0,
+    operator: Annotated[bool, typer.Option("--operator", help="Allow it to inspect and control the mesh.")] = False,
 ) -> None:
-    """Make a key and print it, this once."""
+    """Create a key and print its secret once."""
     secret = make_secret()
     with _told():
         key = ApiKey(
@@ -52,7 +55,7 @@ def add(
 
 @app.command(name="list")
 def list_keys(keys: Keys = "keys.json") -> None:
-    """Who has a key, and what it may do."""
+    """List the keys and what each may do."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

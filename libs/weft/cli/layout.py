@@ -1,4 +1,4 @@
-"""What a mesh on one machine is asked to be, what of the machine each worker gets, and where each part listens."""
+"""Options of a mesh on one machine, the cores and GPUs of each worker, and the address of each process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port
 
 @dataclass(frozen=True, slots=True)
 class MeshOptions:
-    """What the user asked for. `models`: checkpoint directories by served name, each with so many workers of its own.
+    """Options of `weft up`. `models`: checkpoint directories by served name; worker counts are per model.
 
-    `threads` 0 shares the cores among the workers, as `gpus` are; without Mooncake there is no store.
+    `threads` 0 shares the cores among the workers. `has_store` is false without Mooncake.
     """
 
     models: Mapping[str, Path]
@@ -46,29 +46,29 @@ class MeshOptions:
 
     @property
     def worker_threads(self) -> int:
-        """torch threads of one worker; together they leave no core to two, and use no more than is granted."""
+        """torch threads of one worker. All workers together use no more threads than usable cores."""
         num_cores = len(usable_cores())
         return self.threads or max(1, min(num_cores, granted_cores() or num_cores) // self.num_workers)
 
     @property
     def num_workers(self) -> int:
-        """Of all roles, for all models."""
+        """Number of workers of all roles and models."""
         return (self.num_prefill + self.num_decode + self.num_both) * len(self.models)
 
     @property
     def roles(self) -> dict[str, int]:
-        """How many workers of each kind a model has, by what their names begin with."""
+        """Number of workers per model, by the prefix of their names."""
         counts = {"prefill": self.num_prefill, "decode": self.num_decode, "worker": self.num_both}
         return {name: count for name, count in counts.items() if count}
 
     @property
     def gateways(self) -> list[str]:
-        """Their names: one is the usual thing, several share their ports."""
+        """Names of the gateway processes."""
         return ["gateway"] if self.num_gateways == 1 else [f"gateway-{number}" for number in range(self.num_gateways)]
 
     @property
     def workers(self) -> dict[str, str]:
-        """Names of the workers, numbered through over all models, and the model that each serves."""
+        """The model of each worker, by worker name; numbers run over all models."""
         return {
             f"{role}-{number}": model
             for role, count in self.roles.items()
@@ -76,9 +76,9 @@ class MeshOptions:
         }
 
     def worker_cpus(self, index: int) -> str:
-        """The cores of one worker, as WEFT_CPUS has them; none of its own where there are not two for each.
+        """Return WEFT_CPUS for one worker; empty unless there are two cores for each.
 
-        On one core, a worker's computing and its talking would wait for each other.
+        On a single core, compute threads and the event loop would delay each other.
         """
         cores = usable_cores()
         size = len(cores) // self.num_workers
@@ -87,15 +87,15 @@ class MeshOptions:
         return ",".join(map(str, cores[index * size : (index + 1) * size]))
 
     def worker_share(self, index: int) -> dict[str, str]:
-        """What of the machine is one worker's."""
+        """Return the settings that give one worker its cores and its GPU."""
         return {"WEFT_CPUS": self.worker_cpus(index), **gpu_settings(self.gpus, self.num_workers, index)}
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the parts of a mesh on this machine listen, host:port; fixed before anything starts.
+    """host:port of each process of a mesh on this machine, chosen before any starts.
 
-    `gateways` have a port each for those who look after them.
+    `gateways`: private port by gateway name.
     """
 
     valkey: str

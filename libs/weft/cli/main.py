@@ -1,4 +1,4 @@
-"""The `weft` command: options in, one function call out. Each command imports what it needs when it is called."""
+"""The `weft` command line. Each command imports its code only when it runs, which keeps `weft --help` fast."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _tell_version(is_wanted: bool) -> None:
 @app.callback()
 def weft(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Which Weft this is.")
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """A mesh of small services that serves large language models on your own machines."""
 
 
 class RoleOption(StrEnum):
-    """What a worker does."""
+    """Values of the role argument."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -52,12 +52,12 @@ class RoleOption(StrEnum):
 
 app.command()(up)
 
-Url = Annotated[str | None, typer.Option(help="The gateway; default: the mesh that runs on this machine.")]
+Url = Annotated[str | None, typer.Option(help="URL of the gateway; default: the mesh on this machine.")]
 
-ApiKey = Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="Where the mesh asks for one.")]
-Model = Annotated[str, typer.Option(help="Whom to ask; default: the first that the gateway lists.")]
-Scheduler = Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")]
-Worker = Annotated[str, typer.Argument(help="Its id, as `weft status` lists it.")]
+ApiKey = Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="API key, if the mesh has keys.")]
+Model = Annotated[str, typer.Option(help="Model name; default: the first that the gateway lists.")]
+Scheduler = Annotated[str, typer.Option(help="host:port of the scheduler; default: the mesh on this machine.")]
+Worker = Annotated[str, typer.Argument(help="Worker id, as `weft status` lists it.")]
 # of anything that a plan counts
 MOST = 1 << 30
 
@@ -67,12 +67,12 @@ def chat(
     url: Url = None,
     api_key: ApiKey = "",
     model: Model = "",
-    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
-    session: Annotated[str, typer.Option(help="Session id for affinity; default: a new one.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    session: Annotated[str, typer.Option(help="Session id for cache affinity; default: a new one.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; default: the model's.")] = None,
 ) -> None:
-    """Talk to the model in the terminal; reads lines from a pipe too."""
+    """Chat with a model in the terminal, or with lines from a pipe."""
     from weft.cli.chat import Chat, run_chat
 
     raise typer.Exit(run_chat(Chat(_gateway(url), api_key, system, session, max_tokens, temperature, model)))
@@ -80,16 +80,16 @@ def chat(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     url: Url = None,
     api_key: ApiKey = "",
     model: Model = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; default: the model's.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
 ) -> None:
-    """One answer to standard output, figures to standard error."""
+    """Print one answer to standard output and its statistics to standard error."""
     from weft.cli.chat import run_generate
 
     options = {"model": model or None, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
@@ -100,10 +100,10 @@ def generate(
 @app.command()
 def status(
     scheduler: Scheduler = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The fleet as a table: workers, their load and their caches."""
+    """List the workers with their load and caches."""
     address = _scheduler("status", scheduler)
     from weft.cli.status import status as show_status
 
@@ -113,9 +113,9 @@ def status(
 @app.command()
 def top(
     scheduler: Scheduler = "",
-    once: Annotated[bool, typer.Option("--once", help="One picture instead of one a second.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
-    """The mesh as it works: who computes, who writes, what is handed off, how full caches are."""
+    """Show live throughput, hand-offs and cache use of each worker."""
     address = _scheduler("top", scheduler)
     from weft.cli.top import top as show_top
 
@@ -124,7 +124,7 @@ def top(
 
 @app.command()
 def drain(worker: Worker, scheduler: Scheduler = "") -> None:
-    """Let a worker finish what it has and give it nothing new."""
+    """Let a worker finish its requests and send it no new ones."""
     from weft.cli.fleet_commands import drain as ask_to_drain
 
     ask_to_drain(_scheduler("drain", scheduler), worker, undo=False)
@@ -132,7 +132,7 @@ def drain(worker: Worker, scheduler: Scheduler = "") -> None:
 
 @app.command()
 def undrain(worker: Worker, scheduler: Scheduler = "") -> None:
-    """Take a drained worker back into service."""
+    """Return a drained worker to service."""
     from weft.cli.fleet_commands import drain as ask_to_drain
 
     ask_to_drain(_scheduler("undrain", scheduler), worker, undo=True)
@@ -142,11 +142,9 @@ def undrain(worker: Worker, scheduler: Scheduler = "") -> None:
 def sleep(
     worker: Worker,
     scheduler: Scheduler = "",
-    even_last: Annotated[
-        bool, typer.Option("--even-last", help="Also where no other ready worker does what it does.")
-    ] = False,
+    even_last: Annotated[bool, typer.Option("--even-last", help="Even if no other ready worker has its role.")] = False,
 ) -> None:
-    """Let a worker finish what it has and give back its memory, weights and pool; its process stays."""
+    """Let a worker finish its requests and release weights and KV pool; its process stays."""
     from weft.cli.fleet_commands import sleep as ask_to_sleep
 
     ask_to_sleep(_scheduler("sleep", scheduler), worker, even_last)
@@ -163,10 +161,10 @@ def wake(worker: Worker, scheduler: Scheduler = "") -> None:
 @app.command("set-role")
 def set_role(
     worker: Worker,
-    role: Annotated[RoleOption, typer.Argument(help="What new work it is to be given.")],
+    role: Annotated[RoleOption, typer.Argument(help="The new role.")],
     scheduler: Scheduler = "",
 ) -> None:
-    """Let a worker play another role; what it has begun it finishes."""
+    """Change the role of a worker; running requests finish."""
     from weft.cli.fleet_commands import set_role as ask_to_set_role
 
     ask_to_set_role(_scheduler("set-role", scheduler), worker, role.value)
@@ -264,7 +262,7 @@ def certs(
         raise typer.Exit(1) from None
     print(f"{folder}: ca.pem, cert.pem and key.pem for every service; ca-key.pem makes new ones, keep it elsewhere")
     for command in left:
-        typer.secho(f"services cannot read a new file until somebody gives it to their user: {command}", err=True)
+        typer.secho(f"run this so that services can read the new file: {command}", err=True)
 
 
 @app.command()
@@ -275,7 +273,7 @@ def doctor(
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
     workers: Annotated[int, typer.Option(min=1, help="On this machine, for each model.")] = 2,
     deep: Annotated[bool, typer.Option("--deep", help="Decode bundles and compare their checksums.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check what a mesh needs of this machine and say what to do; exits with 1 where something would not work."""
     from weft.cli.doctor.finding import Subject

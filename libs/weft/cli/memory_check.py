@@ -1,6 +1,6 @@
-"""Does a mesh fit into this machine, by the figures of `weft plan`: told before anything of it is started.
+"""Checks before the start that a mesh fits into this machine, with the arithmetic of `weft plan`.
 
-What cannot be known yet (what others will take meanwhile, or leave) is told by the services themselves.
+The services themselves report what only shows later, such as memory that other programs take.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ ADVICE = "take fewer workers (--both 1), a smaller WEFT_CHUNK_TOKENS or more mem
 
 
 def check_memory(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, int]:
-    """Bytes of anonymous memory that each worker is to take, by name: weights as its kernels read them and activations;
-    a pool is shared memory, or a GPU's. Raises BadCheckpoint for what does not fit or is not whole, ConfigError for a
-    setting that cannot be."""
+    """Return the planned anonymous memory of each worker in bytes, by name: repacked weights and activations.
+
+    KV pools do not count: they are shared memory or GPU memory. Raises BadCheckpoint for a model that does not fit or
+    is incomplete, ConfigError for an invalid setting.
+    """
     said = {
         "WEFT_DTYPE": options.dtype,
         "WEFT_WEIGHT_FORMAT": options.weight_format,
@@ -65,29 +67,29 @@ def _worker_bytes(model: ModelConfig, sizes: Sizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLimit:
-    """What the images of all models may take together; 0: as much as there is."""
+    """The weights service's limit on shared memory; 0: none."""
 
     weights_shm_bytes: int = 0
 
 
 def shared_memory() -> tuple[int, int]:
-    """Bytes that are free, and all."""
+    """Return free and total bytes of /dev/shm."""
     found = os.statvfs(SHARED_MEMORY)
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 def is_for_cpus_only() -> bool:
-    """A build of torch that sees no GPU, told without importing it."""
+    """Return whether torch is a CPU build or missing, without importing it."""
     try:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
-        return True  # none sees none
+        return True  # without torch there is no GPU
 
 
 def _check_memory(
     options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes, images: int, free: int
 ) -> None:
-    """Each worker holds its weights once more, in the order in which its kernels read them."""
+    """Check the host's memory: each worker has its own repacked copy of the weights."""
     needed = images
     for model in options.workers.values():
         room = sizes.memory_budget(models[model], free)
@@ -99,10 +101,10 @@ def _check_memory(
 
 
 def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes) -> None:
-    """Each worker on the card that it is given, beside those who share it."""
+    """Check each worker on its GPU, with the share that it gets."""
     found = cards()
     if not all_report_memory(found):
-        return  # nobody tells their memory here: the workers will
+        return  # unknown here; the workers check it themselves
     for index, (name, model) in enumerate(options.workers.items()):
         share = options.worker_share(index)
         card = _card(found, share[VISIBLE])

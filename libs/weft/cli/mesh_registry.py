@@ -1,4 +1,4 @@
-"""A note on disk for each running `weft up`, so that other commands find the mesh without being told its ports."""
+"""Files that list the running meshes of this user, so that other commands find one without its address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True, slots=True)
 class MeshRecord:
-    """A mesh that runs on this machine. `services` maps each process name to its host:port."""
+    """A running mesh. `services` maps each process name to its host:port."""
 
     pid: int
     # Unix time
@@ -29,24 +29,24 @@ class MeshRecord:
     url: str
     scheduler: str
     services: Mapping[str, str]
-    # when the process began, as the kernel counts: another one may have its number later. 0: not told here
+    # start time of the process in clock ticks, which tells a reused pid apart; 0: unknown
     ticks: int = 0
-    # where its pid is one: homes are shared by machines and containers
+    # machine of the pid: machines and containers may share a home folder
     host: str = ""
 
     @classmethod
     def of_this_process(cls, port: int, url: str, scheduler: str, services: Mapping[str, str]) -> MeshRecord:
-        """The mesh that this process keeps."""
+        """Return the record of the mesh that this process runs."""
         return cls(os.getpid(), time.time(), port, url, scheduler, services, _ticks(os.getpid()), platform.node())
 
     @property
     def is_elsewhere(self) -> bool:
-        """Of another machine, about which nothing can be told here."""
+        """True if the mesh runs on another machine, where its pid cannot be checked."""
         return bool(self.host) and self.host != platform.node()
 
     @property
     def is_alive(self) -> bool:
-        """Does its `weft up` still run, on this machine."""
+        """True if its `weft up` still runs on this machine."""
         if self.is_elsewhere:
             return False
         if self.ticks and (ticks := _ticks(self.pid)) and ticks != self.ticks:
@@ -61,15 +61,15 @@ class MeshRecord:
 
 
 def runtime_folder() -> Path:
-    """Where the notes lie: the session's runtime folder, else a cache folder of the user's own."""
+    """Return the folder of the records: $XDG_RUNTIME_DIR/weft, else the user's cache folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.access(runtime, os.W_OK | os.X_OK):  # not so where sudo has kept another user's
+    if os.access(runtime, os.W_OK | os.X_OK):  # sudo may have kept another user's
         return Path(runtime) / "weft"
     return user_cache_dir()
 
 
 def _ticks(pid: int) -> int:
-    """Since the machine began; 0 where the system does not tell."""
+    """Return the start time of a process in clock ticks since boot; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -78,9 +78,9 @@ def _ticks(pid: int) -> int:
 
 @contextmanager
 def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: None) -> Iterator[Path]:
-    """Leave the note while the block runs. A mesh that nobody finds by itself serves all the same."""
+    """Keep the record on disk while the block runs. A failure to write it is reported and does not stop the mesh."""
     folder = runtime_folder()
-    # two may have one port, of different addresses
+    # two meshes may use the same port on different addresses
     path = folder / f"up-{record.port}-{record.pid}.json"
     partial = path.with_suffix(f".{record.pid}")
     try:
@@ -90,8 +90,8 @@ def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: N
         partial.replace(path)
     except OSError as error:
         complain(
-            f"{folder} cannot be written ({error.strerror}): other commands must be told --scheduler {record.scheduler}"
-            f" or --url {record.url}; XDG_RUNTIME_DIR may name a folder of yours"
+            f"{folder} cannot be written ({error.strerror}): other commands need --scheduler {record.scheduler}"
+            f" or --url {record.url}; set XDG_RUNTIME_DIR to a folder that you can write"
         )
     try:
         yield path
@@ -102,15 +102,15 @@ def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: N
 
 
 def running_meshes() -> list[MeshRecord]:
-    """Meshes of this user that are alive, the latest first; notes of dead ones are ignored, and what cannot be read."""
+    """Return the live meshes of this user, latest first. Skips records that are stale or unreadable."""
     records: list[MeshRecord] = []
-    with suppress(OSError):  # of a folder that may not be looked into, as where sudo has kept another user's home
+    with suppress(OSError):  # a folder without access, such as another user's home kept by sudo
         records = [record for note in runtime_folder().glob("up-*.json") if (record := _read(note)) is not None]
     return sorted((record for record in records if record.is_alive), key=lambda record: -record.started)
 
 
 def _remove_stale(folder: Path) -> None:
-    """Notes of meshes that were killed."""
+    """Remove the records of meshes that were killed."""
     for note in folder.glob("up-*.json"):
         if (record := _read(note)) is not None and not (record.is_alive or record.is_elsewhere):
             with suppress(OSError):

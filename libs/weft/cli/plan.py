@@ -82,7 +82,7 @@ def _best(plans: list[CapacityPlan]) -> CapacityPlan:
 
 
 def _read(model: Path) -> ModelConfig:
-    is_file = os.path.isfile(model)  # which has no errors: what cannot be looked at is told by who reads it
+    is_file = os.path.isfile(model)  # isfile raises nothing: read_config reports a path that cannot be read
     if is_file and model.name != "config.json":
         raise BadCheckpoint(f"{model}: expected a checkpoint directory or its config.json; it {foreign_path(model)}")
     return read_config(model.parent if is_file else model)

@@ -1,4 +1,4 @@
-"""Addresses on this machine: what can be listened on, what nobody listens on yet, and how a listener is called."""
+"""Ports and addresses on this machine: which are free, which can be bound, and how to reach a listener."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PortTaken(Exception):
 
 
 def check_port(host: str, port: int, flag: str, host_flag: str = "--host") -> None:
-    """Raises PortTaken, saying which flag chooses another, unless the port can be listened on."""
+    """Raise PortTaken, naming the flag to change, unless the port can be bound."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -29,12 +29,12 @@ def check_port(host: str, port: int, flag: str, host_flag: str = "--host") -> No
         except OSError as error:
             reason = error.strerror or str(error)
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                flag = host_flag  # it is no host's, or another one's: no port helps
+                flag = host_flag  # the host is unknown or not of this machine: no other port would help
             raise PortTaken(f"cannot listen on {host}:{port} ({reason}); choose another with {flag}") from error
 
 
 def free_ports(count: int, spoken_for: Collection[int] = ()) -> list[int]:
-    """Different loopback ports that nobody listens on, from INTERNAL_PORTS; none that somebody is about to."""
+    """Return `count` free loopback ports from INTERNAL_PORTS, none of them in `spoken_for`."""
     held: list[socket.socket] = []
     try:
         for port in random.sample(INTERNAL_PORTS, len(INTERNAL_PORTS)):
@@ -55,17 +55,17 @@ def free_ports(count: int, spoken_for: Collection[int] = ()) -> list[int]:
 
 
 def check_listen_address(listen: str, flag: str) -> str:
-    """Where a listener at HOST:PORT is called on this machine. Raises PortTaken when it cannot be."""
+    """Return the address that reaches a listener at HOST:PORT from this machine. Raises PortTaken."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
-        raise PortTaken(f"{flag} {listen}: expected HOST:PORT, and a port of 1 to {MAX_PORT}")
+        raise PortTaken(f"{flag} {listen}: expected HOST:PORT with a port of 1 to {MAX_PORT}")
     bare = bare_host(host)
     check_port(bare, int(port), flag, host_flag=flag)
     return f"{reachable(bare)}:{port}"
 
 
 def bare_host(host: str) -> str:
-    """An IPv6 address without the brackets that it has before a port."""
+    """Remove the brackets of an IPv6 address."""
     return host.removeprefix("[").removesuffix("]")
 
 

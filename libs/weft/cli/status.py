@@ -1,4 +1,4 @@
-"""`weft status`: asks the scheduler who is in the fleet and shows it. Knows nothing of how a mesh was started."""
+"""`weft status`: shows the workers that the scheduler lists, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def explain(address: str, error: grpc.aio.AioRpcError) -> str:
 
 
 def _how_it_was_asked() -> str:
-    """A mesh with TLS hears nobody without, and the other way round."""
+    """Return how this command connects, as a mesh with TLS and a client without cannot talk."""
     folder = os.environ.get("WEFT_TLS_DIR")
     return f"with the certificate in {folder} (WEFT_TLS_DIR)" if folder else "without TLS (WEFT_TLS_DIR is not set)"
 

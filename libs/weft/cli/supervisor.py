@@ -1,6 +1,6 @@
-"""Keeps a set of child processes running: starts them by dependency, restarts the dead with backoff, stops them all.
+"""Keeps a set of child processes running: starts them by dependency, restarts dead ones with backoff, stops them all.
 
-Knows commands and readiness probes, not what the children do; what happens is told to a Listener.
+A Listener receives every change of state. Runs on one event loop.
 
     waiting -> starting -> ready -> backing off -> starting ...
                    \\-> backing off                  \\-> failed (stops everything, if it has never been ready)
@@ -21,11 +21,11 @@ from weft.cli.memory_guard import MemoryGuard, MemoryPlan
 from weft.log import PROGRESS
 
 MAX_PROBE_SECONDS = 0.25
-# of the 5 s that Ctrl-C may take
+# part of the 5 s that Ctrl-C may take
 STOP_SECONDS = 4.0
-# of them, what the tiers below the one that is being stopped are sure of, each
+# the share of STOP_SECONDS reserved for each tier below the one that stops now
 LEAST_TIER_SECONDS = 0.5
-# what a killed process group may take to let go of its output
+# how long to read the output of a killed process group
 DRAIN_SECONDS = 1.0
 
 
@@ -49,7 +49,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         fork_server_command: Sequence[str] = (),
     ) -> None:
-        """`fork_server_command` is a process that forks children for their `order`."""
+        """`fork_server_command` starts the fork server for children that have a `fork_request`."""
         self._specs = tuple(specs)
         self._fork_server_command = tuple(fork_server_command)
         self._fork_server: ForkServerClient | None = None
@@ -59,7 +59,7 @@ class Supervisor:
         self._start_seconds = {spec.name: spec.start_seconds for spec in specs}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._children: dict[str, Child] = {}
-        # of those that heed progress and are not ready, until when; and how far each child has come, in its own words
+        # start timeouts of children that heed progress and are not ready; the last progress line of each child
         self._patience: dict[str, asyncio.Timeout] = {}
         self._progress: dict[str, str] = {}
         self._stopping = False
@@ -68,21 +68,23 @@ class Supervisor:
 
     @property
     def was_ready(self) -> bool:
-        """Every child has been, once."""
+        """True once every child has been ready."""
         return all(event.is_set() for event in self._ready.values())
 
     async def wait_ready(self) -> None:
-        """Until every child has been ready once."""
+        """Wait until every child has been ready once."""
         for event in self._ready.values():
             await event.wait()
 
     async def run(self) -> None:
-        """Keep all children running until `stop` or cancellation. Raises ChildFailed, once the others are stopped as by
-        `stop`. Leaves no process behind."""
+        """Keep all children running until `stop` or cancellation, and leave no process behind.
+
+        Raises ChildFailed after stopping the other children.
+        """
         try:
             self._fork_server = await self._start_fork_server()
             if self._stopping:
-                return  # there was nobody yet whom `stop` could have ended
+                return  # `stop` was called before there was a child to end
             async with asyncio.TaskGroup() as group:
                 for spec in self._specs:
                     self._keepers[spec.name] = group.create_task(self._keep(spec))
@@ -96,7 +98,7 @@ class Supervisor:
             raise self._failure
 
     async def _stop_after_failure(self) -> None:
-        """Not from the keeper that failed: `stop` ends those that have no child."""
+        """Stop the others. A task of its own, as `stop` cancels the keeper that failed."""
         await self._has_failed.wait()
         await self.stop()
 
@@ -130,12 +132,12 @@ class Supervisor:
             return None  # every child can be started by itself
 
     async def _start(self, spec: ChildSpec) -> Child:
-        """Forked where that is possible. Raises OSError."""
+        """Start the child, by the fork server if possible. Raises OSError."""
         forked = await self._fork_server.spawn(spec.fork_request) if self._fork_server and spec.fork_request else None
         return forked or await Child.start(spec.command, spec.environ, spec.leads_session)
 
     def _was_healthy(self, spec: ChildSpec, life: _Life) -> bool:
-        """Was ready for long, or for a while where it is forked."""
+        """Return whether the child was ready long enough to forget its earlier failures."""
         is_forked = self._fork_server is not None and self._fork_server.is_open and bool(spec.fork_request)
         enough = self._policy.healthy_if_forked if is_forked else self._policy.healthy
         return life.ready_seconds is not None and life.ready_seconds >= enough
@@ -155,15 +157,17 @@ class Supervisor:
                 self._failure = why
                 self._has_failed.set()
                 return
-            # what was well is started again at once
+            # restart a healthy child at once
             pause = self._policy.backoff(failures) if failures else 0.0
             self._listener.on_death(spec.name, life.how, life.last_lines, pause)
             self._listener.on_state(spec.name, ChildState.BACKING_OFF, life.how)
             await asyncio.sleep(pause)
 
     def _hopeless(self, spec: ChildSpec, life: _Life, failures: int) -> ChildFailed | None:
-        """Where another start would not help. Nothing of one that has been ready: its settings were good once, and what
-        it lacks now, memory, a disk, somebody's files, may come back; the others go on."""
+        """Return the failure if another start would not help.
+
+        Never for a child that has been ready: its settings were good, and missing memory, disks or files may come back.
+        """
         is_wrong = life.code == CONFIG_EXIT_CODE
         if self._ready[spec.name].is_set():
             return None
@@ -172,7 +176,7 @@ class Supervisor:
         return None
 
     async def _live(self, spec: ChildSpec) -> _Life:
-        """One life of the child, from its start to its end and that of its descendants."""
+        """Run the child from its start until it and its descendants have ended."""
         self._listener.on_state(spec.name, ChildState.STARTING, "")
         try:
             child = await self._start(spec)
@@ -206,7 +210,7 @@ class Supervisor:
         return _Life(how, code, tuple(child.last_lines), ready_seconds)
 
     def _on_line(self, name: str, line: str) -> None:
-        """One that stands still may say the same again."""
+        """Pass on a line. New progress restarts the start timeouts; a repeated progress line does not."""
         if (found := PROGRESS.search(line)) and self._progress.get(name) != found[0]:
             self._progress[name] = found[0]
             for waiting, patience in self._patience.items():
@@ -215,7 +219,7 @@ class Supervisor:
         self._listener.on_line(name, line)
 
     async def _probe(self, spec: ChildSpec, child: Child) -> float | None:
-        """When the child became ready; None after its time was over, and it with it."""
+        """Return when the child became ready; None after its start timeout, which kills it."""
         try:
             async with asyncio.timeout(spec.start_seconds) as patience:
                 if spec.heeds_progress:
@@ -235,6 +239,6 @@ class Supervisor:
 async def _until(probe: Callable[[], Awaitable[bool]]) -> None:
     pause = 0.0
     while not await probe():
-        # quick at first: most children are up within a second
+        # short pauses first: most children are ready within a second
         pause = min(MAX_PROBE_SECONDS, pause + 0.05)
         await asyncio.sleep(pause)

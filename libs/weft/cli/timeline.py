@@ -58,7 +58,7 @@ class _Row:
             ends.append((LAST_PHASE, self.ready))
         begin, phases = self.begin, []
         for name, at in ends:
-            # a process is probed now and then, and may say so after it was found ready
+            # probes have pauses: the process may log a phase after the probe found it ready
             end = max(begin, at)
             phases.append(Phase(name, begin - self.since, end - self.since))
             begin = end
@@ -75,8 +75,7 @@ class Timeline:
         clock: Callable[[], float] = time.time,
         on_later: Callable[[], None] = lambda: None,
     ) -> None:
-        """`began`: when somebody asked for the mesh. `on_later`: another start is over, of one process that had died,
-        or was asleep."""
+        """`began`: Unix time of the command. `on_later` is called after each restart or wake-up of a process."""
         self._inner = inner
         self._clock = clock
         self._began = began
@@ -86,7 +85,7 @@ class Timeline:
         self._gone: dict[str, float] = {}
 
     def on_line(self, name: str, line: str) -> None:
-        """A child wrote a line; marks are kept."""
+        """Keep the startup phases that a child logs; pass the line on."""
         row, mark = self._current.get(name), STARTUP_PHASE.search(line)
         if mark and row is not None:
             self._on_mark(row, name, mark["phase"], float(mark["at"]))
@@ -97,11 +96,11 @@ class Timeline:
             self._begin(name, _Row(f"{name}, woken", at, at, is_later=True, is_woken=True))
         elif not row.is_over:
             row.marks.append((phase, at))
-            if row.is_woken and phase == JOINING:  # nobody probes it again
+            if row.is_woken and phase == JOINING:  # no probe follows a wake-up
                 self._is_ready(row, at)
 
     def on_state(self, name: str, state: ChildState, detail: str) -> None:
-        """A child has come to this state."""
+        """Start or end a row of the timeline; pass the state on."""
         row = self._current.get(name)
         if state is ChildState.STARTING:
             now = self._clock()

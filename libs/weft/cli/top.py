@@ -1,4 +1,4 @@
-"""`weft top`: the map of the mesh in a terminal, once a second. Knows the scheduler's list and nothing else."""
+"""`weft top`: the map of the mesh in a terminal, once a second. Its only source is the scheduler's list."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def _look(channel: grpc.aio.Channel, history: RateHistory) -> pb.ListWorke
 def render(fleet: pb.ListWorkersResponse, history: RateHistory, width: int, height: int = 0) -> RenderableType:
     """The whole map, in at most `width` columns; of its workers as many as `height` lines have room for, 0: all."""
     sides = {role: [w for w in fleet.workers if role_from_wire(w.hello.role).can(role)] for role in COLOURS}
-    # who does both stands where answers are written
+    # workers of both roles stand with the decode workers
     sides[WorkerRole.PREFILL] = [w for w in sides[WorkerRole.PREFILL] if w not in sides[WorkerRole.DECODE]]
     num_rows = max((height - OTHER_LINES) // CARD_LINES, 2) if height else len(fleet.workers)
     most = num_rows if width >= WIDE_COLUMNS or not height else num_rows // 2
@@ -133,7 +133,7 @@ def _title(role: WorkerRole) -> Text:
 
 def _side(role: WorkerRole, workers: Sequence[pb.WorkerStatus], history: RateHistory, most: int) -> RenderableType:
     if not workers:
-        return Group(_title(role), Text("nobody", style="red"))
+        return Group(_title(role), Text("none", style="red"))
     cards: list[RenderableType] = [_card(role, worker, history.of(worker)) for worker in workers[:most]]
     if left := len(workers) - len(cards):
         cards.append(Text(f"and {left:,} more, for which there is no room: `weft status` has them", style="yellow"))
@@ -178,7 +178,7 @@ def _spark(series: Sequence[float]) -> str:
 
 
 def _threads(decodes: Sequence[pb.WorkerStatus], history: RateHistory) -> RenderableType:
-    """Who hands off to whom, the busiest first."""
+    """Return the hand-offs by pair of workers, the busiest first."""
     threads = [
         (history.of(worker).hand_offs.get(tally.prefill_worker_id, 0.0), worker.hello.worker.worker_id, tally)
         for worker in decodes
@@ -259,7 +259,7 @@ class Rates:
 
 
 class RateHistory:
-    """The rates of everyone who is live; `take` every picture with its time."""
+    """Rates of all live workers; call `take` with every list and its time."""
 
     def __init__(self) -> None:
         self._boots: dict[str, Rates] = {}

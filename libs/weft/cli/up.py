@@ -43,17 +43,17 @@ SHIPPED_MODEL = Path("models") / "weft-nano"
 
 
 class UsageError(Exception):
-    """The command cannot be carried out as it was given; the message says what to change."""
+    """The options cannot be used; the message says what to change."""
 
 
 def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
-    """Checkpoint directories by served name; without any the one of WEFT_MODEL, else the shipped one.
+    """Return checkpoint directories by served name. Without `given`: WEFT_MODEL, else the shipped model.
 
-    Each is DIR or NAME=DIR; instead of DIR a URL, of which the small files are copied here. Raises UsageError when one
-    is none, or two have one name.
+    Each is DIR or NAME=DIR. A URL may replace DIR; its small files are copied to the cache. Raises UsageError for a
+    directory without a checkpoint, or a name that is used twice.
     """
     if name and len(given) > 1:
-        raise UsageError("--name names one model; with several say --model NAME=DIR for each")
+        raise UsageError("--name names one model; with several, pass --model NAME=DIR for each")
     if not given:
         return _usual_models(name)
     models: dict[str, Path] = {}
@@ -177,7 +177,7 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
     if picture is not None and picture.is_dir():
         raise UsageError(f"--timeline {picture}: this is a folder; name a file, {picture / 'start.svg'} say")
     if not (options.keys or options.allow_unauthenticated or is_loopback(options.host)):
-        what = f"--host {options.host}: whoever reaches it could use the model"
+        what = f"--host {options.host}: every client that reaches it could use the model"
         raise UsageError(
             f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or pass --allow-unauthenticated"
         )
@@ -209,7 +209,7 @@ def _draw(timeline: Timeline, picture: Path | None, display: Display, is_first: 
 
 
 def ending_signals() -> list[signal.Signals]:
-    """What ends a mesh. Who says nohup wants it to outlive the terminal."""
+    """Return the signals that end a mesh; without SIGHUP under nohup, which ignores it."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if outlives else [signal.SIGHUP])]
 

@@ -1,4 +1,4 @@
-"""The options of `weft up`; what they mean is worked out in `up.py`, which is imported when the command is called."""
+"""The options of `weft up`. The command imports `up.py` only when it runs, which keeps `weft --help` fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.config import INT64, MAX_THREADS
 
 
 class DTypeOption(StrEnum):
-    """--dtype."""
+    """Values of --dtype."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -21,7 +21,7 @@ class DTypeOption(StrEnum):
 
 
 class WeightFormatOption(StrEnum):
-    """--weight-format."""
+    """Values of --weight-format."""
 
     AUTO = "auto"
     PLAIN = "plain"
@@ -29,7 +29,7 @@ class WeightFormatOption(StrEnum):
 
 
 class TransportOption(StrEnum):
-    """--transport."""
+    """Values of --transport."""
 
     AUTO = "auto"
     MOONCAKE = "mooncake"
@@ -37,7 +37,7 @@ class TransportOption(StrEnum):
 
 
 class LogLevelOption(StrEnum):
-    """--log-level."""
+    """Values of --log-level."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -50,21 +50,21 @@ def up(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]DIR|URL",
-            help="Checkpoint directory or s3:// URL; again for each further model. Default: WEFT_MODEL or weft-nano.",
+            help="Checkpoint directory or s3:// URL; repeat for more models. Default: WEFT_MODEL or weft-nano.",
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="The only model's name in requests; default: its directory's.")] = "",
-    host: Annotated[
-        str, typer.Option(help="Where the gateway listens; 0.0.0.0 opens it to the network.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
+    host: Annotated[str, typer.Option(help="Address of the gateway; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC port.")] = 9000,
     prefill: Annotated[int | None, typer.Option(min=0, max=64, help="Prefill workers of each model.  [1]")] = None,
     decode: Annotated[int | None, typer.Option(min=0, max=64, help="Decode workers of each model.  [1]")] = None,
-    both: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; then the others need not be.")] = 0,
-    gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes, which share their ports.")] = 1,
+    both: Annotated[
+        int, typer.Option(min=0, max=64, help="Workers with both roles; replace --prefill and --decode.")
+    ] = 0,
+    gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes; they share their ports.")] = 1,
     dtype: Annotated[
-        DTypeOption, typer.Option(envvar="WEFT_DTYPE", help="Of weights and KV cache; auto: bfloat16 on a GPU.")
+        DTypeOption, typer.Option(envvar="WEFT_DTYPE", help="Type of weights and KV cache; auto: bfloat16 on a GPU.")
     ] = DTypeOption.AUTO,
     weight_format: Annotated[
         WeightFormatOption,
@@ -75,16 +75,23 @@ def up(
     ] = WeightFormatOption.AUTO,
     transport: Annotated[
         TransportOption,
-        typer.Option(envvar="WEFT_TRANSPORT", help="Of KV blocks; auto: shared memory, Mooncake, gRPC."),
+        typer.Option(
+            envvar="WEFT_TRANSPORT", help="Transport of KV blocks; auto: shared memory, else Mooncake, else gRPC."
+        ),
     ] = TransportOption.AUTO,
     threads: Annotated[
         int,
-        typer.Option(min=0, max=MAX_THREADS, envvar="WEFT_THREADS", help="torch threads a worker; 0 shares the cores."),
+        typer.Option(
+            min=0, max=MAX_THREADS, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."
+        ),
     ] = 0,
     max_seqs: Annotated[
-        int, typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Sequences of a step; 0: 64 on a CPU, 256 on a GPU.")
+        int,
+        typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Maximum sequences per step; 0: 64 on a CPU, 256 on a GPU."),
     ] = 0,
-    keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
+    keys: Annotated[
+        str, typer.Option(envvar="WEFT_KEYS", help="File or Valkey URL of the accepted API keys; see `weft keys`.")
+    ] = "",
     allow_unauthenticated: Annotated[
         bool,
         typer.Option(
@@ -94,17 +101,22 @@ def up(
         ),
     ] = False,
     cors_origins: Annotated[
-        str, typer.Option(envvar="WEFT_CORS_ORIGINS", help="Web pages that may use the API: origins by commas, or *.")
+        str,
+        typer.Option(
+            envvar="WEFT_CORS_ORIGINS", help="Origins of web pages that may use the API, comma-separated, or *."
+        ),
     ] = "",
     disk: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Cached blocks are kept there, too, over restarts.")
+        Path | None, typer.Option(metavar="DIR", help="Keep cached KV blocks in this directory, across restarts.")
     ] = None,
-    disk_gib: Annotated[int, typer.Option(min=1, max=(INT64.stop >> 30) - 1, help="What they may take of it.")] = 8,
-    weights_from: Annotated[str, typer.Option(help="HOST:PORT of a mesh that may hold the weights in memory.")] = "",
-    weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes may read the weights.")] = "",
-    timeline: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of how the start went here.")] = None,
+    disk_gib: Annotated[int, typer.Option(min=1, max=(INT64.stop >> 30) - 1, help="Size limit of --disk in GiB.")] = 8,
+    weights_from: Annotated[
+        str, typer.Option(help="HOST:PORT of another mesh that may have the weights in memory.")
+    ] = "",
+    weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes can read the weights.")] = "",
+    timeline: Annotated[Path | None, typer.Option(help="Write an SVG timeline of the start to this file.")] = None,
     log_level: Annotated[
-        LogLevelOption, typer.Option(envvar="WEFT_LOG_LEVEL", case_sensitive=False, help="Of all services.")
+        LogLevelOption, typer.Option(envvar="WEFT_LOG_LEVEL", case_sensitive=False, help="Log level of all services.")
     ] = LogLevelOption.INFO,
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""

@@ -132,11 +132,11 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """What each worker adds up before it allocates anything, beside the weights in shared memory."""
+    """Check the memory of each worker, as the worker does at its start."""
     try:
         wanted = read_settings(RequestedSizes)
     except ConfigError as error:
-        yield Finding("memory", Severity.FAILURE, str(error), "set it anew, or not at all")
+        yield Finding("memory", Severity.FAILURE, str(error), "correct it, or unset it")
         return
     checkpoints = _readable(subject)
     found = cards()
@@ -146,7 +146,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         found = chosen_cards(found, usable)
         if not all_report_memory(found):
             yield Finding(
-                "memory", Severity.OK, "nvidia-smi tells nothing of the GPUs' memory: workers look themselves"
+                "memory", Severity.OK, "nvidia-smi does not report the GPUs' memory; workers check it at their start"
             )
             return
         free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
@@ -156,8 +156,8 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     for name, checkpoint in checkpoints.items():
         found_room = _room(name, stored_config(checkpoint), sizes, free)
         if found_room.level is not Severity.OK and running_meshes():
-            says = f"{found_room.says}; but a mesh runs here, whose workers have taken theirs"
-            found_room = Finding("memory", Severity.OK, says, "weft doctor says more before a mesh is started")
+            says = f"{found_room.says}; but a running mesh already holds its memory"
+            found_room = Finding("memory", Severity.OK, says, "run weft doctor again when no mesh runs")
         yield found_room
 
 

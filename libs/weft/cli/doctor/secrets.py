@@ -41,11 +41,11 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
         advice = "weft keys add NAME --keys FILE, then WEFT_KEYS=FILE; or WEFT_ALLOW_UNAUTHENTICATED=1"
         yield Finding("keys", Severity.FAILURE, f"none: the gateway does not listen on {subject.host}", advice)
     else:
-        yield Finding("keys", Severity.OK, f"none: whoever reaches {subject.host} may use the model")
+        yield Finding("keys", Severity.OK, f"none: every client that reaches {subject.host} may use the model")
 
 
 def check_certificates(subject: Subject) -> Iterator[Finding]:
-    """Those of the mesh and of the public listeners."""
+    """Check the certificates of the mesh and of the public listeners."""
     folder = os.environ.get(VARIABLE)
     if folder:
         found = [_certificate(VARIABLE, Path(folder) / name) for name in FILES if name != "key.pem"]
@@ -58,11 +58,11 @@ def check_certificates(subject: Subject) -> Iterator[Finding]:
 
 
 def _public() -> Iterator[Finding]:
-    """What clients are shown, and its key."""
+    """Check the certificate of the public listeners and its key."""
     cert, key = os.environ.get("WEFT_TLS_CERT", ""), os.environ.get("WEFT_TLS_KEY", "")
     if bool(cert) != bool(key):
-        says = "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other"
-        yield Finding("certificates", Severity.FAILURE, says, "name both, or neither")
+        says = "WEFT_TLS_CERT and WEFT_TLS_KEY must be set together"
+        yield Finding("certificates", Severity.FAILURE, says, "set both, or neither")
     elif cert:
         found = _certificate("WEFT_TLS_CERT", Path(cert))
         yield found
@@ -71,11 +71,13 @@ def _public() -> Iterator[Finding]:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
             except (OSError, ssl.SSLError) as error:
                 says = f"WEFT_TLS_KEY: {key}: {error}"
-                yield Finding("certificates", Severity.FAILURE, says, "name its key, without a password")
+                yield Finding(
+                    "certificates", Severity.FAILURE, says, "set it to the certificate's key, without a password"
+                )
 
 
 def _names(certificate: x509.Certificate) -> list[str]:
-    """By which whoever shows it may be called."""
+    """Return the host names of a certificate."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
