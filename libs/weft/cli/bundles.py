@@ -16,7 +16,7 @@ class PassedOn(TyperCommand):
     """Options, --help, and `--` before names that begin with a dash belong to the program that does the work."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As they were typed."""
+        """Return the arguments as typed, for the bundle program."""
         ctx.args = args
         return args
 

@@ -32,7 +32,7 @@ class RestartPolicy:
     healthy: float = 30.0
     # the supervisor gives up a child that has died this often without being ready
     max_first_failures: int = 5
-    # the same as `healthy` for a forked child, whose restart is cheap
+    # `healthy` of a forked child, as it restarts within a second
     healthy_if_forked: float = 10.0
 
     def backoff(self, failures: int) -> float:

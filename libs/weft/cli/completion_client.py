@@ -31,12 +31,12 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class MeshError(Exception):
-    """The gateway is not there or refused; the message says what to do."""
+    """The gateway is unreachable or rejected the request; the message says what to do."""
 
 
 @dataclass(slots=True)
 class CompletionStats:
-    """What an answer cost. Times in seconds from the sending of the request."""
+    """Token counts and times of one answer; seconds since the request was sent."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -47,7 +47,7 @@ class CompletionStats:
 
     def __str__(self) -> str:
         rate, rest = "", self.total_seconds - self.first_token_seconds
-        # an answer that came in one piece tells nothing about the rate
+        # an answer in one piece has no rate
         if self.completion_tokens > 1 and rest > MIN_RATE_SECONDS:
             rate = f" · {(self.completion_tokens - 1) / rest:.0f} tokens/s"
         cached = f"{self.cached_tokens}/{self.prompt_tokens} prompt tokens cached"
@@ -57,23 +57,25 @@ class CompletionStats:
 
 
 def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None) -> httpx.AsyncClient:
-    """A client of the gateway at url, with or without the `/v1` that OpenAI's clients want there; the caller closes it.
-    Raises MeshError when that is no URL."""
+    """Return a client of the gateway at `url`, which may end in `/v1`; the caller closes it.
+
+    Raises MeshError for an invalid URL or key.
+    """
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise MeshError(f"--url {url} is no URL: {error}") from error
+        raise MeshError(f"--url {url} is not a URL: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > MAX_PORT:
-        raise MeshError(f"--url {url} is no gateway's URL; it should look like {DEFAULT_URL}")
+        raise MeshError(f"--url {url} is not a gateway's URL; expected one like {DEFAULT_URL}")
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
-    # a proxy named in the environment does not lead back to this machine
+    # the proxy of the environment does not reach this machine
     trust_env = parsed.host not in LOOPBACK_HOSTS
     if api_key and not _KEY.fullmatch(api_key):
-        raise MeshError("the API key (--api-key, WEFT_API_KEY) has spaces, line ends or letters that no key has")
+        raise MeshError("the API key (--api-key, WEFT_API_KEY) has characters that no key has")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = limits or httpx.Limits()
     try:
-        # SSL_CERT_FILE may name an authority of one's own
+        # honours SSL_CERT_FILE, for a private authority
         verify = httpx.create_ssl_context() if parsed.scheme == "https" else True
     except OSError as error:
         raise MeshError(f"SSL_CERT_FILE: {error.strerror}") from error
@@ -88,7 +90,7 @@ def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None)
 
 
 def printable(text: str) -> str:
-    """Without what would steer a terminal: a model's text must not."""
+    """Remove control characters, so that a model's text cannot control the terminal."""
     return _UNPRINTABLE.sub("", text)
 
 
@@ -121,7 +123,7 @@ async def stream_text(
 
 
 def read_input(read: Callable[[], str]) -> str:
-    """What somebody says. Raises MeshError where it is no text."""
+    """Return the user's input. Raises MeshError if it is not UTF-8."""
     try:
         return read()
     except UnicodeDecodeError as error:
@@ -129,7 +131,7 @@ def read_input(read: Callable[[], str]) -> str:
 
 
 def _sendable(text: str) -> bytes:
-    """Raises MeshError for what was no text where it came from: Python keeps such bytes as halves of characters."""
+    """Encode as UTF-8. Raises MeshError for input bytes that were not UTF-8, which Python keeps as surrogates."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -137,12 +139,12 @@ def _sendable(text: str) -> bytes:
 
 
 async def served_model(client: httpx.AsyncClient) -> str:
-    """The name of the model that the mesh serves. Raises MeshError."""
+    """Return the first model that the mesh serves. Raises MeshError."""
     try:
         response = await client.get("/v1/models")
         await _check(response)
         if (models := response.json()["data"]) == []:
-            raise MeshError(f"{client.base_url} lists no model: wait until it has one, or name one with --model")
+            raise MeshError(f"{client.base_url} lists no model: wait until it has one, or pass --model")
         return str(models[0]["id"])
     except httpx.ConnectError as error:
         raise _unreached(client, error) from error
@@ -152,7 +154,7 @@ async def served_model(client: httpx.AsyncClient) -> str:
 
 def _no_mesh(client: httpx.AsyncClient, error: Exception) -> MeshError:
     if isinstance(error, NOT_OPENAIS):
-        return MeshError(f"{client.base_url} does not answer like a mesh: its answer is not OpenAI's; look at --url")
+        return MeshError(f"{client.base_url} does not answer like a mesh: its answer is not OpenAI's; check --url")
     is_other = client.base_url.scheme == "http" and isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
     advice = "; a gateway with a certificate wants https:// in --url, and no --url its gRPC port" if is_other else ""
     return MeshError(f"{client.base_url} does not answer like a mesh: {error!r}{advice}")
@@ -165,20 +167,20 @@ def _unreached(client: httpx.AsyncClient, error: httpx.ConnectError) -> MeshErro
         )
         return MeshError(f"the certificate of {client.base_url} is not accepted ({error}): {advice}")
     if "SSL" in str(error):
-        return MeshError(f"{client.base_url} speaks no TLS ({error}): say http:// in --url")
-    return MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or say --url")
+        return MeshError(f"{client.base_url} does not use TLS ({error}): use http:// in --url")
+    return MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or pass --url")
 
 
 async def _check(response: httpx.Response) -> None:
     if response.status_code == 200:
         return
     said = message_of(response, await response.aread())
-    hint = "; --api-key KEY gives one, or WEFT_API_KEY" if response.status_code == httpx.codes.UNAUTHORIZED else ""
-    raise MeshError(f"refused ({response.status_code}): {said}{hint}")
+    hint = "; pass --api-key KEY or set WEFT_API_KEY" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+    raise MeshError(f"rejected ({response.status_code}): {said}{hint}")
 
 
 def message_of(response: httpx.Response, body: bytes) -> str:
-    """What a refusal says: OpenAI's message, or the beginning of whatever it is."""
+    """Return the message of an error response: OpenAI's, or the start of the body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -187,12 +189,12 @@ def message_of(response: httpx.Response, body: bytes) -> str:
 
 
 def error_text(error: Any) -> str:
-    """What an event's `error` says: OpenAI's object has a message, others' may be the text itself."""
+    """Return the text of an event's `error`, an OpenAI object or a plain string."""
     return str((error.get("message") or error.get("code") or error) if isinstance(error, dict) else error)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The data of each server-sent event until [DONE]. Raises MeshError when the stream stops before."""
+    """Yield the data of each server-sent event until [DONE]. Raises MeshError if the stream ends earlier."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue
@@ -203,12 +205,11 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if error := event.get("error"):
             raise MeshError(f"failed: {error_text(error)}")
         yield event
-    raise MeshError("the answer broke off: the stream ended before its last event")
+    raise MeshError("the stream ended before its last event")
 
 
 def _read(event: dict[str, Any], figures: CompletionStats) -> tuple[str, bool]:
-    """The event's text, and whether it brought any token, which a thought has too; usage and the reason of the end go
-    into the figures."""
+    """Return the event's text, and whether it has a token, reasoning included; usage goes to `figures`."""
     if usage := event.get("usage"):
         figures.prompt_tokens = usage["prompt_tokens"]
         figures.completion_tokens = usage["completion_tokens"]

@@ -1,4 +1,4 @@
-"""Client of the fork server: starts children whose imports are already done, and reports how they ended.
+"""Client of the fork server: starts children with their imports done, and reports how they ended.
 
 The supervisor uses such a child like one that it started itself.
 """

@@ -36,7 +36,7 @@ class MemoryPlan:
 
     @property
     def warn_bytes(self) -> int:
-        """More is logged."""
+        """Anonymous memory in bytes above which a warning is logged."""
         return int(self.planned * WARN_RATIO)
 
     @property

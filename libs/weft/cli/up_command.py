@@ -13,32 +13,24 @@ from weft.config import INT64, MAX_THREADS
 
 
 class DTypeOption(StrEnum):
-    """Values of --dtype."""
-
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 class WeightFormatOption(StrEnum):
-    """Values of --weight-format."""
-
     AUTO = "auto"
     PLAIN = "plain"
     PACKED12 = "packed12"
 
 
 class TransportOption(StrEnum):
-    """Values of --transport."""
-
     AUTO = "auto"
     MOONCAKE = "mooncake"
     GRPC = "grpc"
 
 
 class LogLevelOption(StrEnum):
-    """Values of --log-level."""
-
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"

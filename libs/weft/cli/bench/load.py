@@ -64,7 +64,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An OpenAI-compatible server."""
+    """An OpenAI-compatible server and how to ask it."""
 
     client: httpx.AsyncClient
     model: str
@@ -132,7 +132,7 @@ async def _answered(target: Target, job: Job) -> Record:
 
 
 class Load:
-    """Jobs on their way to a server. `records` can be read at any time: a load that is broken off keeps what it has."""
+    """Sends jobs to a server. `records` can be read at any time, also of an interrupted load."""
 
     def __init__(self, target: Target, jobs: Iterator[Job], tell: Callable[[int], None] = lambda ended: None) -> None:
         self.records: list[Record] = []
@@ -140,8 +140,10 @@ class Load:
         self._began, self._num_ended = time.perf_counter(), 0
 
     async def run(self, concurrency: int, max_seconds: float) -> list[Record]:
-        """Every job, to its end; those that the time was not enough for are told as failed. Jobs without a time of
-        their own are for `concurrency` clients."""
+        """Run every job and return the records; jobs that `max_seconds` cuts off count as failed.
+
+        With `concurrency` that many clients run the jobs one after another, else each job starts at its own time.
+        """
         self._began = time.perf_counter()
         try:
             async with asyncio.timeout(max_seconds), asyncio.TaskGroup() as group:
@@ -169,12 +171,12 @@ class Load:
     async def _clock(self, group: asyncio.TaskGroup) -> None:
         for job in self._jobs:
             record = self._noted(job, job.at or 0.0)
-            request = self._target.request(job)  # made before it is due
+            request = self._target.request(job)  # build the body before its time
             await asyncio.sleep(record.due - self._now())
             group.create_task(self._send(request, record))
 
     def _noted(self, job: Job, due: float) -> Record:
-        """From here on it is counted, whatever comes."""
+        """Add a record for the job; it counts as never sent until it is."""
         record = Record(due, error=NEVER_SENT, asked_tokens=job.output_tokens)
         self.records.append(record)
         return record
@@ -212,16 +214,16 @@ async def _fill(target: Target, request: Request, record: Record, began: float) 
     record.ended = time.perf_counter() - began
     if not record.error and not record.is_whole:
         record.error = BROKEN_OFF
-    if not record.arrivals and record.output_tokens:  # tokens that are no text, such as the one that begins thoughts
+    if not record.arrivals and record.output_tokens:  # tokens without text, such as the one that starts reasoning
         record.arrivals.append(record.ended)
-    # a server that keeps its usage to itself is taken to send a token a piece
+    # without usage, count each piece as one token
     record.output_tokens = record.output_tokens or len(record.arrivals)
     if not record.error and not record.arrivals:
         record.error = NO_TEXT
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of events, whatever else they say of themselves. An event of several lines of data is not OpenAI's."""
+    """Yield the data of each server-sent event. OpenAI's events have one data line each."""
     rest = b""
     async for piece in response.aiter_raw():
         *lines, rest = (rest + piece).split(b"\n")

@@ -113,7 +113,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _measured(options: BenchOptions) -> list[Record]:
-    """Until the end, or until somebody has seen enough; then without what was under way or never sent."""
+    """Return the records. After Ctrl-C only those of finished requests."""
     loads: list[Load] = []
     try:
         return asyncio.run(_measure(options, loads))
@@ -121,7 +121,7 @@ def _measured(options: BenchOptions) -> list[Record]:
         records = [each for load in loads for each in load.records if each.error not in (OUT_OF_TIME, NEVER_SENT)]
         if not records:
             raise
-        print("stopped; what was answered until then:", file=sys.stderr)
+        print("stopped; results so far:", file=sys.stderr)
         return records
 
 
@@ -131,7 +131,7 @@ async def _measure(options: BenchOptions, loads: list[Load]) -> list[Record]:
         raise BadTrace(f"{options.trace}: no requests")
     target = await open_target(options.url, options.model, options.api_key, options.is_chat)
     if not target.ignores_end:
-        print(f"{options.url} does not take ignore_eos: answers end when the model does", file=sys.stderr)
+        print(f"{options.url} rejects ignore_eos: answers may end before --output-tokens", file=sys.stderr)
     is_watched = sys.stderr.isatty()
 
     def tell(ended: int) -> None:
@@ -148,7 +148,7 @@ async def _measure(options: BenchOptions, loads: list[Load]) -> list[Record]:
 
 
 def _jobs(options: BenchOptions) -> list[Job]:
-    """All of them: a trace's last line that cannot be read is told before anything is sent."""
+    """Return all jobs at once, so that a bad line of a trace fails before the first request."""
     if options.trace is None:
         return list(from_recipe(options.recipe))
     return list(from_trace(options.trace, options.recipe.requests, options.speed))

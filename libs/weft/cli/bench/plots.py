@@ -29,7 +29,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """About five round numbers."""
+        """Return about five round numbers between `low` and `high`."""
         step = 10 ** math.floor(math.log10((self.high - self.low) / 4 or 1.0))
         step *= next(factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (step * factor) <= 6)
         first = math.ceil(self.low / step)

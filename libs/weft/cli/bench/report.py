@@ -40,7 +40,7 @@ dl { display: flex; flex-wrap: wrap; gap: .4rem 1.6rem; } dt { font-size: .8rem;
 
 
 def rows(figures: BenchStats) -> list[tuple[str, str]]:
-    """Everything but the latencies."""
+    """Return name and value of every statistic except latencies."""
     errors = ", ".join(f"{count} x {error}" for error, count in figures.errors.items())
     short = [("shorter than asked for", f"{figures.short} answers")] if figures.short else []
     return [
@@ -55,7 +55,7 @@ def rows(figures: BenchStats) -> list[tuple[str, str]]:
 
 
 def tables(figures: BenchStats) -> tuple[Table, Table]:
-    """For the terminal."""
+    """Return the two tables that the terminal shows."""
     counts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows(figures):
         counts.add_row(name, Text(value))  # in which a server may have said something in brackets
@@ -68,7 +68,7 @@ def tables(figures: BenchStats) -> tuple[Table, Table]:
 
 
 def page(title: str, options: Mapping[str, object], figures: BenchStats, records: Sequence[Record]) -> str:
-    """The report."""
+    """Return the HTML report of a run."""
     done = [record for record in records if not record.error]
     first = [1000 * record.first_token for record in done]
     between = [1000 * gap for record in done for gap in gaps(record)]

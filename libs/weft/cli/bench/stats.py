@@ -55,7 +55,7 @@ class BenchStats:
 
 
 def gaps(record: Record) -> list[float]:
-    """Between pieces, seconds."""
+    """Return the seconds between consecutive pieces of an answer."""
     return [after - before for before, after in itertools.pairwise(record.arrivals)]
 
 

@@ -58,7 +58,7 @@ class Job:
     output_tokens: int
 
     def text(self, chars_per_token: float) -> str:
-        """The prompt."""
+        """Return the prompt at `chars_per_token` characters per token."""
         return " ".join(_words(seed, round(tokens * chars_per_token)) for seed, tokens in self.pieces)
 
 

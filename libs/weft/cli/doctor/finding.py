@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Severity(StrEnum):
-    """From good to bad."""
+    """Severity of a finding, in ascending order."""
 
     OK = "ok"
     WARNING = "warning"

@@ -21,7 +21,7 @@ SOON = datetime.timedelta(days=30)
 
 
 def check_keys(subject: Subject) -> Iterator[Finding]:
-    """Those of WEFT_KEYS."""
+    """Check the API keys of WEFT_KEYS, and that a public listener has some."""
     where = os.environ.get("WEFT_KEYS", "")
     if where:
         try:
