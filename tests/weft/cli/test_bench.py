@@ -216,7 +216,7 @@ def test_a_server_that_knows_openais_fields_alone_is_measured_without_the_others
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "2"])
     assert result.exit_code == 0, result.output
     assert "2 of 2 answered" in result.output
-    assert "does not take ignore_eos" in result.output
+    assert "rejects ignore_eos" in result.output
     assert ["ignore_eos" in body for _, body, _ in gateway.asked] == [True, False, False, False, False]
     gateway.unknown_fields = {"stream_options"}
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "2"])

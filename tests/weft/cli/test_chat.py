@@ -74,8 +74,8 @@ def test_reset_forgets_and_quit_leaves(gateway: Gateway) -> None:
     [
         ([HELLO[1], {"error": {"message": "worker lost"}}, "[DONE]"], "worker lost"),
         ([{"error": "model is overloaded"}], "failed: model is overloaded"),
-        ([{"error": None, "choices": []}], "broke off"),
-        ([HELLO[1]], "broke off"),
+        ([{"error": None, "choices": []}], "ended before its last event"),
+        ([HELLO[1]], "ended before its last event"),
     ],
 )
 def test_a_failed_answer_is_told_and_ends_a_piped_chat(gateway: Gateway, script: list[Any], reason: str) -> None:
@@ -123,7 +123,7 @@ def test_a_refusal_is_shown_in_the_gateways_words(gateway: Gateway) -> None:
     gateway.status = 404
     result = runner.invoke(app, ["generate", "hi", "--url", gateway.url])
     assert result.exit_code == 1
-    assert "refused (404): model: no such model" in result.stderr
+    assert "rejected (404): model: no such model" in result.stderr
 
 
 @pytest.mark.parametrize("models", ['{"data": null}', "[]", '{"data": ["tiny"]}', "<html>"])
@@ -271,5 +271,5 @@ def test_a_gateway_without_tls_is_not_called_away(gateway: Gateway, command: lis
     url = gateway.url.replace("http:", "https:")
     result = runner.invoke(app, [*command, "--url", url])
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"weft {command[0]}: {url} speaks no TLS")
-    assert "say http://" in result.stderr
+    assert result.stderr.startswith(f"weft {command[0]}: {url} does not use TLS")
+    assert "use http://" in result.stderr

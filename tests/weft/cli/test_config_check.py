@@ -75,7 +75,7 @@ def test_wrong_cors_origin_is_refused_before_the_start() -> None:
 
 def test_up_tells_it_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "mooncake_trouble", lambda: "")
-    monkeypatch.setattr(up, "check_fit", lambda *_: None)
+    monkeypatch.setattr(up, "check_memory", lambda *_: None)
     monkeypatch.setattr(up, "pick_addresses", lambda _: AT)
     monkeypatch.setenv("WEFT_MAX_REQUESTS", "0")
     result = CliRunner().invoke(app, ["up", "--model", str(SHIPPED)])

@@ -50,7 +50,7 @@ def test_states_are_told_as_lines_where_there_is_no_terminal() -> None:
 def test_a_death_is_told_with_the_last_lines() -> None:
     shown, file = display(is_terminal=False)
     shown.on_death("decode-0", "killed by SIGKILL", [RECORD, "boom"], 0.5)
-    assert "decode-0 has died (killed by SIGKILL); it starts again in 0.5 s\n" in file.getvalue()
+    assert "decode-0 died (killed by SIGKILL); restarting in 0.5 s\n" in file.getvalue()
     assert file.getvalue().endswith("joined the fleet\n           boom\n")
 
 

@@ -181,7 +181,7 @@ def test_what_a_running_mesh_has_taken_is_not_missing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model, "running_meshes", lambda: [object()])
     (memory,) = model.check_memory(Subject(MODELS, num_workers=1))
     assert memory.level is Severity.OK
-    assert "a mesh runs here" in memory.says
+    assert "a running mesh already holds its memory" in memory.says
 
 
 def test_memory_is_added_up_by_the_settings_that_workers_will_have(monkeypatch: pytest.MonkeyPatch) -> None:

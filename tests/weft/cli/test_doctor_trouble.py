@@ -105,7 +105,7 @@ def test_the_public_key_is_looked_at_as_the_gateway_does(tmp_path: Path, monkeyp
         certs.make_certs(tmp_path / folder, ["weft.example.com"])
     monkeypatch.setenv("WEFT_TLS_CERT", str(tmp_path / "own/cert.pem"))
     *_, told = check_certificates(Subject({}))
-    assert (told.level, told.says) == (Severity.FAILURE, "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other")
+    assert (told.level, told.says) == (Severity.FAILURE, "WEFT_TLS_CERT and WEFT_TLS_KEY must be set together")
     monkeypatch.setenv("WEFT_TLS_KEY", str(tmp_path / "own/key.pem"))
     *_, told = check_certificates(Subject({}))
     assert (told.level, told.says.endswith("::1, weft.example.com")) == (Severity.OK, True)

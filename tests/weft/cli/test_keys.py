@@ -52,7 +52,7 @@ def test_a_key_is_printed_once_and_kept_as_a_digest(where: str) -> None:
     assert secret not in listed.stdout
     again = runner.invoke(app, ["keys", "add", "alice", "--keys", where])
     assert (again.exit_code, again.stdout) == (1, "")
-    assert "alice: there is another key" in again.stderr
+    assert "alice: another key has this name or digest" in again.stderr
     assert runner.invoke(app, ["keys", "revoke", "alice", "--keys", where]).exit_code == 0
     assert read_keys(where) == {}
     gone = runner.invoke(app, ["keys", "revoke", "alice", "--keys", where])
@@ -198,7 +198,7 @@ def test_two_keys_are_never_the_same(where: str) -> None:
         ('{"keys": [{"name": "a", "digest": "%s", "operator": 1}]}', "keys.0.operator: expected bool"),
         ('{"keys": [{"name": "a", "digest": "%s", "models": "x"}]}', "keys.0.models: expected a list"),
         ('{"keys": [{"name": "a", "digest": "%s", "secret": "x"}]}', "keys.0.secret: no such field"),
-        ('{"keys": [{"name": "a", "digest": "%s"}, {"name": "b", "digest": "%s"}]}', "b: there is another key"),
+        ('{"keys": [{"name": "a", "digest": "%s"}, {"name": "b", "digest": "%s"}]}', "b: another key has this name or digest"),
     ],
 )
 def test_a_bad_file_is_told_by_entry_and_field(text: str, message: str) -> None:
@@ -242,6 +242,6 @@ def test_who_keeps_the_folder_locked_is_not_waited_for_without_end(
     fcntl.flock(folder, fcntl.LOCK_EX)
     add = ["keys", "add", "me", "--keys", str(tmp_path / "keys.json")]
     result = runner.invoke(app, add)
-    assert (result.exit_code, "has kept" in result.output) == (1, True)
+    assert (result.exit_code, "has held the lock" in result.output) == (1, True)
     os.close(folder)
     assert runner.invoke(app, add).exit_code == 0

@@ -220,7 +220,7 @@ def test_status_without_a_mesh_says_what_to_do() -> None:
     ("setting", "scheduler", "reason"),
     [
         ("nowhere", "127.0.0.1:1", "WEFT_TLS_DIR: nowhere/ca.pem: No such file"),
-        ("", "no.such.host.invalid:1,neither.is.this.invalid:1", "can be looked up"),
+        ("", "no.such.host.invalid:1,neither.is.this.invalid:1", "no name resolves"),
     ],
 )
 def test_a_setting_that_no_command_can_use_is_named_in_one_line(setting: str, scheduler: str, reason: str) -> None:
@@ -241,7 +241,7 @@ def test_settings_of_services_hold_where_no_option_says_otherwise(monkeypatch: p
         return 0
 
     monkeypatch.setattr(up, "up", noted)
-    given = {"DTYPE": "bfloat16", "TRANSPORT": "grpc", "THREADS": "3", "LOG_LEVEL": "WARNING", "OPEN": "1"}
+    given = {"DTYPE": "bfloat16", "TRANSPORT": "grpc", "THREADS": "3", "LOG_LEVEL": "WARNING", "ALLOW_UNAUTHENTICATED": "1"}
     given["CORS_ORIGINS"] = "http://a.example"
     environ = {f"WEFT_{name}": value for name, value in given.items()}
     for options in ([], ["--dtype", "float32", "--threads", "1", "--cors-origins", "*"]):

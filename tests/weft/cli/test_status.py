@@ -228,8 +228,8 @@ def test_watching_through_a_pipe_writes_every_picture(address: str, command: str
 def test_drain_says_what_it_did_and_whom_it_does_not_know(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     drain(address, "decode-0", undo=False)
     said = capsys.readouterr()
-    assert "decode-0 finishes what it has" in said.out
-    assert "nobody else is ready for decode:" in said.err, "decode-1 is not"
+    assert "decode-0 finishes its requests" in said.out
+    assert "no other worker is ready for decode:" in said.err, "decode-1 is not"
     drain(address, "decode-0", undo=True)
     said = capsys.readouterr()
     assert "takes requests again" in said.out
@@ -247,7 +247,7 @@ def test_one_of_several_drains_without_a_warning(address: str, capsys: pytest.Ca
 
 def test_role_says_what_it_did_and_why_it_cannot(address: str) -> None:
     asked = CliRunner().invoke(app, ["set-role", "decode-0", "both", "--scheduler", address])
-    assert (asked.exit_code, "decode-0 is asked to play both" in asked.stdout) == (0, True)
+    assert (asked.exit_code, "decode-0 is asked to take the role both" in asked.stdout) == (0, True)
     refused = CliRunner().invoke(app, ["set-role", "decode-0", "prefill", "--scheduler", address])
     assert refused.exit_code == 1
     assert refused.stderr == "weft set-role: decode-0 is the last decode worker of 'm'\n"
@@ -260,7 +260,7 @@ def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str, monke
     last = "decode-0 is the last decode worker of 'm' that is ready"
     assert refused.stderr == f"weft sleep: {last}; --even-last lets it sleep all the same\n"
     asked = CliRunner().invoke(app, ["sleep", "decode-0", "--even-last", "--scheduler", address])
-    assert (asked.exit_code, "`weft wake decode-0` has it load again" in asked.stdout) == (0, True)
+    assert (asked.exit_code, "`weft wake decode-0` loads its model again" in asked.stdout) == (0, True)
     needless = CliRunner().invoke(app, ["wake", "decode-0", "--scheduler", address])
     assert (needless.exit_code, "decode-0 is not asleep" in needless.stdout) == (0, True)
     monkeypatch.setattr("weft.cli.fleet_commands.REJOIN_SECONDS", 0.0)
@@ -281,9 +281,9 @@ PARKED.report.parked = True
 @pytest.mark.parametrize("fleet", [[[PARKED]]])
 def test_of_a_parked_worker_draining_says_that_it_is(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     drain(address, "decode-0", undo=True)
-    assert "decode-0 is asleep: `weft wake decode-0` has it load its model" in capsys.readouterr().out
+    assert "decode-0 is asleep: `weft wake decode-0` loads its model" in capsys.readouterr().out
     drain(address, "decode-0", undo=False)
-    assert "decode-0 is asleep: once awake it is given nothing new" in capsys.readouterr().out
+    assert "decode-0 is asleep: once awake it gets no new requests" in capsys.readouterr().out
 
 
 def test_a_parked_worker_is_shown_as_such() -> None:
