@@ -198,7 +198,10 @@ def test_two_keys_are_never_the_same(where: str) -> None:
         ('{"keys": [{"name": "a", "digest": "%s", "operator": 1}]}', "keys.0.operator: expected bool"),
         ('{"keys": [{"name": "a", "digest": "%s", "models": "x"}]}', "keys.0.models: expected a list"),
         ('{"keys": [{"name": "a", "digest": "%s", "secret": "x"}]}', "keys.0.secret: no such field"),
-        ('{"keys": [{"name": "a", "digest": "%s"}, {"name": "b", "digest": "%s"}]}', "b: another key has this name or digest"),
+        (
+            '{"keys": [{"name": "a", "digest": "%s"}, {"name": "b", "digest": "%s"}]}',
+            "b: another key has this name or digest",
+        ),
     ],
 )
 def test_a_bad_file_is_told_by_entry_and_field(text: str, message: str) -> None:

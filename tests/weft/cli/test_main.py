@@ -241,7 +241,13 @@ def test_settings_of_services_hold_where_no_option_says_otherwise(monkeypatch: p
         return 0
 
     monkeypatch.setattr(up, "up", noted)
-    given = {"DTYPE": "bfloat16", "TRANSPORT": "grpc", "THREADS": "3", "LOG_LEVEL": "WARNING", "ALLOW_UNAUTHENTICATED": "1"}
+    given = {
+        "DTYPE": "bfloat16",
+        "TRANSPORT": "grpc",
+        "THREADS": "3",
+        "LOG_LEVEL": "WARNING",
+        "ALLOW_UNAUTHENTICATED": "1",
+    }
     given["CORS_ORIGINS"] = "http://a.example"
     environ = {f"WEFT_{name}": value for name, value in given.items()}
     for options in ([], ["--dtype", "float32", "--threads", "1", "--cors-origins", "*"]):
