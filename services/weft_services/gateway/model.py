@@ -95,9 +95,11 @@ def load_model(
         logger.warning("end token ignored, not in the vocabulary model=%s eos_token=%r", name, end.text)
     template, written = _load_template(directory), codec
     if escapes_special_tokens and template:
-        template, written = _sealed(directory, partial(SpecialTokenGuard, content, tokenizer), template, codec)
+        template, written = _guard_special_tokens(
+            directory, partial(SpecialTokenGuard, content, tokenizer), template, codec
+        )
     if template:
-        _try_out(template, name, directory)
+        _check_probes(template, name, directory)
     source = template.all_sources if template else ""
     chosen = choose_format(tool_format, source)
     thinks = END_THINK in source
@@ -133,7 +135,7 @@ def _read_text(path: Path) -> str:
         raise BadCheckpoint(f"{path}: not readable as text: {error}") from error
 
 
-def _sealed(
+def _guard_special_tokens(
     directory: Path, make_seal: Callable[[], SpecialTokenGuard], plain: ChatTemplate, codec: Codec
 ) -> tuple[ChatTemplate, Codec]:
     try:
@@ -150,7 +152,7 @@ def _sealed(
     return template, written
 
 
-def _try_out(template: ChatTemplate, name: str, directory: Path) -> None:
+def _check_probes(template: ChatTemplate, name: str, directory: Path) -> None:
     """Warn of probes that the template cannot render. Raises BadCheckpoint if it cannot render a plain question."""
     for kind, conversation in PROBES.items():
         if problem := template.try_out(conversation):

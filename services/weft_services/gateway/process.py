@@ -54,7 +54,7 @@ async def serve(config: GatewayConfig) -> None:
     """Run the process: serve until SIGTERM or SIGINT, then drain."""
     sys.setswitchinterval(SWITCH_SECONDS)
     raise_fd_limit()
-    _return_memory()
+    _lower_mmap_threshold()
     async with running(config) as gateway:
         addresses = (gateway.http_address, gateway.grpc_address, gateway.private_address)
         logger.info("listening http=%s grpc=%s private=%s", *addresses)
@@ -63,7 +63,7 @@ async def serve(config: GatewayConfig) -> None:
         logger.info("draining in_flight=%d", gateway.pipeline.num_in_flight)
 
 
-def _return_memory() -> None:
+def _lower_mmap_threshold() -> None:
     """Make malloc return freed blocks of 1 MiB and more to the system.
 
     By default glibc keeps the memory of large bodies for later ones.

@@ -132,8 +132,8 @@ os.environ.pop("OTEL_EXPORTER_OTLP_ENDPOINT", None)
 import weft_services.gateway.__main__, weft_services.scheduler.__main__
 from weft import trace
 trace.setup("gateway")
-with trace.served("route", "00-%s-%s-01") as span, trace.part("part") as part:
-    assert span is part is None and trace.outgoing() is None and trace.begin("x") is None
+with trace.server_span("route", "00-%s-%s-01") as span, trace.child_span("part") as part:
+    assert span is part is None and trace.outgoing() is None and trace.start_span("x") is None
 # redis imports the SDK wherever it finds one
 sys.exit(any(name.startswith(("opentelemetry.exporter", "opentelemetry.sdk.trace")) for name in sys.modules))
 """

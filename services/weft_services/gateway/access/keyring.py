@@ -55,7 +55,7 @@ class FileKeySource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, ...] = ()
+        self._signature: tuple[int, ...] = ()
 
     async def changed(self) -> dict[str, ApiKey] | None:
         """Compare inode, change time and size.
@@ -65,14 +65,14 @@ class FileKeySource:
         """
         stat = self._path.stat()
         signature = (stat.st_ino, stat.st_ctime_ns, stat.st_size)
-        if signature == self._seen:
+        if signature == self._signature:
             return None
         content = await asyncio.to_thread(self._path.read_bytes)
         try:
             found = load_keys(content)
         except BadKeys as error:
             raise BadKeys(f"{self._path}: {error}") from error
-        self._seen = signature
+        self._signature = signature
         return found
 
     async def close(self) -> None:
@@ -87,7 +87,7 @@ class ValkeySource:
         once = Retry(NoBackoff(), 0)  # the poll loop retries soon
         url = checked_url(url, "WEFT_KEYS")
         self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS, retry=once)
-        self._seen: bytes | str | None = None
+        self._signature: bytes | str | None = None
 
     async def changed(self) -> dict[str, ApiKey] | None:
         """Compare the version number.
@@ -97,11 +97,11 @@ class ValkeySource:
         """
         version = await self._redis.get(VALKEY_VERSION)
         if version is None:
-            self._seen = None
-        if version == self._seen:
+            self._signature = None
+        if version == self._signature:
             return None
         found = by_digest(map(load_key, await self._redis.hvals(VALKEY_KEYS)))
-        self._seen = version
+        self._signature = version
         return found
 
     async def close(self) -> None:
@@ -161,16 +161,16 @@ class Keyring:
             with reraise_lost_cancellation():
                 changed = await self._source.changed()
         except (BadKeys, OSError, RedisError) as error:
-            self._note(str(error) or type(error).__name__)
+            self._log_problem(str(error) or type(error).__name__)
             return False
-        self._note("")
+        self._log_problem("")
         if changed is not None:
             self._keys = changed
             self.has_tenants = len({key.owner for key in changed.values() if not key.operator}) > 1
             logger.info("keys=%d", len(changed))
         return changed is not None
 
-    def _note(self, problem: str) -> None:
+    def _log_problem(self, problem: str) -> None:
         if problem and problem != self._last_problem:
             what = "none yet" if self._keys is None else "keeping the last ones"
             logger.error("api keys not read, %s error=%s", what, problem)

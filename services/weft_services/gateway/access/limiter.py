@@ -86,7 +86,7 @@ class RateLimiter:
     ) -> None:
         self._valkey = Valkey(redis_url, FOUND, LOST, clock, deadline_seconds) if redis_url else None
         self._clock = clock
-        self._empty: dict[tuple[str, str], float] = {}
+        self._empty_at: dict[tuple[str, str], float] = {}
         self._unreported: dict[ApiKey, tuple[int, int]] = {}
         self._has_unreported = asyncio.Event()
         self._script = self._valkey.redis.register_script(SCRIPT) if self._valkey else None
@@ -98,20 +98,20 @@ class RateLimiter:
 
     def check(self, key: ApiKey) -> None:
         """Raise RateLimited if one more request exceeds the local count, or tokens are still owed."""
-        self._refuse(key, {"requests": 1, "tokens": 0})
+        self._raise_if_full(key, {"requests": 1, "tokens": 0})
 
     async def take(self, key: ApiKey, tokens: int) -> None:
         """Charge one request with `tokens`. Raises RateLimited; the request counts even then."""
         if not any(_limits(key)):
             return
-        fits = await self._ask(key, 1, tokens, is_charge=False)
+        fits = await self._call_valkey(key, 1, tokens, is_charge=False)
         costs = {"requests": 1, "tokens": tokens}
         try:
             if fits is None:
-                self._refuse(key, costs)
+                self._raise_if_full(key, costs)
                 self._add(key, 1, tokens)
             elif not fits:
-                self._refuse(key, costs, always=True)
+                self._raise_if_full(key, costs, always=True)
         except RateLimited as error:
             if error.kind == "tokens":
                 self.charge(key, 1, 0)
@@ -143,9 +143,9 @@ class RateLimiter:
         """Report all outstanding charges. A charge that Valkey does not receive stays in the local count."""
         while self._unreported:
             key, (requests, tokens) = self._unreported.popitem()
-            await self._ask(key, requests, tokens, is_charge=True)
+            await self._call_valkey(key, requests, tokens, is_charge=True)
 
-    async def _ask(self, key: ApiKey, requests: int, tokens: int, is_charge: bool) -> bool | None:
+    async def _call_valkey(self, key: ApiKey, requests: int, tokens: int, is_charge: bool) -> bool | None:
         """Return whether the cost fits, None if Valkey does not answer."""
         if self._valkey is None or self._script is None:
             return None
@@ -164,11 +164,11 @@ class RateLimiter:
         fits, *microseconds = answer
         for kind, each in zip(KINDS, microseconds, strict=True):
             # Valkey lacks charges from the time when it was unreachable.
-            reported, known = self._clock() + each / MICROSECONDS, self._empty.get((key.digest, kind), 0.0)
-            self._empty[key.digest, kind] = max(reported, known)
+            reported, known = self._clock() + each / MICROSECONDS, self._empty_at.get((key.digest, kind), 0.0)
+            self._empty_at[key.digest, kind] = max(reported, known)
         return bool(fits)
 
-    def _refuse(self, key: ApiKey, costs: dict[str, int], always: bool = False) -> None:
+    def _raise_if_full(self, key: ApiKey, costs: dict[str, int], always: bool = False) -> None:
         """Raise RateLimited if a cost does not fit. `always`: Valkey has just rejected it."""
         levels = self.levels(key)
         waits = [(level.wait(costs[level.kind]), level) for level in levels]
@@ -184,10 +184,10 @@ class RateLimiter:
         for kind, limit, cost in zip(KINDS, _limits(key), (requests, tokens), strict=True):
             if limit and cost:
                 start = self._clock() + self._seconds(key, kind)
-                self._empty[key.digest, kind] = start + cost * WINDOW_SECONDS / limit
+                self._empty_at[key.digest, kind] = start + cost * WINDOW_SECONDS / limit
 
     def _seconds(self, key: ApiKey, kind: str) -> float:
-        return max(0.0, self._empty.get((key.digest, kind), 0.0) - self._clock())
+        return max(0.0, self._empty_at.get((key.digest, kind), 0.0) - self._clock())
 
 
 def _limits(key: ApiKey) -> tuple[int, int]:

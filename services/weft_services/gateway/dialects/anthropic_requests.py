@@ -95,7 +95,7 @@ def _generation(fields: Fields) -> Generation:
         **_output(fields),
         **_thinking(fields),
     }
-    if messages and _is_begun(messages[-1]):
+    if messages and _is_continued(messages[-1]):
         chat["continue_final_message"] = True
     generation = check_chat(chat, lambda path: _own_path(path, sources, tools.paths))
     return replace(generation, retention=_retention(fields))
@@ -184,20 +184,20 @@ def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise InvalidRequest(f"{path}.role: expected user, assistant or system", f"{path}.role")
         for made in messages_of(message["role"], message.get("content"), f"{path}.content"):
-            if turns and _is_one_turn(turns[-1][-1], made):
+            if turns and _is_same_turn(turns[-1][-1], made):
                 turns[-1].append(made)
             else:
                 turns.append([made])
                 sources.append(path)
-    return list(map(_one_turn, turns)), sources
+    return list(map(_join_turn, turns)), sources
 
 
-def _is_one_turn(before: Fields, message: Fields) -> bool:
+def _is_same_turn(before: Fields, message: Fields) -> bool:
     """True if a message continues the previous turn. Most templates reject two turns of one role in a row."""
     return before["role"] == message["role"] in ("user", "assistant") and not before.get("tool_calls")
 
 
-def _one_turn(messages: list[Fields]) -> Fields:
+def _join_turn(messages: list[Fields]) -> Fields:
     joined: Fields = {}
     for message in messages:
         joined |= message
@@ -207,7 +207,7 @@ def _one_turn(messages: list[Fields]) -> Fields:
     return joined
 
 
-def _is_begun(last: Fields) -> bool:
+def _is_continued(last: Fields) -> bool:
     """True if the conversation ends with the assistant's text, which the answer continues."""
     return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
 

@@ -110,8 +110,8 @@ class CompletionLogprobs:
         codec = self._codec
         offsets = _offsets(text, token_ids, codec)
         self._add(token_ids[0], next(offsets), None, None)
-        for token_id, offset, (_, chance, top) in zip(token_ids[1:], offsets, _walk(scores, num_top), strict=True):
-            self._add(token_id, offset, chance, top)
+        for token_id, offset, (_, logprob, top) in zip(token_ids[1:], offsets, _walk(scores, num_top), strict=True):
+            self._add(token_id, offset, logprob, top)
         self._offset = len(text)
 
     def take(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
@@ -133,16 +133,16 @@ class CompletionLogprobs:
             "text_offset": [],
         }
 
-    def _add(self, token_id: int, offset: int, chance: float | None, top: Alternatives | None) -> None:
+    def _add(self, token_id: int, offset: int, logprob: float | None, top: Alternatives | None) -> None:
         lists, codec = self._lists, self._codec
         lists["tokens"].append(codec.token_text(token_id))
-        lists["token_logprobs"].append(None if chance is None else max(chance, LOWEST))
+        lists["token_logprobs"].append(None if logprob is None else max(logprob, LOWEST))
         lists["text_offset"].append(offset)
-        if chance is None or top is None:
+        if logprob is None or top is None:
             lists["top_logprobs"].append(None)
             return
         best: dict[str, float] = {}
-        for each, value in ((token_id, chance), *top):
+        for each, value in ((token_id, logprob), *top):
             text = codec.token_text(each)
             best[text] = max(value, best.get(text, LOWEST))  # different partial characters have the same text
         lists["top_logprobs"].append(best)
@@ -153,9 +153,9 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's list: per prompt token, that token and the best alternatives by id; None for the first."""
     found: list[dict[str, Any] | None] = [None]
-    for token_id, (rank, chance, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True):
+    for token_id, (rank, logprob, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True):
         ranked = {each: (place, value) for place, (each, value) in enumerate(top, 1)}
-        entries = {token_id: (rank, chance)} | ranked
+        entries = {token_id: (rank, logprob)} | ranked
         found.append(
             {
                 str(each): {"logprob": max(value, LOWEST), "rank": place, "decoded_token": codec.token_text(each)}
@@ -168,18 +168,18 @@ def prompt_logprobs(
 def positions_of(token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num_top: int) -> list[PositionLogprobs]:
     """Return prompt logprobs in the form of generated tokens, from the second prompt token on."""
     return [
-        PositionLogprobs(TokenLogprob(token_id, chance), tuple(TokenLogprob(*pair) for pair in top))
-        for token_id, (_, chance, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True)
+        PositionLogprobs(TokenLogprob(token_id, logprob), tuple(TokenLogprob(*pair) for pair in top))
+        for token_id, (_, logprob, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True)
     ]
 
 
 def _walk(scores: Iterable[PromptLogprobs], num_top: int) -> Iterator[tuple[int, float, Alternatives]]:
     """Yield rank, logprob and the first `num_top` alternatives of each prompt token from the second on."""
     for piece in scores:
-        for at, (rank, chance) in enumerate(zip(piece.ranks, piece.chosen, strict=True)):
+        for at, (rank, logprob) in enumerate(zip(piece.ranks, piece.chosen, strict=True)):
             first = at * piece.num_top
             last = first + min(num_top, piece.num_top)
-            yield rank, chance, zip(piece.top_ids[first:last], piece.top[first:last], strict=True)
+            yield rank, logprob, zip(piece.top_ids[first:last], piece.top[first:last], strict=True)
 
 
 def _offsets(text: str, token_ids: Iterable[int], codec: Codec) -> Iterator[int]:

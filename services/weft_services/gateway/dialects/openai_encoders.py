@@ -211,9 +211,11 @@ class ChatEncoder:
             entry = {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
             rendered.append(self._with_details(entry, choice))
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
-        return self.envelope.encode_body(rendered, usage, {**(self._prompt_ids or {}), **self._of_prompt(choices[0])})
+        return self.envelope.encode_body(
+            rendered, usage, {**(self._prompt_ids or {}), **self._prompt_fields(choices[0])}
+        )
 
-    def _of_prompt(self, choice: CollectedChoice) -> dict[str, Any]:
+    def _prompt_fields(self, choice: CollectedChoice) -> dict[str, Any]:
         """Return prompt logprobs in vLLM's format. The first choice holds them for all."""
         wanted, ids = self._prepared.generation.num_prompt_logprobs, self._prepared.prompts[0].token_ids
         if wanted is None:

@@ -94,7 +94,7 @@ def read_tool_use(
     if not tools:
         raise InvalidRequest("tool_choice: the request has no tools", "tool_choice")
     customs = frozenset(tool["custom"]["name"] for tool in tools if tool["type"] == "custom")
-    use = replace(_use(tuple(map(as_function, tools)), choice, is_parallel), custom=customs)
+    use = replace(_tool_use(tuple(map(as_function, tools)), choice, is_parallel), custom=customs)
     becomes_grammar = use.is_forced or use.is_constrained or has_format
     if becomes_grammar and len(tools) > MAX_BOUND_TOOLS:
         message = f"tools: {len(tools)}; at most {MAX_BOUND_TOOLS} with a forced choice, a strict tool or a format"
@@ -108,14 +108,14 @@ def read_tool_use(
     return use
 
 
-def _use(tools: tuple[dict[str, Any], ...], choice: Any, is_parallel: bool) -> ToolUse:
+def _tool_use(tools: tuple[dict[str, Any], ...], choice: Any, is_parallel: bool) -> ToolUse:
     fields = tuple(f"tools.{place}.function.parameters" for place in range(len(tools)))
     use = ToolUse(tools, fields, is_parallel=is_parallel)
     if choice in (None, "auto", "required"):
         return replace(use, is_forced=choice == "required")
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind in NAMED:
-        return replace(use, is_forced=True, only=_name(choice, tools, "tool_choice"))
+        return replace(use, is_forced=True, only=_chosen_name(choice, tools, "tool_choice"))
     if kind == "allowed_tools":
         mode, allowed = _allowed(choice.get("allowed_tools"), tools)
         return replace(use, is_forced=mode == "required", allowed=allowed)
@@ -131,10 +131,10 @@ def _allowed(given: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozen
         raise InvalidRequest(f"{field}.mode: expected auto or required", f"{field}.mode", "invalid_value")
     if not isinstance(listed, list) or not listed:
         raise InvalidRequest(f"{field}.tools: expected a list of tools", f"{field}.tools", "invalid_value")
-    return mode, frozenset(_name(each, tools, f"{field}.tools.{place}") for place, each in enumerate(listed))
+    return mode, frozenset(_chosen_name(each, tools, f"{field}.tools.{place}") for place, each in enumerate(listed))
 
 
-def _name(choice: Any, tools: tuple[dict[str, Any], ...], field: str) -> str:
+def _chosen_name(choice: Any, tools: tuple[dict[str, Any], ...], field: str) -> str:
     """Return the name in a tool choice, which must be a tool of the request."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     named = choice.get(kind) if kind in NAMED else None

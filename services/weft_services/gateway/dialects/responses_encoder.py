@@ -79,9 +79,9 @@ class ResponsesEncoder:
 
     def encode_end(self, usage: Usage) -> bytes:
         """Encode the end of the last item and the whole response."""
-        status = self._settle(usage)
+        status = self._finish(usage)
         closing = self._close(status)
-        self.whole = self._as_it_is(status)
+        self.whole = self._snapshot(status)
         return closing + self._event(f"response.{status}", response=self.whole)
 
     def encode_failure(self, error: WeftError) -> bytes:
@@ -91,20 +91,20 @@ class ResponsesEncoder:
         self._response["error"] = {"code": code, "message": public_message(error)}
         if self._items:
             self._items[-1].status = "incomplete"
-        return out + self._event("response.failed", response=self._as_it_is("failed"))
+        return out + self._event("response.failed", response=self._snapshot("failed"))
 
     def encode_body(self, choices: Sequence[CollectedChoice], usage: Usage) -> bytes:
         """Encode the whole response, equal to the last event of a stream."""
         self.encode_piece(choices[0].whole())
-        status = self._settle(usage)
+        status = self._finish(usage)
         self._close(status)
-        self.whole = self._as_it_is(status)
+        self.whole = self._snapshot(status)
         return orjson.dumps(self.whole)
 
     def _begin(self) -> bytes:
         if self._num_events:
             return b""
-        begun = self._as_it_is("in_progress")
+        begun = self._snapshot("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _grow(self, part: Part, num_behind: int) -> bytes:
@@ -150,7 +150,7 @@ class ResponsesEncoder:
         place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
         return place if item.is_call else {**place, "content_index": 0}
 
-    def _settle(self, usage: Usage) -> str:
+    def _finish(self, usage: Usage) -> str:
         """Set the final fields; return the status."""
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
         self._response["usage"] = usage_of(usage)
@@ -160,7 +160,7 @@ class ResponsesEncoder:
         self._response["completed_at"] = int(time.time())
         return "completed"
 
-    def _as_it_is(self, status: str) -> dict[str, Any]:
+    def _snapshot(self, status: str) -> dict[str, Any]:
         return {**self._response, "status": status, "output": [item.fields() for item in self._items]}
 
     def _event(self, kind: str, **fields: Any) -> bytes:

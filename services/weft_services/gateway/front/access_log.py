@@ -22,7 +22,7 @@ class AccessLogEntry:
 
     def __init__(self, method: str, path: str) -> None:
         self._began = time.monotonic()
-        self._asked = {"method": method, "path": path}
+        self._request_fields = {"method": method, "path": path}
         self._pairs: dict[str, Any] = {}
         self._level = logging.INFO
 
@@ -39,8 +39,8 @@ class AccessLogEntry:
         if not logger.isEnabledFor(self._level):
             return
         ends = {"total_ms": round((time.monotonic() - self._began) * 1000)}
-        pairs = {**self._asked, "status": status, **ends, **self._pairs}
-        logger.log(self._level, "%s", " ".join(f"{name}={_shown(value)}" for name, value in pairs.items()))
+        pairs = {**self._request_fields, "status": status, **ends, **self._pairs}
+        logger.log(self._level, "%s", " ".join(f"{name}={_quoted(value)}" for name, value in pairs.items()))
 
 
 _current: ContextVar[AccessLogEntry | None] = ContextVar("entry", default=None)
@@ -70,7 +70,7 @@ def note_error(error: Exception) -> None:
         entry.fail(error)
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     """Quote the value unless it reads back as one word. Paths and errors contain client input."""
     text = str(value)
     return text if PLAIN.fullmatch(text) else json.dumps(text[:MAX_CHARS])

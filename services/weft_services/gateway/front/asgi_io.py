@@ -43,10 +43,10 @@ async def read_json_body(scope: Scope, receive: Receive) -> bytes:
     An error counts against the key's request limit, because the request held a place.
     """
     with charge_on_error():
-        return await _bounded(scope, receive)
+        return await _read_bounded(scope, receive)
 
 
-async def _bounded(scope: Scope, receive: Receive) -> bytes:
+async def _read_bounded(scope: Scope, receive: Receive) -> bytes:
     content_type = header(scope, b"content-type").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HttpError(415, "the content type must be application/json", "unsupported_media_type")

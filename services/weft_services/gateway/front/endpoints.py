@@ -116,7 +116,7 @@ class GenerationEndpoint:
                 )
                 await unless_disconnected(receive, self._answer(body, session, writer, context))
         except Exception as error:
-            await fail(writer, record, error)
+            await report_failure(writer, record, error)
         finally:
             record.close(RequestStage.CANCELLED)
 
@@ -139,7 +139,7 @@ class GenerationEndpoint:
                 else:
                     await _collect(run, encoder, writer, context)
         except Exception as error:
-            await fail(writer, record, error)
+            await report_failure(writer, record, error)
 
     async def _parser(self, body: bytes, session: ClientHints) -> tuple[Callable[[bytes], Generation], int]:
         """Return the parser for this body, and the size of the stored answer that it reads."""
@@ -156,7 +156,7 @@ async def _stream(
 
     A parser may hold tokens back for long. Keep-alives stop proxies from closing the connection meanwhile.
     """
-    record, tells_prompts = context.record, _tells_prompts(run)
+    record, tells_prompts = context.record, _has_prompt_logprobs(run)
     last_written = time.monotonic()
     while (pieces := await run.next(IDLE_SECONDS - (time.monotonic() - last_written))) is not None:
         record.on_pieces(pieces)
@@ -190,7 +190,7 @@ async def _collect(
             choices[piece.index].add(piece)
     usage = record.usage()
     timeline_headers = [response_header(record.timeline())] if context.wants_timeline else []
-    if _tells_prompts(run) or sum(len(choice.logprobs) for choice in choices) > MAX_INLINE_LOGPROBS:
+    if _has_prompt_logprobs(run) or sum(len(choice.logprobs) for choice in choices) > MAX_INLINE_LOGPROBS:
         body = await asyncio.to_thread(encoder.encode_body, choices, usage)
     else:
         body = encoder.encode_body(choices, usage)
@@ -209,12 +209,12 @@ def _encode_pieces(encoder: ResponseEncoder, pieces: Sequence[ChoiceUpdate]) -> 
     return b"".join(map(encoder.encode_piece, pieces))
 
 
-def _tells_prompts(run: GenerationRun) -> bool:
+def _has_prompt_logprobs(run: GenerationRun) -> bool:
     """True if the answer includes prompt logprobs. Encoding them can take a second, so it runs in a thread."""
     return run.prepared.generation.num_scored is not None
 
 
-async def fail(writer: ResponseWriter, record: RequestRecord, error: Exception) -> None:
+async def report_failure(writer: ResponseWriter, record: RequestRecord, error: Exception) -> None:
     """Record the error and report it to the client, unless the client has left or has its answer."""
     known = as_weft_error(error)
     if isinstance(known, Cancelled):
@@ -260,7 +260,7 @@ class EmbeddingEndpoint:
                 body = await read_json_body(scope, receive)
                 await unless_disconnected(receive, self._answer(body, client_hints(scope["headers"]), writer, record))
         except Exception as error:
-            await fail(writer, record, error)
+            await report_failure(writer, record, error)
         finally:
             record.close(RequestStage.CANCELLED)
 
@@ -274,4 +274,4 @@ class EmbeddingEndpoint:
                 answer = embedding_body(*found)
             await writer.send_body(200, answer)
         except Exception as error:
-            await fail(writer, record, error)
+            await report_failure(writer, record, error)

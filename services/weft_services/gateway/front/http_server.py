@@ -50,30 +50,30 @@ class HeadCoalescingTransport(asyncio.Transport):
         self._transport = cycle.transport
         self._loop = loop
         self._head: bytes | bytearray | memoryview | None = None
-        self._is_out = False
+        self._is_head_sent = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write through anything before the head, such as `100 Continue`; it is no part of the response."""
-        if self._is_out or not self._cycle.response_started:
+        if self._is_head_sent or not self._cycle.response_started:
             self._transport.write(data)
         elif self._head is None:
             self._head = data
-            self._loop.call_soon(self._let_go)
+            self._loop.call_soon(self._flush_head)
         else:
-            self._is_out, head, self._head = True, self._head, None
+            self._is_head_sent, head, self._head = True, self._head, None
             self._transport.writelines((head, data))
 
     def close(self) -> None:
         """Write the held head, then close."""
-        self._let_go()
+        self._flush_head()
         self._transport.close()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
 
-    def _let_go(self) -> None:
+    def _flush_head(self) -> None:
         if self._head is not None:
-            self._is_out, head, self._head = True, self._head, None
+            self._is_head_sent, head, self._head = True, self._head, None
             if not self._transport.is_closing():
                 self._transport.write(head)
 
@@ -117,8 +117,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _is_in_head = True
-    _is_moving = False
-    _is_over = False
+    _has_progress = False
+    _is_rejected = False
     _head_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
 
@@ -134,15 +134,15 @@ class GuardedProtocol(HttpToolsProtocol):
         One read may contain both kinds, so the bound is loose. These bytes do not extend a keep-alive; only a request
         does.
         """
-        self._is_moving = False
+        self._has_progress = False
         rest = data
-        while rest and not self._is_over:
+        while rest and not self._is_rejected:
             rest = self._read(rest)
-        if self._is_moving or self._is_over or self.transport.is_closing():
+        if self._has_progress or self._is_rejected or self.transport.is_closing():
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse("Request head too large.")
+            self._reject("Request head too large.")
 
     def on_message_begin(self) -> None:
         """A head begins, on a new or a kept-alive connection."""
@@ -162,10 +162,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """Start the request. The application bounds the rest."""
         if self.parser.should_upgrade():
             return  # parsed again without the upgrade
-        self._disarm()
+        self._stop_head_timer()
         self._unset_keepalive_if_required()  # the previous response may have armed it after this head began
         self._is_in_head = False
-        self._moves()
+        self._on_progress()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.transport = UnchunkingTransport(self.transport)
@@ -178,7 +178,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # otherwise a disconnect would go unnoticed
 
     def on_body(self, body: bytes) -> None:
-        self._moves()
+        self._on_progress()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -193,8 +193,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wake every pending request, not only the newest; each one sees that the client has left."""
-        self._disarm()
-        self._has_read()
+        self._stop_head_timer()
+        self._stop_reader_timer()
         for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -204,11 +204,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """Start the slow-reader timer: the send buffer is full."""
         super().pause_writing()
         if self._reader_timer is None:
-            self._watch_reader()
+            self._start_reader_timer()
 
     def resume_writing(self) -> None:
         """Stop the slow-reader timer: the buffer has space again."""
-        self._has_read()
+        self._stop_reader_timer()
         super().resume_writing()
 
     def _read(self, data: bytes) -> bytes:
@@ -217,21 +217,21 @@ class GuardedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError:
             if not self.transport.is_closing():
-                self._refuse("Invalid HTTP request received.")
+                self._reject("Invalid HTTP request received.")
         except httptools.HttpParserUpgrade as offer:
             if self.parser.get_method() != b"CONNECT":
-                return self._without_offer() + data[offer.args[0] :]
-            self._refuse("Tunnels are not supported.")
+                return self._head_without_upgrade() + data[offer.args[0] :]
+            self._reject("Tunnels are not supported.")
         return b""
 
-    def _refuse(self, why: str) -> None:
+    def _reject(self, why: str) -> None:
         """Stop reading.
 
         Where an earlier request is still running, a 400 would look like its answer. So its answer goes out and the
         connection closes after it.
         """
-        self._is_over = True
-        self._disarm()
+        self._is_rejected = True
+        self._stop_head_timer()
         if asked := [cycle for cycle in self._cycles if not cycle.more_body]:
             asked[-1].keep_alive = False
         elif self._cycles and self._cycles[0].response_started:
@@ -239,7 +239,7 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.send_400_response(why)
 
-    def _without_offer(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         """Return the head without its Upgrade header.
 
         Java's HTTP client offers HTTP/2 with every first request. A server that declines continues to read as if there
@@ -251,44 +251,44 @@ class GuardedProtocol(HttpToolsProtocol):
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields))
 
-    def _moves(self) -> None:
-        self._is_moving = True
+    def _on_progress(self) -> None:
+        self._has_progress = True
         self._head_bytes = 0
 
     def _expect_head(self) -> None:
         self._is_in_head = True
         if self._head_timer is None:
-            self._wait_for_head()
+            self._start_head_timer()
 
-    def _wait_for_head(self) -> None:
+    def _start_head_timer(self) -> None:
         due = self.loop.time() + HEAD_SECONDS
-        self._head_timer = self.loop.call_at(due, self._judge_head, due)
+        self._head_timer = self.loop.call_at(due, self._on_head_timeout, due)
 
-    def _judge_head(self, due: float) -> None:
+    def _on_head_timeout(self, due: float) -> None:
         """Close the connection because the head is late. After a suspension of the process, wait once more."""
         if self.loop.time() - due > LATE_SECONDS:
-            self._wait_for_head()
+            self._start_head_timer()
         else:
             self.transport.close()
 
-    def _watch_reader(self) -> None:
+    def _start_reader_timer(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._reader_timer = self.loop.call_later(SLOW_READER_SECONDS, self._judge_reader, unread)
+        self._reader_timer = self.loop.call_later(SLOW_READER_SECONDS, self._on_reader_timeout, unread)
 
-    def _judge_reader(self, num_before: int) -> None:
+    def _on_reader_timeout(self, num_before: int) -> None:
         """Abort the connection if the client read too little since the last check, when the buffer had `num_before`
         bytes."""
         if num_before - self.transport.get_write_buffer_size() < SLOW_READER_BYTES:
             self.transport.abort()
         else:
-            self._watch_reader()
+            self._start_reader_timer()
 
-    def _has_read(self) -> None:
+    def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
 
-    def _disarm(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

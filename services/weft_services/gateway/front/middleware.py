@@ -79,7 +79,7 @@ class RequestIdMiddleware:
             status = 500  # an outer layer answers; a stream that has begun just ends
             raise
         finally:
-            if _is_worth_a_line(scope["path"], status):
+            if _is_logged(scope["path"], status):
                 entry.write(status)
 
 
@@ -116,7 +116,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
 
-def _is_worth_a_line(path: str, status: int) -> bool:
+def _is_logged(path: str, status: int) -> bool:
     """False for probes, and for successful scrapes and page files."""
     if path in PROBES:
         return False
@@ -160,11 +160,11 @@ class CorsMiddleware:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._open if scope["type"] == "http" and _is_for_pages(scope["path"]) else self._closed
+        app = self._open if scope["type"] == "http" and _allows_cors(scope["path"]) else self._closed
         await app(scope, receive, send)
 
 
-def _is_for_pages(path: str) -> bool:
+def _allows_cors(path: str) -> bool:
     """True for API paths and probes, and for mistyped API paths, so that the page can read the 404."""
     return path.startswith(API) or path in PROBES or (suggested_path(path) or "").startswith(API)
 

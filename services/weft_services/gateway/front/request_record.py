@@ -120,7 +120,7 @@ class RequestRecord:
         self._principal.charge(tokens=usage.completion_tokens)
         now = time.monotonic()
         if self._span is not None:
-            self._end(self._span, str(outcome), usage, error)
+            self._end_span(self._span, str(outcome), usage, error)
         cached_labels(metrics.REQUESTS, self._endpoint, str(outcome), self._model).inc()
         if outcome == RequestStage.FINISHED:  # rejections take almost no time and would lower the latency
             metrics.E2E.of(self._model).observe(now - self._received)
@@ -134,7 +134,7 @@ class RequestRecord:
         if is_logged(level):
             note(self._log_fields(str(outcome), usage, error), level)
 
-    def _end(self, span: trace.Span, outcome: str, usage: Usage, error: Exception | None) -> None:
+    def _end_span(self, span: trace.Span, outcome: str, usage: Usage, error: Exception | None) -> None:
         began = round(self._received_at * 1e9)
         moments = {name: began + round((moment - self._received) * 1e9) for name, moment in self._stages.items()}
         if routed := moments.get(RequestStage.ROUTED):

@@ -116,7 +116,7 @@ class _StoredResponseEndpoint(ABC):
     async def _read_part(self, owner: bytes, name: str, what: Callable[[StoredResponse], Any]) -> bytes:
         """Return a part of a stored answer as JSON."""
         if (record := await self._store.load(owner, name)) is None:
-            raise _unknown(name)
+            raise _not_found(name)
         return await self._pipeline.compute(lambda: orjson.dumps(what(StoredResponse.read(record))))
 
 
@@ -126,7 +126,7 @@ class _ResponseEndpoint(_StoredResponseEndpoint):
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         if scope["method"] == "DELETE":
             if not await self._store.delete(owner, name):
-                raise _unknown(name)
+                raise _not_found(name)
             return orjson.dumps({"id": name, "object": "response", "deleted": True})
         query = _query(scope)
         if query.get("stream", "false") != "false":
@@ -167,7 +167,7 @@ def _query(scope: Scope) -> dict[str, str]:
     return {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
 
 
-def _unknown(name: str) -> HttpError:
+def _not_found(name: str) -> HttpError:
     return HttpError(404, f"no response {name[:80]!r} is stored", "not_found")
 
 
