@@ -1,17 +1,16 @@
-"""Checkpoint tensors by name, checked against the config and brought to where they run.
-
-Knows names, shapes and packings; knows no blocks of a model.
-"""
+"""Loads checkpoint tensors by name: checks them against the config, cuts a rank's part, moves it to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
 from weft.model.quantization import INT4_PER_WORD, stored_dtypes
+from weft.model.sharding import TensorSlice
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored
 from weft_kernels.linear import PackedWeight, pack
@@ -29,15 +28,25 @@ DTYPE_NAMES = {
 
 
 class Loader:
-    """Hands out a model's tensors, each to the building block that asks for it by its whole name."""
+    """Gives each building block the tensors that it asks for by full name."""
 
     def __init__(
-        self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: torch.device, is_resident: bool = False
+        self,
+        config: ModelConfig,
+        weights: Tensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_resident: bool = False,
+        slices: Mapping[str, TensorSlice] | None = None,
     ) -> None:
         """With `is_resident`, matrices take the form that `weft_kernels.packed.resident` gives them, or on a CPU
         `weft_kernels.linear.pack`.
 
-        Raises BadCheckpoint when a tensor is missing, has another shape, or is not part of the model.
+        `config` and `weights` are those of the whole model. `slices` names the tensors of which only a part is loaded,
+        a linear weight as `<module>.weight` in every format. FP8 is cut at blocks, INT4 at words and groups. F12 and
+        12-bit CPU panels are packed after the cut, so they can be cut anywhere.
+
+        Raises BadCheckpoint if a tensor is missing, has another shape, or is not part of the model.
         """
         expected = expected_tensors(config)
         for name, shape in expected.items():
@@ -50,6 +59,13 @@ class Loader:
         for name in weights:
             if name not in expected and not is_ignored(name, config):
                 raise BadCheckpoint(f"tensor {name} is not part of a {config.architecture}")
+        self._slices = dict(slices or {})
+        if slices:
+            whole = expected_tensors(replace(config, quantization=None))
+            for name, part in slices.items():
+                if name not in whole:
+                    raise ValueError(f"slice of {name}: {config.architecture} has no such tensor; use a full name")
+                part.check(name, whole[name])
         self._weights = weights
         self._config = config
         self._unread = set(expected)
@@ -59,47 +75,66 @@ class Loader:
         self.packed: list[F12 | Fp8 | Int4] = []  # what linear layers multiply
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor as it is, in the dtype that the model runs in, or in another."""
-        self._unread.discard(name)
-        return self._weights[name].to(device=self.device, dtype=dtype or self.dtype)
+        """Return a tensor, or this rank's part of it, in `dtype` or else in the model's dtype."""
+        return self._read(name, dtype or self.dtype, self._slices.get(name))
 
     def matrix(self, name: str) -> Tensor:
-        """A tensor to be packed or looked up in, before it is brought to the model's dtype.
+        """Return a matrix that is to be packed or looked up in.
 
-        bfloat16 stays what it is on a CPU, where the kernels widen it as they read it; so does a table of embeddings.
+        On a CPU bfloat16 keeps its dtype, because the kernels widen it as they read it.
         """
         is_kept = self.device.type == "cpu" and self._weights[name].dtype == torch.bfloat16
         return self.tensor(name, torch.bfloat16 if is_kept else None)
 
     def table(self, name: str) -> Tensor | F12:
-        """A matrix to look rows up in, in the form in which it stays."""
+        """Return an embedding table in the form in which it stays in memory."""
         return as_f12(self.matrix(name)) if self.is_resident else self.matrix(name)
 
     def linear(self, *names: str, order: Tensor | None = None) -> PackedWeight:
-        """Linear modules as one, their outputs one after the other, or in another `order`."""
+        """Return linear modules stacked into one. `order` permutes the stacked outputs of this rank."""
         whole = stack([self.stored_weight(name) for name in names], order, self.dtype)
         return self.pack(on_device(whole, self.dtype, self.is_resident))
 
     def pack(self, weight: Matrix) -> PackedWeight:
-        """For a linear layer."""
+        """Pack a matrix for linear layers."""
         self.packed += [] if isinstance(weight, Tensor) else [weight]
         return pack(weight, self.dtype, self.is_resident)
 
     def stored_weight(self, name: str) -> Stored:
-        """The weight of a linear module as the checkpoint has it, packed or not; see `matrix` for its dtype."""
-        how = self._config.quantization
+        """Return a linear module's weight in the checkpoint's format; see `matrix` for the dtype of plain ones."""
+        how, part = self._config.quantization, self._slices.get(name + ".weight")
         if how is not None and name + ".weight_packed" in self._weights:
             self._unread.discard(name + ".weight_shape")
-            words, shape = self.tensor(name + ".weight_packed", torch.int32), self._weights[name + ".weight_shape"]
-            if (words.shape[0], words.shape[1]) != (int(shape[0]), -(-int(shape[1]) // INT4_PER_WORD)):
-                raise BadCheckpoint(f"tensor {name}.weight_packed, {list(words.shape)}, does not hold {shape.tolist()}")
-            factors = self._weights[name + ".weight_scale"]
-            return read_int4(words, self.tensor(name + ".weight_scale", factors.dtype), int(shape[1]), how.block[1])
+            found, shape = self._weights[name + ".weight_packed"].shape, self._weights[name + ".weight_shape"]
+            rows, columns = int(shape[0]), int(shape[1])
+            if (found[0], found[1]) != (rows, -(-columns // INT4_PER_WORD)):
+                raise BadCheckpoint(f"tensor {name}.weight_packed, {list(found)}, does not hold {shape.tolist()}")
+            words = self._blocks(name + ".weight_packed", torch.int32, part, (1, INT4_PER_WORD), (rows, columns))
+            scale = name + ".weight_scale"
+            scales = self._blocks(scale, self._weights[scale].dtype, part, how.block, (rows, columns))
+            return read_int4(words, scales, part.size if part and part.dim else columns, how.block[1])
         if how is not None and how.packing is Packing.FP8_BLOCKS and name + ".weight_scale_inv" in self._weights:
             patterns = self.tensor(name + ".weight", torch.float8_e4m3fn)
-            return read_fp8(patterns, self.tensor(name + ".weight_scale_inv", torch.float32), how.block)
+            rows, columns = self._weights[name + ".weight"].shape
+            scales = self._blocks(name + ".weight_scale_inv", torch.float32, part, how.block, (rows, columns))
+            return read_fp8(patterns, scales, how.block)
         return self.matrix(name + ".weight")
 
     def check_all_read(self) -> None:
-        """Every expected tensor must have found its place: a model without it would compute something else."""
+        """Assert that every expected tensor was read: a model without one of them computes something else."""
         assert not self._unread, f"tensors that no building block read: {sorted(self._unread)[:4]}"
+
+    def _blocks(
+        self, name: str, dtype: torch.dtype, part: TensorSlice | None, block: tuple[int, int], shape: tuple[int, int]
+    ) -> Tensor:
+        """Read a tensor with one element for each `block` (rows, columns) of a matrix of `shape`."""
+        cut = part and part.in_blocks(name, block[part.dim], shape[part.dim])
+        return self._read(name, dtype, cut)
+
+    def _read(self, name: str, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
+        self._unread.discard(name)
+        tensor = self._weights[name]
+        if part is not None:
+            pieces = [tensor.narrow(part.dim, start, stop - start) for start, stop in part.ranges]
+            tensor = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)).contiguous()
+        return tensor.to(device=self.device, dtype=dtype)
