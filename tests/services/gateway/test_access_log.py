@@ -1,4 +1,4 @@
-"""The access log: one line for everything that the public listeners were asked, which reads back as it was written."""
+"""The access log: one parseable line for every request of the public listeners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of accounting in front of an agent's system prompt: dropped before it is rendered, counted or cached."""
+"""The billing line of an agent's system prompt is removed before rendering, counting and caching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted in a body's bytes is what a JSON parser finds there; and how deeply it may be nested."""
+"""The value count in raw bytes equals a JSON parser's own; limits on nesting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may do with its connection beside asking: around bodies, between requests, by asking much at once."""
+"""Connection limits: heads, trailers, pipelining and keep-alive."""
 
 from __future__ import annotations
 

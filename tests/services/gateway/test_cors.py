@@ -1,4 +1,4 @@
-"""CORS: what pages of other origins may do with the API, and with nothing else."""
+"""CORS: pages of other origins may use the API and nothing else."""
 
 from __future__ import annotations
 

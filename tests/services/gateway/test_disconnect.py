@@ -1,4 +1,4 @@
-"""A client that leaves, reads slowly or waits long."""
+"""Clients that disconnect, read slowly or wait long."""
 
 from __future__ import annotations
 

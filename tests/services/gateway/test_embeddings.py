@@ -1,4 +1,4 @@
-"""/v1/embeddings through the official client and over gRPC, beside prefill workers that do as they are told."""
+"""/v1/embeddings through the official client and over gRPC, with scripted prefill workers."""
 
 from __future__ import annotations
 

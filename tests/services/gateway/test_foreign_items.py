@@ -1,4 +1,4 @@
-"""What other servers' tools leave in requests of /v1/responses: every kind of tool and item that OpenAI's SDK has."""
+"""Other servers' tools in /v1/responses requests: every tool and item type of OpenAI's SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers can do to the public gRPC listener before their requests are understood."""
+"""The public gRPC listener before a request is parsed: authentication, admission, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer's head and what follows it leave together; what leaves alone does not wait long."""
+"""The head of a response leaves with the first body bytes; a head alone leaves in the next loop iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys as they are read anew from where they are kept, and whether they cross a network in the clear."""
+"""Keys are reloaded from file and Valkey; keys that cross a network without TLS are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys at the gateway, through the real SDKs and gRPC: who is let in, what each may do, and what is never said."""
+"""API keys through the real SDKs and gRPC: authentication, permissions, and secrets that never appear in logs."""
 
 from __future__ import annotations
 

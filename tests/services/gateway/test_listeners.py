@@ -1,4 +1,4 @@
-"""Public and private listeners apart, TLS on the public ones, and certificates that change while they are in use."""
+"""Separate public and private listeners, TLS on the public ones, and certificate reloads."""
 
 from __future__ import annotations
 

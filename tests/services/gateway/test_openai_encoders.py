@@ -1,4 +1,4 @@
-"""The chunk that is put together from what was serialized before is the one that is serialized as a whole."""
+"""A chunk built from preserialized parts equals one that is serialized as a whole."""
 
 from __future__ import annotations
 

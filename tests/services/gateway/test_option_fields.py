@@ -1,4 +1,4 @@
-"""Every option of a request reaches every API, or that API rejects it: no list of fields forgets one."""
+"""Every option of a request reaches every API, or that API rejects it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places among the requests under way: nobody holds them for nothing, and no tenant all of them."""
+"""Places in flight: no request holds one without need, and no tenant holds all."""
 
 from __future__ import annotations
 

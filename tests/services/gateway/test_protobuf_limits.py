@@ -1,4 +1,4 @@
-"""What is counted in a message's bytes is what protobuf finds there, and nothing of it is read on the event loop."""
+"""The field count in raw bytes equals protobuf's own, and the event loop parses no message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and tokens a minute: the buckets themselves, shared through a real Valkey, and as the SDKs are told."""
+"""Request and token limits per minute: the buckets, sharing through a real Valkey, and the SDKs' view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses that are kept in a real Valkey, as the official client sees them."""
+"""Responses stored in a real Valkey, through the official client."""
 
 from __future__ import annotations
 

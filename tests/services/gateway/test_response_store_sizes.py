@@ -1,4 +1,4 @@
-"""How much of an answer of /v1/responses is kept, and how much an answer may take: what fills Valkey is everybody's."""
+"""What a stored response contains, and the size limits that protect the shared Valkey."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key that is revoked, or may do less than before, opens nothing any more: not even what it had opened already."""
+"""A revoked or restricted key ends its requests, including those that are already running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize as vLLM's clients call them, and the same over gRPC, beside what a request really sends."""
+"""/tokenize and /detokenize through vLLM-style clients and gRPC, compared with what a request sends."""
 
 from __future__ import annotations
 

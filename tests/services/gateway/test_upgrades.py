@@ -1,4 +1,4 @@
-"""Requests that offer another protocol: the offer is not taken, and the request answered as if there had been none."""
+"""Requests that offer another protocol are answered as if they offered none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one validator: what it accepts, what it refuses, and which field it names."""
+"""The one validator: accepted and rejected fields, and the field that each error names."""
 
 from __future__ import annotations
 

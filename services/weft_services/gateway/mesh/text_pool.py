@@ -29,7 +29,7 @@ class FairThreadPool:
         self._queues: OrderedDict[str, deque[Slot]] = OrderedDict()  # none is empty; the first is served next
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run in a thread, for the same visitor. Work whose caller is cancelled ends by itself; it is bounded."""
+        """Run in a thread, for the same principal. Work whose caller is cancelled ends by itself; it is bounded."""
         await self._acquire(current_principal.get().tenant)
         try:
             job = self._pool.submit(copy_context().run, work)

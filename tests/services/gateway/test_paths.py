@@ -1,4 +1,4 @@
-"""Addresses as clients write them, and what the API says of itself: models in either API's form, 404 and 405."""
+"""Spellings of request paths, suggestions in 404 and 405, and model lists in both API formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong is told, and nothing of the request stays for the garbage collector."""
+"""Errors are reported to the client, and no traceback keeps the request alive."""
 
 from __future__ import annotations
 
