@@ -36,6 +36,7 @@ FILE = re.compile(r"`((?:\w[\w.-]*/)+[\w.-]+\.(?:py|cpp|h|sh|jinja))`")
 MODULE = re.compile(r"`(weft(?:_\w+)?(?:\.\w+)+)`")
 SOURCES = ("", "libs/weft", "services/weft_services", "libs", "services", "kernels")
 OTHER_NAMES = {"weft/mesh", "weft/timeline"}  # the name in certificates, and an event
+METRIC = re.compile(r"`(weft_(?!kernels|services)[a-z_]+)")
 OTHERS_OWN = {"PATH", "GRPC_VERBOSITY", "OTEL_SDK_DISABLED"}
 
 
@@ -157,6 +158,21 @@ def test_every_metric_is_explained() -> None:
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     named = {re.sub("_(total|sum)$", "", name) for name in re.findall(r"\bweft_[a-z_]+", page)}
     assert named == {metric.name for metric in REGISTRY.collect()}
+
+
+def test_every_metric_that_a_page_names_exists() -> None:
+    known = {metric.name for metric in REGISTRY.collect()}
+    for page in PAGES:
+        named = {re.sub("_(total|sum)$", "", name) for name in METRIC.findall(page.read_text())}
+        assert not named - known, page
+
+
+def test_every_log_event_that_a_page_names_exists() -> None:
+    code = "".join(path.read_text() for top in ("services", "libs") for path in _files(ROOT / top))
+    rows = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text().splitlines()
+    events = [event for row in rows for event in re.findall(r"`([a-z]+(?: [a-z]+)+)(?: \w+=)?`", row)]
+    assert len(events) > 2
+    assert not [event for event in events if not event.startswith("weft ") and event not in code]
 
 
 def _files(top: Path) -> list[Path]:
