@@ -179,7 +179,7 @@ async def test_the_end_of_the_grace_cuts_off(tiny: Tiny, caplog: pytest.LogCaptu
         async with asyncio.timeout(20):
             await process.task
         await gateway.leave()
-    assert "requests are cut off" in caplog.text
+    assert "requests aborted" in caplog.text
 
 
 async def test_a_dead_engine_ends_the_process_with_an_error(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ async def test_background_work_that_fails_by_a_bug_is_told_when_it_fails(
     monkeypatch.setattr("weft.worker.store_client.CONNECT_SECONDS", 0.01)
     worker = Worker("127.0.0.1:1")
     await worker.store.connect()
-    assert "the store is in use no more" in caplog.text
+    assert "store client failed" in caplog.text
     assert "a bug" in caplog.text
     worker.offer([3])
     assert worker.unpinned == [3]
