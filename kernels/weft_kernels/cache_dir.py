@@ -1,4 +1,4 @@
-"""Where a user's caches are."""
+"""Finds the user's cache directory for Weft."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from functools import cache
 from pathlib import Path
 
 UNUSABLE_DIR = Path(os.devnull) / "weft"
-"""To read or write there is an OSError, as with any folder that cannot be had."""
+"""Every read or write below it raises OSError."""
 
 
 def user_cache_dir() -> Path:
-    """Weft's: in $XDG_CACHE_HOME, else with the user, else, as containers have users without a home, with temporary
-    files. Where there is no place for those either, as on a full disk, it is NOWHERE."""
+    """Return $XDG_CACHE_HOME/weft or ~/.cache/weft.
+
+    A user without a home, as in many containers, gets a private directory among the temporary files.
+    If that fails too, as on a full disk, the result is UNUSABLE_DIR.
+    """
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         return Path(chosen) / "weft"
     try:
         home = Path.home()
     except RuntimeError:
         return _fallback_dir()
-    # "/" is what Docker has for a user that is in no passwd, and who may not write there
+    # Docker sets HOME to "/" for users without a passwd entry; they cannot write there
     return _fallback_dir() if home == Path("/") else home / ".cache" / "weft"
 
 
@@ -35,8 +38,10 @@ def _fallback_dir() -> Path:
 
 
 def _private_temp_dir() -> Path:
-    """One that is the user's alone, as what lies there is run: the same for all processes, or one for this process
-    where somebody else has taken its name. Raises OSError."""
+    """Return a directory that only this user can write, because cached libraries are executed.
+
+    All processes of the user share it. If the name is taken, this process gets its own. Raises OSError.
+    """
     folder = Path(tempfile.gettempdir()) / f"weft-{os.geteuid()}"
     with suppress(FileExistsError):  # a link, or a file
         folder.mkdir(mode=0o700, exist_ok=True)

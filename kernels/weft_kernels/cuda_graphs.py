@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 class GraphRecorder:
-    """Captures what is launched as a graph, to be launched again at once. On a CPU it is done again, step by step.
+    """Captures launches as CUDA graphs.
 
-    So it is, from then on, where a capture has failed.
+    On a CPU, and after a failed capture, the recorded function simply runs again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,24 +25,26 @@ class GraphRecorder:
         self._memory: Any = None  # of all graphs, from the first on
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that does what `run` does, on the same memory; `run` may wait for nothing and ask for no values.
+        """Return a function that repeats `run` on the same memory; `run` must not synchronise or read values back.
 
-        All graphs share their memory: what one has computed holds until another one runs.
+        All graphs share one memory pool: the results of one graph are valid until another graph runs.
         """
         if not self._captures:
             return run
-        run()  # what compiles kernels and makes libraries' workspaces cannot be captured
+        run()  # compilation and the workspaces of libraries cannot be captured
         try:
             return self._capture(run)
         except RuntimeError as error:
             self._captures = False
             self._end_capture()
-            logger.warning("no graph could be captured, steps are launched kernel by kernel from now on: %s", error)
+            logger.warning("cuda graph capture failed, launching kernel by kernel from now on error=%s", error)
             return run
 
     def _end_capture(self) -> None:
-        """For the allocator, which torch leaves believing in a capture that the driver has given up: it would give back
-        nothing that it has cached any more, not even to those who find no memory."""
+        """End the failed capture in torch's allocator.
+
+        The driver has given the capture up, but torch believes that it continues and would never release cached memory.
+        """
         if self._memory is None:
             return
         index = self._device.index
@@ -57,7 +59,7 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         current = torch.cuda.stream(torch.cuda.current_stream(self._device))
-        # a capture that fails leaves its own stream the current one; other threads may go on with their own work
+        # A failed capture leaves its own stream current. Other threads may continue to launch.
         with current, torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             run()
         self._graphs.append(graph)
@@ -68,8 +70,11 @@ NUM_TIMES, TIME_SECONDS = 7, 4e-3
 
 
 def seconds_in_graph(calls: Sequence[Callable[[], object]]) -> float:
-    """Of one call, on the current GPU. All `calls` go into one graph: where they read different memory, and together
-    more than a cache holds, none finds there what it reads. Median of seven times, of as many replays as take 4 ms."""
+    """Return the seconds of one call on the current GPU, as a captured graph runs it.
+
+    All `calls` go into one graph. If together they read more memory than a cache holds, none finds its data cached.
+    The result is the median of seven measurements of about 4 ms each.
+    """
 
     def run() -> None:
         for call in calls:

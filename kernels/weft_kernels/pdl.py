@@ -1,7 +1,7 @@
-"""Launches that begin before the one ahead of them has ended: programmatic dependent launch, of Hopper and later.
+"""Programmatic dependent launch (Hopper and later): a kernel starts before the previous one has ended.
 
-A kernel that is launched so says first that the next one may come, and waits for what it reads: then all that was
-launched before has ended, and its results are there. Otherwise each of a step's kernels costs a start and an end.
+Such a kernel first allows its successor to launch, then waits before it reads its inputs. After the wait all earlier
+launches have ended and their results are visible. This hides the start and end cost of each kernel of a step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from torch import Tensor
 
 
 def pdl_launch_args(x: Tensor) -> dict[str, bool]:
-    """Arguments of such a launch, where x's GPU can do that. What its kernel reads before `gdc_wait` has to have been
-    there long ago; until then it writes nothing."""
+    """Return the launch arguments for programmatic dependent launch if the GPU of x supports it.
+
+    Before `gdc_wait` the kernel may read only data that is older than the previous launch, and must not write.
+    """
     return {"USES_PDL": True, "launch_pdl": True} if x.is_cuda and _supports_pdl(x.device) else {"USES_PDL": False}
 
 

@@ -1,4 +1,4 @@
-"""Onto a device without waiting for it, so that a step can be launched while another one runs."""
+"""Copies host tensors to a device without waiting, so that a step can be launched while another one runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def pinned_upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's; the copy takes its turn in the device's work.
+    """Copy a host tensor to `device`, in stream order.
 
-    It goes through pinned memory, which torch gives to nobody else before the copy is done: from other memory, the host
-    would wait until the device has come to it.
+    The copy goes through pinned memory, which torch does not reuse before the copy is done. From pageable memory the
+    host would wait until the device reaches the copy.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Moving whole pool blocks between the pool and one contiguous buffer, for hand-offs and tiers."""
+"""Copies whole pool blocks to and from one contiguous buffer, for KV transfers and storage tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks as runs of words: a program copies one piece of one block, whatever the items in it are."""
+"""Copies pool blocks as runs of machine words; one program copies one piece of one block."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def gather_blocks_kernel(pool: Tensor, blocks: Tensor) -> Tensor:
-    """See `weft_kernels.block_copy.gather_blocks`."""
     buffer = torch.empty(len(blocks), *pool.shape[1:], dtype=pool.dtype, device=pool.device)
     _launch(buffer, pool, blocks, True)
     return buffer
 
 
 def scatter_blocks_kernel(buffer: Tensor, pool: Tensor, blocks: Tensor) -> None:
-    """See `weft_kernels.block_copy.scatter_blocks`."""
     _launch(buffer, pool, blocks, False)
 
 

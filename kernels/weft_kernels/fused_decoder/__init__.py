@@ -1,6 +1,6 @@
-"""All layers of a dense decoder in one call, for the few rows of a decode step on a CPU.
+"""All layers of a dense decoder in one native call, for the few rows of a decode step on a CPU.
 
-A GPU has graphs for the same end: a step's kernels one after the other, and nothing between them.
+It removes the time between kernels, as CUDA graphs do on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WEIGHTS = ("input_norm", "qkv", "bias", "q_norm", "k_norm", "output", "mlp_norm
 
 
 class _Layer(ctypes.Structure):
-    """As in fused_decoder.cpp, and so are the others."""
+    """Memory layout of `Layer` in fused_decoder.cpp; the other structures follow the same file."""
 
     _fields_ = (
         *((name, POINTER) for name in _WEIGHTS),
@@ -54,9 +54,9 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """Norm, biased qkv, norms of queries' and keys' heads, rotation, attention, output; norm, gate and up, down.
+    """Tensors of one layer: norm, biased qkv, head norms, rotation, attention, output; norm, gate and up, down.
 
-    Where there is no bias or head norm, None. Keys and values go to the pool of batch `group`, as its layer `place`.
+    Missing biases and head norms are None. Keys and values go to the pool of batch `group`, as its layer `place`.
     """
 
     input_norm: Tensor
@@ -75,19 +75,18 @@ class FusedLayer:
 
     @property
     def linears(self) -> tuple[PackedWeight, ...]:
-        """In their order."""
         return self.qkv, self.output, self.gate_up, self.down
 
     @property
     def pointers(self) -> list[int | None]:
-        """In the order of `_WEIGHTS`."""
+        """Return the addresses of the weights in the order of `_WEIGHTS`."""
         tensors = (getattr(self, name) for name in _WEIGHTS)
         matrices = (each.data if isinstance(each, PackedWeight) else each for each in tensors)
         return [each.data_ptr() if isinstance(each, Tensor | Packed12) else None for each in matrices]
 
 
 class FusedDecoder:
-    """Layers whose tensors lie as the kernel needs them; see `dense_layers`. It holds on to them."""
+    """Layers in the layout of the native kernel, see `fuse_layers`. Keeps their tensors alive."""
 
     def __init__(
         self, function: Callable[..., None], layers: Sequence[FusedLayer], norm: Tensor, num_heads: int, eps: float
@@ -105,10 +104,11 @@ class FusedDecoder:
     def forward(
         self, stream: Tensor, angles: tuple[Tensor, Tensor], slots: Tensor, batches: Sequence[PagedBatch]
     ) -> Tensor | None:
-        """[T, hidden], normed, from the embeddings [T, hidden], which are overwritten; writes the KV of all rows.
+        """Return normed hidden states [T, hidden], and write the KV of all rows.
 
-        angles: cosine and sine [T, dim]; slots: [groups, T] int64; batches: one a group, of one pool. None, and nothing
-        is done, where a sequence has so many rows that it is better read as a chunk.
+        stream: embeddings [T, hidden], overwritten. angles: cosine and sine [T, dim]. slots: [groups, T] int64.
+        batches: one per group, all of one pool. Returns None, and does nothing, if a sequence has so many rows that
+        a prefill chunk is faster.
         """
         rows = [cpu_batch(batches[group], span, is_whole=True) for group, span in self._views]
         if not len(stream) or any(each.chunks for each in rows):
@@ -128,9 +128,9 @@ class FusedDecoder:
 
 
 def fuse_layers(layers: Sequence[FusedLayer | None], norm: Tensor, num_heads: int, eps: float) -> FusedDecoder | None:
-    """`layers` and the `norm` behind them; None where the machine, or one of the layers, is not as the kernel needs it.
+    """Fuse `layers` and the final `norm`; None if the machine or one of the layers does not suit the kernel.
 
-    It computes what `rms_norm`, `linear`, `rope_kv`, `paged_attention` and `silu_mul` do, bit for bit.
+    The results equal those of `rms_norm`, `linear`, `rope_kv`, `paged_attention` and `silu_mul` to the last bit.
     """
     known = [layer for layer in layers if layer is not None]
     forms = {(each.dtype, each.library, _name(each)) for layer in known for each in layer.linears}
@@ -148,7 +148,7 @@ def fuse_layers(layers: Sequence[FusedLayer | None], norm: Tensor, num_heads: in
 
 
 def _name(weight: PackedWeight) -> str | None:
-    """What the kernel calls weights like this one by."""
+    """Return the kernel's name for the storage of this weight."""
     if isinstance(weight.data, Packed12):
         return "packed12"
     return SUFFIXES[weight.data.dtype] if isinstance(weight.data, Tensor) else None

@@ -1,4 +1,4 @@
-"""Writing new keys and values into pool blocks."""
+"""Writes new keys and values into pool blocks."""
 
 from __future__ import annotations
 

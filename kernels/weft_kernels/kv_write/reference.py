@@ -1,4 +1,4 @@
-"""What writing keys and values into the pool means."""
+"""Meaning of writing keys and values into the pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from torch import Tensor
 
 
 def kv_write_reference(k: Tensor, v: Tensor | None, pool: Tensor, layer: int, slots: Tensor) -> None:
-    """See `weft_kernels.kv_write.kv_write`."""
     block_tokens = pool.shape[4]
     blocks, offsets = slots // block_tokens, slots % block_tokens
     pool[:, :, layer, 0][blocks, :, offsets] = k

@@ -1,4 +1,4 @@
-"""Attention over one vector a token that is key and value at once, for all heads (multi-head latent attention)."""
+"""Multi-head latent attention: one vector per token is both key and value for all heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What latent attention means: one query row and one head at a time, in fp32."""
+"""Meaning of latent attention: one query row and one head at a time, in fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from weft_kernels.paged_attention.batch import PagedBatch
 
 
 def latent_attention_reference(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:
-    """See `weft_kernels.latent_attention.latent_attention`."""
     out = q.new_empty(*q.shape[:2], value_dim)
     for sequence, (start, end) in enumerate(pairwise(batch.query_starts)):
         context = batch.context_lens[sequence]

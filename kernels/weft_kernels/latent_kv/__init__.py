@@ -1,4 +1,4 @@
-"""Latent attention's vectors made ready and written where they stay, with queries rotated."""
+"""Prepares the vectors of latent attention, writes them into the pool, and rotates the queries."""
 
 from __future__ import annotations
 

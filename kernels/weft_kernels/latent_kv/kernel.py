@@ -1,4 +1,4 @@
-"""The cached vector of a token by one program, the rotation of its queries by others, some heads each."""
+"""One program writes the cached vector of a token; others rotate its queries, some heads each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def latent_kv_kernel(
     layer: int,
     slots: Tensor,
 ) -> Tensor:
-    """See `weft_kernels.latent_kv.latent_kv`."""
     num_tokens, num_heads, dim = q.shape
     cos, sin = angles
     _check(down, q, norm, cos, sin, pool, slots)
@@ -72,7 +71,7 @@ def _check(down: Tensor, q: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, pool
     assert down.device == q.device == norm.device == pool.device == slots.device == cos.device
 
 
-# slots of a group of layers may begin anywhere
+# The slots of a layer group may start at any address.
 @triton.jit(do_not_specialize_on_alignment=["p_slots"])
 def _latent_kv(
     p_down: tl.tensor,

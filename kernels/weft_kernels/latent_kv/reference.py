@@ -1,4 +1,4 @@
-"""What preparing and writing latent vectors means."""
+"""Meaning of preparing and writing latent vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def latent_kv_reference(
     layer: int,
     slots: Tensor,
 ) -> Tensor:
-    """See `weft_kernels.latent_kv.latent_kv`."""
     compressed = rms_norm_reference(down[:, None, : len(norm)], norm, eps)
     cached = torch.cat((compressed, rope_reference(down[:, None, len(norm) :], *angles)), dim=-1)
     kv_write_reference(cached, None, pool, layer, slots)

@@ -1,4 +1,4 @@
-"""Linear layers with weights that are packed once, at load, for the machine that they run on."""
+"""Linear layers. Weights are packed once, at load, for the machine that runs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft_kernels.linear.reference import linear_torch
 from weft_kernels.native import native
 from weft_kernels.packed import Matrix
 
-# By the types of activations and weights.
+# Suffix of the native functions by the dtypes of activations and weights.
 FORMS = {
     (torch.float32, torch.float32): "f32_f32",
     (torch.float32, torch.bfloat16): "f32_bf16",
@@ -26,7 +26,8 @@ PACKED12_FORMS = {torch.float32: "f32_packed12", torch.bfloat16: "bf16_packed12"
 class PackedWeight:
     """A weight [num_outputs, num_inputs] for activations of `dtype`.
 
-    `data` is the matrix, or, where there is a `library`, its panels: bfloat16 as they came or in 12 bits, else float32.
+    `data` is the matrix. With a `library` it is the panels of the matrix: bfloat16 unchanged or in 12 bits, else
+    float32.
     """
 
     num_outputs: int
@@ -37,24 +38,23 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """What it keeps in memory."""
         return self.data.nbytes
 
     @property
     def form(self) -> str:
-        """What the functions of the library that multiply it are called by."""
+        """Suffix of the native functions that multiply this weight."""
         assert isinstance(self.data, Tensor | Packed12)
         return PACKED12_FORMS[self.dtype] if isinstance(self.data, Packed12) else FORMS[self.dtype, self.data.dtype]
 
 
 def pack(weight: Matrix, dtype: torch.dtype, is_resident: bool = False) -> PackedWeight:
-    """Prepare `weight` [outputs, inputs] for activations of `dtype` on the weight's device. Copies it on a CPU.
+    """Prepare `weight` [outputs, inputs] for activations of `dtype` on the weight's device; a CPU copies it.
 
-    One that stays packed is taken as it is. With `is_resident`, a CPU keeps bfloat16 in 12 bits where that suits it:
-    results are the same to the last bit.
+    A quantized weight that stays packed is used unchanged. With `is_resident` a CPU keeps bfloat16 in 12 bits if that
+    saves memory; the results are the same to the last bit.
 
-    bfloat16 weights stay bfloat16 on a CPU even for float32 activations: they are widened as they are multiplied,
-    which is exact, and take half the memory and half the time to read.
+    bfloat16 weights stay bfloat16 on a CPU even for float32 activations. Widening them during the product is exact, and
+    halves memory and read time.
     """
     if not isinstance(weight, Tensor):
         return PackedWeight(*weight.shape, dtype, weight)
@@ -65,7 +65,7 @@ def pack(weight: Matrix, dtype: torch.dtype, is_resident: bool = False) -> Packe
     is_half = torch.bfloat16 in (weight.dtype, dtype)
     plain = weight.to(torch.bfloat16 if is_half else torch.float32).contiguous()
     form, width = FORMS[dtype, plain.dtype], library.weft_panel()
-    # bfloat16 comes in pairs of inputs, or more where the processor multiplies matrices, see linear/panels.h
+    # bfloat16 lines come in pairs of inputs, or in larger groups for AMX; see linear/panels.h
     lines = {"f32_f32": inputs, "f32_bf16": inputs + inputs % 2, "bf16_bf16": library.weft_pair_lines(inputs)}[form]
     panels = plain.new_empty(-(-outputs // width), lines, width)
     function = getattr(library, f"weft_pack_{form}")
@@ -78,8 +78,8 @@ def pack(weight: Matrix, dtype: torch.dtype, is_resident: bool = False) -> Packe
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """out[..., o] = sum over i of x[..., i] * weight[o, i], plus bias[o]; summed in fp32, returned in x's dtype.
 
-    x: [..., inputs], of the weight's `dtype`. The sums' order is not torch's,
-    and depends neither on threads nor on the other rows.
+    x: [..., inputs], of the weight's `dtype`. The order of the sums differs from torch's. It depends neither on the
+    number of threads nor on the other rows.
     """
     assert x.dtype == weight.dtype
     assert x.shape[-1] == weight.num_inputs

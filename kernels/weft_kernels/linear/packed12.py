@@ -1,7 +1,7 @@
-"""Panels of bfloat16 weights that stay in 12 bits each in a CPU's memory, and are unpacked on their way into products.
+"""bfloat16 panels in 12 bits per weight in a CPU's memory, unpacked on their way into products.
 
-Exact: a weight's lower byte stays what it is, and four bits say which of the matrix' 16 commonest upper bytes (sign and
-exponent but for its last bit) it has; the few others are listed beside. How they lie is told in packed12.h.
+The packing is exact. It keeps the lower byte of a weight. Four bits select one of the 16 commonest upper bytes of the
+matrix (sign and exponent without its last bit). Weights with other upper bytes are listed. packed12.h has the layout.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 NUM_NUMBERED = 16
 MAX_SHARE = 0.8
-"""Of the plain panels, for it to be worth anything."""
+"""Largest size relative to the plain panels for which packing pays."""
 UNIT = 64
 UNIT_BYTES = 96
 SLICE_INPUTS = 256
 SAMPLED_SLICES = 256
-"""At least so many, spread over a large matrix, say which upper bytes are common."""
+"""Minimum number of slices, spread over a large matrix, from which the common upper bytes are counted."""
 MAX_LIST_BYTES = 1 << 32
 
 
 class _Pointers(ctypes.Structure):
-    """`Packed12` in packed12.h."""
+    """Memory layout of `Packed12` in packed12.h."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("units", "upper", "starts", "places", "values"))
 
@@ -33,8 +33,9 @@ class _Pointers(ctypes.Structure):
 class Packed12:
     """Panels [panels, lines, outputs of a panel] of bfloat16.
 
-    units: [panels, lines * outputs / 64, 96] uint8; upper: [16] uint8; starts: [slices + 1] int32, of `places` (in the
-    slice, int16 for 16 bits) and `values` (bfloat16) of weights whose upper byte is not in `upper`.
+    units: [panels, lines * outputs / 64, 96] uint8; upper: [16] uint8, the common upper bytes.
+    starts: [slices + 1] int32 into `places` and `values`, the weights with other upper bytes.
+    places: positions in the slice, 16 bits stored as int16; values: bfloat16.
     """
 
     shape: torch.Size
@@ -47,24 +48,23 @@ class Packed12:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that they stand for."""
+        """The dtype of the packed weights."""
         return torch.bfloat16
 
     @property
     def nbytes(self) -> int:
-        """All that it keeps in memory."""
         return sum(each.nbytes for each in (self.units, self.upper, self.starts, self.places, self.values))
 
     def data_ptr(self) -> int:
-        """Of what the kernels take."""
+        """Return the address of the structure that the native kernels take."""
         return ctypes.addressof(self.pointers)
 
     def unpack(self) -> Tensor:
-        """The panels, every bit as it was: what the kernels make of them, said in torch."""
+        """Return the panels, bit for bit; this is the meaning of the packed form in torch."""
         lower, halves = self.units[..., :UNIT], self.units[..., UNIT:]
         upper = self.upper[torch.cat((halves & 15, halves >> 4), -1).long()]
         joined = (lower.to(torch.int32) | upper.to(torch.int32) << 8).to(torch.int16)
-        # of each 16 bytes the first eight belong to the unit's first 32 weights, the others to its last
+        # Of each 16 bytes the first eight belong to the first 32 weights of the unit, the others to the last 32.
         items = joined.view(*joined.shape[:-1], UNIT // 16, 2, 8).transpose(-2, -3).reshape(len(joined), -1)
         size = SLICE_INPUTS * self.shape[2]
         slices = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
@@ -74,8 +74,10 @@ class Packed12:
 
 
 def pack_12(library: ctypes.CDLL, panels: Tensor) -> Packed12 | None:
-    """`panels` [panels, lines, outputs of a panel] bfloat16; None where they would not get much smaller, or do not fill
-    whole units."""
+    """Pack `panels` [panels, lines, outputs of a panel] bfloat16.
+
+    Returns None if packing saves too little, or if a panel is not a whole number of units.
+    """
     num_panels, items = len(panels), panels[0].numel()
     units, threads = items // UNIT, torch.get_num_threads()
     if items % UNIT:
@@ -86,7 +88,7 @@ def pack_12(library: ctypes.CDLL, panels: Tensor) -> Packed12 | None:
     upper = counts.argsort(descending=True, stable=True)[:NUM_NUMBERED].to(torch.uint8)
     packed = torch.empty(num_panels, units, UNIT_BYTES, dtype=torch.uint8)
     starts = torch.empty(slices + 1, dtype=torch.int32)
-    # a listed weight takes four bytes; no memory is given for what stays unwritten
+    # A listed weight takes four bytes. The system backs only the written part with memory.
     most = max(0, min(int(MAX_SHARE * panels.nbytes) - packed.nbytes, MAX_LIST_BYTES)) // 4
     places, values = torch.empty(most, dtype=torch.int16), torch.empty(most, dtype=torch.bfloat16)
     outputs = (each.data_ptr() for each in (upper, packed, starts, places, values))

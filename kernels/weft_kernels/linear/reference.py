@@ -1,11 +1,11 @@
-"""What a linear layer means, and its torch form."""
+"""Meaning of a linear layer, and its implementation in torch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import functional
 
-# fp32 with few rows: torch's own order of the product took twice the time (measured on Zen 3 and Zen 5, torch 2.13).
+# For these numbers of fp32 rows torch's order took twice the time (Zen 3 and Zen 5, torch 2.13).
 SWAPPED_ROWS = range(2, 65)
 
 
@@ -15,7 +15,7 @@ def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The quickest that torch has for so many rows. x: [..., inputs]."""
+    """Multiply with torch's fastest form for this number of rows. x: [..., inputs]."""
     if x.is_cuda or x.element_size() != 4 or x.numel() // x.shape[-1] not in SWAPPED_ROWS:
         return functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])

@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 def apply_changes(logits: Tensor, changes: LogitChanges) -> Tensor:
-    """[R, V] float32, new: in this order bias, repetition, frequency and presence penalty, bans, masks.
+    """Return new logits [R, V] float32 after bias, repetition, frequency and presence penalty, bans and masks, in
+    this order.
 
-    l += bias; l = l / r where l > 0 else l * r for tokens seen; l -= count * f + (count > 0) * p; l = -inf for tokens
-    that are banned or whose bit in the row's mask is 0. Rows that nothing names stay as they are.
+    l += bias; l = l / r if l > 0 else l * r for seen tokens; l -= count * f + (count > 0) * p; l = -inf for banned
+    tokens and for tokens with bit 0 in the mask of the row. Other rows stay unchanged.
     """
     assert logits.ndim == 2
     return _apply_sparse(logits, changes)
@@ -21,10 +22,11 @@ def apply_changes(logits: Tensor, changes: LogitChanges) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
-    """Entries are (row, token) pairs, each at most once in its list; None: nothing of that kind.
+    """Changes to the logits of a batch as sparse (row, token) entries, each at most once in its list; None: no changes.
 
-    bias: [2, B] int64 places and [B] float32 addends. seen: [2, S] int64 places of tokens that penalties look at and
-    [S] float32, how often each was generated. penalties: [R, 3] float32, repetition, frequency, presence of each row.
+    bias: [2, B] int64 places and [B] float32 addends.
+    seen: [2, S] int64 places of penalised tokens and [S] float32 counts of how often each was generated.
+    penalties: [R, 3] float32: repetition, frequency and presence of each row.
     banned: [2, M] int64. mask_rows: [K] int64; masks: [K, ceil(V / 32)] int32, bit i of word w is token 32 w + i.
     """
 
@@ -37,12 +39,11 @@ class LogitChanges:
 
 
 NEVER = float("-inf")
-# masked at a time, so that what that takes does not grow with the batch
+# Rows masked at a time; bounds temporary memory independently of the batch size.
 MASKED_ROWS = 16
 
 
 def _apply_sparse(logits: Tensor, changes: LogitChanges) -> Tensor:
-    """See `weft_kernels.logit_changes.change`."""
     out = logits.clone()
     if changes.bias is not None:
         (rows, tokens), addends = changes.bias
@@ -65,12 +66,12 @@ def _apply_sparse(logits: Tensor, changes: LogitChanges) -> Tensor:
 
 
 def unpack_bits(masks: Tensor) -> Tensor:
-    """[K, 32 * W] bool of [K, W] int32, the lowest bit first; takes nothing beside what it returns."""
+    """Return [K, 32 * W] bool of [K, W] int32, lowest bit first; allocates only the result."""
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     return (masks.view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1).view(torch.bool).flatten(1)
 
 
 def _unpack_by_numpy(masks: Tensor) -> Tensor:
-    """The same on a CPU, sooner."""
+    """Unpack like `unpack_bits`; faster than torch on a CPU."""
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=-1, bitorder="little")
     return torch.from_numpy(bits.view(np.bool_))

@@ -1,4 +1,4 @@
-"""What the changes mean, one token at a time."""
+"""Meaning of the changes, one token at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ NEVER = float("-inf")
 
 
 def change_reference(logits: Tensor, changes: LogitChanges) -> Tensor:
-    """See `weft_kernels.logit_changes.change`."""
     out = logits.clone()
     if changes.bias is not None:
         for (row, token), addend in zip(changes.bias[0].T.tolist(), changes.bias[1], strict=True):

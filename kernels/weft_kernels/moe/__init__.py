@@ -16,9 +16,8 @@ from weft_kernels.packed import Matrix, Stored, on_device, stack
 def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
     """out[t] = sum over j of weights[t, j] * mlp(chosen[t, j], x[t]), mlp(e, x) = down[e] (silu(gate[e] x) * up[e] x).
 
-    x: [T, hidden], of the dtype that the experts were packed for; chosen: [T, k] int64, no expert twice in a row;
-    weights: [T, k] float32. Returns [T, hidden] in x's dtype. With `is_on_input` the weight multiplies x instead,
-    before the expert sees it.
+    x: [T, hidden], of the packed dtype. chosen: [T, k] int64, no expert twice in a row. weights: [T, k] float32.
+    With `is_on_input` the weight multiplies x before the expert instead. Returns [T, hidden] in x's dtype.
     """
     if experts.stacked is not None:
         from weft_kernels.moe.kernel import moe_kernel
@@ -29,9 +28,10 @@ def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_o
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """gate_up[e]: [2 size, hidden], gate above up; down[e]: [hidden, size]; on a CPU.
+    """Expert weights of one layer in the form that the device needs.
 
-    `stacked`: on a GPU, instead: all of a kind as one matrix, the experts' rows one below the other.
+    On a CPU: gate_up[e] is [2 size, hidden], gate above up; down[e] is [hidden, size]. On a GPU: `stacked` holds one
+    matrix of each kind, with the rows of the experts one below the other.
     """
 
     gate_up: tuple[PackedWeight, ...]
@@ -42,9 +42,10 @@ class PackedExperts:
 def pack_experts(
     pairs: Iterable[tuple[Stored, Stored]], dtype: torch.dtype, is_resident: bool = False
 ) -> PackedExperts:
-    """Prepare each expert's gate_up and down for activations of `dtype`; on a CPU one after the other, see `pack`.
+    """Prepare each expert's gate_up and down for activations of `dtype`; a CPU packs them one after the other, see
+    `pack`.
 
-    All of a kind are stored alike. `is_resident`: see `weft_kernels.packed.held`.
+    All experts are stored alike. `is_resident`: see `weft_kernels.packed.on_device`.
     """
     gate_ups: list[PackedWeight] = []
     downs: list[PackedWeight] = []
@@ -69,7 +70,6 @@ def _in_dtype(weight: Stored, dtype: torch.dtype) -> Stored:
 
 
 def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
-    """See `weft_kernels.moe.moe`."""
     num_rows, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     sorted_weights = weights.flatten()[order, None]

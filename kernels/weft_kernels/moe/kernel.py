@@ -1,7 +1,7 @@
-"""Grouped products over rows sorted by expert: gate and up with their SiLU-mul in one launch, down in another.
+"""Grouped products over rows sorted by expert: one launch for gate, up and SiLU-mul, another one for down.
 
-A program takes a tile of one expert's rows. Which tile is whose is found on the device, so that a captured graph runs
-whatever the router chooses.
+A program takes a tile of one expert's rows. Each program finds its expert on the device, so that a captured graph runs
+for any choice of the router.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down
     middle = torch.empty(num_items, size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_items, hidden, dtype=torch.float32, device=x.device)
     gate_up_tiles, down_tiles = (_tiles(each, num_items, num_experts, x.itemsize) for each in (gate_up, down))
-    # every expert that is chosen at all may leave one tile half empty
+    # Each chosen expert may leave one tile partly empty.
     num_tiles = triton.cdiv(num_items, down_tiles["BLOCK_M"]) + min(num_experts, num_items)
     block_n = down_tiles["BLOCK_N"]
     _gate_up[(triton.cdiv(size, block_n), num_tiles)](
@@ -76,14 +76,14 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down
 
 
 def _tiles(weight: Matrix, num_items: int, num_experts: int, item_bytes: int) -> dict[str, int]:
-    """As many rows as an expert gets on average: a decode step reads weights, a prompt multiplies."""
+    """Choose the tile sizes for the average number of rows per expert."""
     block_m = max(16, min(64, triton.next_power_of_2(triton.cdiv(num_items, num_experts))))
     return {
         **form_constants(weight, 64 if item_bytes == 2 else 32),
         "BLOCK_M": block_m,
         "BLOCK_N": 64,
         "BLOCK_E": triton.next_power_of_2(num_experts),
-        # gate's sums wait while up's are made, beside words that are unpacked
+        # The sums of gate stay in registers while up is computed, in addition to unpacked words.
         "num_warps": 4 if isinstance(weight, Tensor) or block_m < 64 else 8,
         # as in `weft_kernels.packed.linear`
         "num_stages": 3 if item_bytes == 2 else 2,
@@ -94,7 +94,7 @@ def _tiles(weight: Matrix, num_items: int, num_experts: int, item_bytes: int) ->
 def _tile_of(
     p_bounds: tl.tensor, i_tile: tl.tensor, num_experts: tl.tensor, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ) -> tl.tensor:
-    """Expert, first sorted row and end of the expert's rows of a tile; no rows past the last tile."""
+    """Return expert, first sorted row and end of the expert's rows of a tile; no rows past the last tile."""
     o_expert = tl.arange(0, BLOCK_E)
     m_expert = o_expert < num_experts
     # [BLOCK_E]
@@ -158,7 +158,7 @@ def _gate_up(
             *(up + first_n, up + SIZE, num_weights, 0, steps),
             *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
-        # rounded where separate layers would round
+        # Round where separate layers would round.
         b_gate = b_gate.to(p_out.dtype.element_ty).to(tl.float32)
         b_silu = (b_gate * tl.sigmoid(b_gate)).to(p_out.dtype.element_ty).to(tl.float32)
         b_out = b_silu * b_up.to(p_out.dtype.element_ty).to(tl.float32)
@@ -211,5 +211,5 @@ def _down(
         b_out = b_out.to(p_middle.dtype.element_ty).to(tl.float32)
         if not ON_INPUT:
             b_out *= b_scale[:, None]
-        # back to the places of row and choice, where they are added up in one order
+        # Scatter to (row, choice), where the sum runs in a fixed order.
         tl.store(p_out + b_item[:, None] * HIDDEN + o_n[None, :], b_out, mask=m_m[:, None] & m_n[None, :])

@@ -1,4 +1,4 @@
-"""What a mixture of experts means: one row and one expert at a time, in fp32."""
+"""Meaning of a mixture of experts: one row and one expert at a time, in fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 def moe_reference(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_on_input: bool
 ) -> Tensor:
-    """See `weft_kernels.moe.moe`."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row in range(len(x)):
         for expert, weight in zip(chosen[row].tolist(), weights[row], strict=True):

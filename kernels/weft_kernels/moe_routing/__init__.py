@@ -1,4 +1,4 @@
-"""Which experts see a token, and with what weight."""
+"""Chooses the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from weft_kernels.moe_routing.reference import route_reference
 
 
 def route(logits: Tensor, bias: Tensor | None, rule: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """The `top_k` experts of each row and their weights, [T, k] int64 and float32.
+    """Return the `top_k` experts of each row and their weights, [T, k] int64 and float32.
 
-    logits: [T, E] of any float dtype. Without a bias the largest logits are chosen; with one, [E] float32, which takes
-    part in the choice only, the largest of score + bias within the best groups.
+    logits: [T, E] of any float dtype. Without a bias the largest logits are chosen. With a bias [E] float32 the largest
+    score + bias within the best groups are chosen; the bias affects the choice only.
     """
     assert bias is None or bias.shape == logits.shape[1:]
     if logits.is_cuda:

@@ -1,4 +1,4 @@
-"""A router's choice in one launch, a program a row: every logit is read once, and nothing is sorted."""
+"""Routes in one launch, one program per row: it reads each logit once and sorts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft_kernels.moe_routing.reference import LEAST_SUM, RoutingConfig
 
 
 def route_kernel(logits: Tensor, bias: Tensor | None, rule: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """See `weft_kernels.moe_routing.route`. Of equals, the first expert is chosen."""
+    """Route on a GPU; ties go to the lower expert number."""
     num_rows, num_experts = logits.shape
     assert logits.is_contiguous()
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
@@ -87,7 +87,7 @@ def _route(
     for k in tl.static_range(TOP_K):
         best = tl.max(tl.max(b_candidate, 1), 0)
         i_best = tl.min(tl.min(tl.where(b_candidate == best, o_expert, NUM_GROUPS * SIZE), 1), 0)
-        # where nothing equals the best, it is no number: some expert has to be named all the same
+        # If no candidate equals the best, it is NaN; still choose a valid expert.
         i_best = tl.minimum(i_best, NUM_GROUPS * SIZE - 1)
         weight = tl.sum(tl.sum(tl.where(o_expert == i_best, b_score, 0.0), 1), 0)
         b_chosen = tl.where(o_k == k, i_best, b_chosen)
@@ -109,9 +109,9 @@ def _in_best_groups(
     NUM_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_G, BLOCK_E]: -inf for experts outside the best TOP_GROUPS groups."""
+    """Return [BLOCK_G, BLOCK_E] with -inf for experts outside the best TOP_GROUPS groups."""
     nothing = float("-inf")
-    # [BLOCK_G]: the best two of each group; of equals, both count
+    # [BLOCK_G]: the sum of the best two of each group; ties count twice
     b_best = tl.max(b_candidate, 1)
     b_at = tl.min(tl.where(b_candidate == b_best[:, None], o_expert, NUM_GROUPS * SIZE), 1)
     b_group = b_best + tl.max(tl.where(o_expert == b_at[:, None], nothing, b_candidate), 1)

@@ -1,6 +1,6 @@
-"""The C++ kernels of this machine's CPU, or nothing where they cannot be built: then torch does their work.
+"""Loads the C++ kernels for this machine's CPU, or nothing if they cannot be built; then torch computes instead.
 
-Knows no torch: services that only decode weights start two seconds sooner without it.
+This package does not import torch: services that only decode weights start two seconds earlier without it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from weft_kernels.native.build import (
 from weft_kernels.native.processor import best_isa, may_use_amx, missing_features
 
 logger = logging.getLogger(__name__)
-# What this machine should use: amx, avx512_bf16, avx512, avx2 or torch; empty: the best that it has.
+# Setting: amx, avx512_bf16, avx512, avx2 or torch; empty means the fastest set of this machine.
 CHOICE = "WEFT_CPU_KERNELS"
-# How often GNU's OpenMP looks again before a thread that waits goes to sleep.
+# Number of polls after which a waiting thread of GNU OpenMP sleeps.
 SPINS = "GOMP_SPINCOUNT"
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 DOUBLE = ctypes.c_double
@@ -50,7 +50,7 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_fused_decoder_f32_packed12": [POINTER, POINTER, INT],
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
-# Each for float32 and bfloat16: weft_..._f32, weft_..._bf16.
+# Each exists for float32 and bfloat16: weft_NAME_f32, weft_NAME_bf16.
 ROW_KERNELS: dict[str, list[type]] = {
     "attend": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
     "attend_chunk": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
@@ -61,7 +61,7 @@ ROW_KERNELS: dict[str, list[type]] = {
     "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
 }
 SUFFIXES = ("f32", "bf16")
-# What the set for Intel's matrix unit has not.
+# Functions that the AMX library does not export.
 NOT_IN_AMX: dict[str, list[type]] = {
     "weft_linear_bf16_packed12": SIGNATURES["weft_linear_bf16_bf16"],
     "weft_fused_decoder_bf16_packed12": SIGNATURES["weft_fused_decoder_bf16_bf16"],
@@ -75,14 +75,14 @@ WITH_RESULT: dict[str, tuple[list[type], type]] = {
 
 
 def native() -> ctypes.CDLL | None:
-    """The library for this machine. The first call may compile it: it belongs to loading, never to a request."""
+    """Return the library for this machine. The first call may compile it: call it while loading, never in a request."""
     return load(_chosen())
 
 
 def preload() -> None:
-    """Where it is built already: children that this process forks find its name, and its code in memory."""
+    """Open the library if it is built, so that processes forked later find its name and code in memory."""
     isa = _chosen()
-    with suppress(OSError):  # whoever loads it says what is wrong
+    with suppress(OSError):  # `load` reports the error
         if isa in FLAGS and is_whole(path := path_of(isa)):
             ctypes.CDLL(str(path))
 
@@ -92,19 +92,21 @@ def _chosen() -> str:
 
 
 def release_threads() -> None:
-    """End the OpenMP threads that wait for the calling thread, which has made its last large kernel run.
+    """End the OpenMP threads that wait for the calling thread, after its last large kernel.
 
-    While a process has more of these than cores, GNU's OpenMP lets all that wait sleep at once, whatever GOMP_SPINCOUNT
-    says, and waking them costs more than many a kernel: a model is loaded by one thread and run by another.
+    If a process has more such threads than cores, GNU OpenMP ignores GOMP_SPINCOUNT and lets waiting threads sleep
+    at once. Waking them costs more than many kernels. One thread loads a model and another one runs it.
     """
     library = native()
-    if library is not None and SPINS in os.environ:  # else they might spin for milliseconds
+    if library is not None and SPINS in os.environ:  # otherwise the threads might spin for milliseconds
         library.weft_release_threads()
 
 
 def _open_library(path: Path) -> ctypes.CDLL:
-    """It finds torch's OpenMP runtime where torch has been imported: one set of threads. Elsewhere the system's, and
-    where that has none, torch brings one. Raises OSError."""
+    """Open a library with the OpenMP runtime of torch, if torch is imported, so that both share one set of threads.
+
+    Otherwise the system's runtime is used; if there is none, import torch, which brings one. Raises OSError.
+    """
     try:
         return ctypes.CDLL(str(path))
     except OSError:
@@ -116,7 +118,10 @@ def _open_library(path: Path) -> ctypes.CDLL:
 
 @cache
 def load(isa: str) -> ctypes.CDLL | None:
-    """The library of one instruction set; None for `torch` and where it cannot be had, which is logged once."""
+    """Return the library of one instruction set.
+
+    None for `torch`, and for a library that cannot be built or opened; that is logged once.
+    """
     if isa == "torch":
         logger.info("CPU kernels: torch")
         return None

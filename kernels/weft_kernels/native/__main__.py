@@ -1,6 +1,8 @@
-"""`python -m weft_kernels.native` builds the C++ kernels for this kind of machine, so that no process has to later:
-`all` for every instruction set, as for an image that other machines run, `here` for those of this processor, `best` for
-the one of them that it runs fastest."""
+"""`python -m weft_kernels.native` builds the C++ kernels ahead of time.
+
+`all`: every instruction set, for an image that runs on other machines. `here`: the sets of this processor. `best`: the
+fastest of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from weft_kernels.native.processor import best_isa, is_supported_machine, most_i
 
 
 def main() -> int:
-    """Build them; 1 where that is not possible, which Weft survives."""
+    """Build the libraries. Returns 1 if that is impossible; Weft then computes with torch."""
     if not is_supported_machine():
         print("CPU kernels: there is no build for this kind of machine, torch does their work", file=sys.stderr)
         return 1
@@ -26,7 +28,7 @@ def main() -> int:
 
 
 def wanted(which: str) -> list[str]:
-    """Instruction sets, the least first. Raises SystemExit for what is none of the three."""
+    """Return the instruction sets to build, the smallest first. Raises SystemExit for an unknown choice."""
     every = list(FLAGS)
     if which not in ("all", "here", "best"):
         sys.exit(f"{which}: expected all, here or best")

@@ -1,7 +1,4 @@
-"""Compiles the C++ kernels into one shared library for each instruction set, cached by what goes into it.
-
-Knows compilers and files; knows nothing of what the kernels compute.
-"""
+"""Compiles the C++ kernels into one shared library per instruction set, cached by a digest of the sources."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ HEADERS = (
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 AVX512 = ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 AMX = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")
-# A processor that can run one can run those before it.
+# A processor that can run one of these can run the ones before it.
 FLAGS = {
     "avx2": ("-DWEFT_WIDTH=8", "-mavx2", "-mfma"),
     "avx512": AVX512,
@@ -81,9 +78,9 @@ FLAGS = {
     "amx": (*AVX512, *AMX),
 }
 NEW = AMX
-# What a compiler may lack; without OpenMP kernels run on one thread, else they share torch's own ones.
+# Options that a compiler may lack. Without OpenMP, kernels run on one thread; with it they share torch's threads.
 MISSING = ((), NEW, ("-fopenmp",), (*NEW, "-fopenmp"))
-# Of all these something that fails where the compiler knows the option and what stands behind it is missing.
+# Fails to build if the compiler knows an option but its library or assembler support is missing.
 PROBE = """
 #ifdef _OPENMP
 #include <omp.h>
@@ -94,19 +91,22 @@ extern "C" int probe_threads() { return omp_get_max_threads(); }
 extern "C" void probe_tiles() { _tile_release(); }
 #endif
 """
-BUILD_SECONDS = 120  # of one source
-MAX_COMPILERS = 4  # at once: each takes 200 to 400 MB
+BUILD_SECONDS = 120  # per source
+MAX_COMPILERS = 4  # concurrent; each takes 200 to 400 MB
 SEAL_BYTES = 20
 UNFINISHED = "unfinished-"
 
 
 class BuildFailed(Exception):
-    """There is no compiler, or it did not take the sources."""
+    """There is no compiler, or it rejected the sources."""
 
 
 def cached_library(isa: str) -> Path:
-    """The library of `isa`, built unless it lies in the cache. One that had to do without something, which is logged at
-    each call, is built again once that may be there. Raises BuildFailed, OSError, subprocess.TimeoutExpired."""
+    """Return the library of `isa`; build it if the cache has none.
+
+    A library that was built without some options logs a warning at each call, and is rebuilt once those options work.
+    Raises BuildFailed, OSError, subprocess.TimeoutExpired.
+    """
     path = _full(isa)
     if is_whole(path):
         return path
@@ -125,14 +125,16 @@ def cached_library(isa: str) -> Path:
 
 
 def path_of(isa: str) -> Path:
-    """Where the library of `isa` lies, once it is built."""
+    """Return the path of the built library of `isa`."""
     path = _full(isa)
     return makeshift if (makeshift := _makeshift(path)).exists() and not path.exists() else path
 
 
 def is_whole(path: Path) -> bool:
-    """Is it there, and all that was built: a machine that lost its power may have kept the name and nothing, or zeros,
-    behind it."""
+    """Return whether the file exists and is complete.
+
+    After a power failure a file may exist but be empty or hold zeros.
+    """
     try:
         content = path.read_bytes()
     except OSError:
@@ -141,7 +143,7 @@ def is_whole(path: Path) -> bool:
 
 
 def library_dir() -> Path:
-    """Where built libraries are kept: with the user, or where an image has them ($WEFT_KERNEL_CACHE)."""
+    """Return the directory of built libraries: in the user's cache, or $WEFT_KERNEL_CACHE."""
     if chosen := os.environ.get("WEFT_KERNEL_CACHE"):
         return Path(chosen)
     return user_cache_dir() / "native"
@@ -149,7 +151,7 @@ def library_dir() -> Path:
 
 @cache
 def _digest(isa: str) -> str:
-    """Of all that it is made from: half a hundred files, which forked workers need not read again."""
+    """Return a digest of all sources and options. Cached: forked workers need not read some 45 files again."""
     digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], SOURCES, MISSING, SEAL_BYTES)).encode(), digest_size=10)
     for name in (*SOURCES, *HEADERS):
         digest.update((ROOT / name).read_bytes())
@@ -161,12 +163,12 @@ def _full(isa: str) -> Path:
 
 
 def _makeshift(path: Path) -> Path:
-    """Under a name of its own: it is never taken for a full one."""
+    """Return the path of a library built without some options; never mistaken for a full one."""
     return path.with_suffix(".makeshift.so")
 
 
 def _note(makeshift: Path) -> dict[str, str]:
-    """Without which options it was built, what the compiler said to them, and the compiler's state then."""
+    """Return the options left out, the compiler's message, and the compiler's state at that time."""
     try:
         found: dict[str, str] = json.loads(makeshift.with_suffix(".json").read_text())
     except (OSError, ValueError):
@@ -175,13 +177,13 @@ def _note(makeshift: Path) -> dict[str, str]:
 
 
 def _stands(makeshift: Path) -> bool:
-    """Is it there, and would another attempt come to the same."""
+    """Return whether the makeshift library is complete and another build would give the same."""
     note = _note(makeshift)
     return bool(note["without"]) and is_whole(makeshift) and note["state"] == _state(note["without"])
 
 
 def _state(without: str) -> str:
-    """Of the compiler, and whether it takes these options by now, with the libraries and the assembler they need."""
+    """Return a fingerprint of the compiler and whether it now accepts these options."""
     if (compiler := _compiler()) is None:
         return ""
     stat = os.stat(compiler)
@@ -201,11 +203,11 @@ def _compiler() -> str | None:
 
 
 def _build_once(isa: str, path: Path) -> None:
-    # all may read and none may write: an image builds them as root for a user of its own
+    # All users may read and none may write: an image builds as root and runs as another user.
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with open(path.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # many workers may start at once; the first one builds
-        for left in path.parent.glob(f"{UNFINISHED}*"):  # by one that was killed: nobody else builds now
+        for left in path.parent.glob(f"{UNFINISHED}*"):  # left by a killed build; the lock excludes a running one
             shutil.rmtree(left, ignore_errors=True)
         if not is_whole(path) and not _stands(_makeshift(path)):
             _build(isa, path)
@@ -222,7 +224,7 @@ def _build(isa: str, path: Path) -> None:
         for attempt in dict.fromkeys(tuple(flag for flag in flags if flag not in missing) for missing in MISSING):
             without = [flag for flag in flags if flag not in attempt]
             if without and _takes(compiler, without):
-                continue  # these are not what it failed by: memory or a disk may have been full
+                continue  # these options work, so the build failed for another reason, such as a full disk
             wrong = _compile(compiler, attempt, made)
             if not wrong:
                 _keep(made, path, " ".join(without), refused)
@@ -232,7 +234,7 @@ def _build(isa: str, path: Path) -> None:
 
 
 def _compile(compiler: str, flags: Sequence[str], made: Path) -> str:
-    """All sources, several at once, into one library; what the compiler says against it, if it does."""
+    """Compile all sources, several at once, and link them. Returns the compiler's error message, or nothing."""
     objects = {name: str(made.with_name(f"{number}.o")) for number, name in enumerate(SOURCES)}
     commands = [[compiler, *COMMON, *flags, "-c", "-o", target, str(ROOT / name)] for name, target in objects.items()]
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -247,15 +249,15 @@ def _compile(compiler: str, flags: Sequence[str], made: Path) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What it complains of, or nothing. Raises subprocess.TimeoutExpired."""
+    """Run a command. Returns its error output, or nothing. Raises subprocess.TimeoutExpired."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
     return done.stderr.strip()[-2000:] or f"status {done.returncode}" if done.returncode else ""
 
 
 def _keep(made: Path, path: Path, without: str, refused: str) -> None:
-    """Whole or not at all, under `path` unless it does without something."""
+    """Publish the library atomically; under `path` only if no option was left out."""
     seal = _seal(made.read_bytes())
-    with open(made, "ab") as file:  # behind the last section, where no loader looks
+    with open(made, "ab") as file:  # after the last section, where no loader looks
         file.write(seal)
     target = _makeshift(path) if without else path
     if without:
@@ -276,7 +278,7 @@ def _on_disk(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems on a network keep names by themselves
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network file systems cannot fsync a directory
             raise
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""What this machine's processor is and can do, as the system says."""
+"""Detects the instruction sets of this machine's processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-# What the processor must have for each, by Linux's names; `amx` is for those whose system lets them.
+# CPU flags that each set requires, by Linux's names; `amx` also needs permission from the kernel.
 NEEDED = {
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
@@ -18,18 +18,18 @@ NEEDED = {
 
 
 def is_supported_machine() -> bool:
-    """Is there a build for this kind of processor at all?"""
+    """Return whether Weft builds kernels for this kind of machine."""
     return platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
 
 
 def is_from_intel() -> bool:
-    """Has Intel made the processor? Where nothing says so, no."""
+    """Return whether Intel made the processor; False if unknown."""
     return "GenuineIntel" in _cpuinfo()
 
 
 @cache
 def processor_features() -> frozenset[str]:
-    """By Linux's names, and only those whose registers the system keeps."""
+    """Return the CPU flags by Linux's names; only those whose registers the kernel saves."""
     flags = next((line for line in _cpuinfo().splitlines() if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
 
@@ -44,7 +44,7 @@ def _cpuinfo() -> str:
 
 @cache
 def most_isa() -> str:
-    """The most that the processor can do; each set needs those before it."""
+    """Return the largest instruction set of the processor; each set needs the ones before it."""
     features, most = processor_features() if is_supported_machine() else frozenset(), "torch"
     for isa, needed in NEEDED.items():
         if not needed <= features or (isa == "amx" and not may_use_amx()):
@@ -55,19 +55,20 @@ def most_isa() -> str:
 
 @cache
 def best_isa() -> str:
-    """The quickest of what it can do.
+    """Return the fastest instruction set.
 
-    Where Intel's processors have no matrix unit, or their system does not give it, pairs of bfloat16 are multiplied at
-    half the speed of floats: 360 tokens of a prompt a second against 600 on an Emerald Rapids. On AMD's (Zen 5) they
-    are the quicker way.
+    Intel processors without AMX multiply pairs of bfloat16 at half the speed of floats: 360 prompt tokens a second
+    against 600 on an Emerald Rapids. On AMD (Zen 5) the pairs are faster.
     """
     most = most_isa()
     return "avx512" if most == "avx512_bf16" and is_from_intel() else most
 
 
 def missing_features(isa: str) -> set[str]:
-    """What the processor has not of all that is needed: its code would end the process at the first instruction. Where
-    the system does not tell what it has, nothing."""
+    """Return the flags of `isa` that the processor lacks; its code would crash at the first such instruction.
+
+    Empty if the system does not report flags.
+    """
     sets = list(NEEDED.values())
     needed = set[str]().union(*sets[: list(NEEDED).index(isa) + 1])
     features = processor_features()
@@ -75,8 +76,10 @@ def missing_features(isa: str) -> set[str]:
 
 
 def may_use_amx() -> bool:
-    """Ask Linux for the matrix unit's registers, which are large and for those who ask. All threads of the process
-    have them from then on (the kernel's Documentation/arch/x86/xstate.rst)."""
+    """Request the AMX tile registers from Linux. All threads of the process then have them.
+
+    See Documentation/arch/x86/xstate.rst of the kernel.
+    """
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     asked: int = ctypes.CDLL(None).syscall(
         ctypes.c_long(arch_prctl), ctypes.c_long(request_permission), ctypes.c_long(tile_data)

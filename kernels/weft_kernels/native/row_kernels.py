@@ -1,4 +1,4 @@
-"""Kernels of rows, by the kind of their numbers. Knows tensors, which the library itself does not."""
+"""Looks up native kernels that work on rows, by dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def row_kernel(name: str, x: Tensor, size: int) -> Callable[..., None] | None:
-    """The function of that name for `x`, where it lies on a CPU and runs of `size` of its items are whole vectors."""
+    """Return the native function for `x`, if x is on a CPU and `size` items are a whole number of vectors."""
     if x.is_cuda or x.dtype not in SUFFIXES:
         return None
     function, width = _function_of_rows(native(), name, x.dtype)
@@ -26,7 +26,10 @@ def row_kernel(name: str, x: Tensor, size: int) -> Callable[..., None] | None:
 def _function_of_rows(
     library: ctypes.CDLL | None, name: str, dtype: torch.dtype
 ) -> tuple[Callable[..., None] | None, int]:
-    """It, and how many items make a vector. Kept: a step of one sequence asks a hundred times."""
+    """Return the function and the number of items in a vector.
+
+    Cached, because a step of one sequence asks a hundred times.
+    """
     if library is None:
         return None, 1
     return getattr(library, f"weft_{name}_{SUFFIXES[dtype]}"), library.weft_width()

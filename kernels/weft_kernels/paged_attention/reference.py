@@ -11,7 +11,6 @@ from weft_kernels.paged_attention.batch import FULL, KeySpan, PagedBatch
 
 
 def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
-    """See `weft_kernels.paged_attention.paged_attention`."""
     out = torch.empty_like(q)
     ratio = q.shape[1] // batch.pool.shape[1]
     for sequence, (start, end) in enumerate(pairwise(batch.query_starts)):

@@ -15,7 +15,6 @@ MAX_HIDDEN = 1 << 16
 
 
 def rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `weft_kernels.rms_norm.rms_norm`."""
     # Rows may lie apart, as the heads of one projection do; inside, a row is contiguous.
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -24,7 +23,6 @@ def rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_kernel(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `weft_kernels.rms_norm.add_rms_norm`."""
     assert x.shape == residual.shape
     assert x.dtype == residual.dtype
     assert x.is_contiguous()

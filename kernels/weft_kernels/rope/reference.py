@@ -7,6 +7,5 @@ from torch import Tensor
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `weft_kernels.rope.rope`."""
     low, high = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]

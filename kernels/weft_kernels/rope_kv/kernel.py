@@ -25,7 +25,6 @@ def rope_kv_kernel(
     rule: HeadTransform,
     temperature: Tensor | None,
 ) -> Tensor:
-    """See `weft_kernels.rope_kv.rope_kv`."""
     num_tokens, num_all_heads, dim = qkv.shape
     kv_heads = pool.shape[1]
     num_heads = num_all_heads - 2 * kv_heads
@@ -132,7 +131,7 @@ def _turned(
     return b_turned, (b_right * b_cos + b_left * b_sin).to(ITEM).to(tl.float32)
 
 
-# slots of a group of layers may begin anywhere
+# The slots of a layer group may start at any address.
 @triton.jit(do_not_specialize_on_alignment=["p_slots"])
 def _rope_kv(
     p_qkv: tl.tensor,

@@ -59,7 +59,6 @@ GROUP_ITEMS = 1 << 18
 
 
 def sample_on_cpu(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """See `weft_kernels.sampling.sample`."""
     drawn, size = (rows.temperature > 0).nonzero()[:, 0], max(1, GROUP_ITEMS // logits.shape[1])
     if len(drawn) == len(logits) <= size:
         return draw(logits, rows)

@@ -13,7 +13,6 @@ from weft_kernels.sampling.top_k_p_search import ALL, SLICE_ITEMS, Slices, cut, 
 
 
 def sample_kernel(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """See `weft_kernels.sampling.sample`."""
     _check(logits, rows)
     num_rows, num_items = logits.shape
     device, num_slices = logits.device, triton.cdiv(num_items, SLICE_ITEMS)

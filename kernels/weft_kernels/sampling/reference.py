@@ -60,7 +60,6 @@ NEVER = float("-inf")
 
 
 def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """See `weft_kernels.sampling.sample`."""
     return torch.where(rows.temperature > 0, draw(logits, rows), logits.argmax(-1))
 
 

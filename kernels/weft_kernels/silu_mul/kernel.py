@@ -14,7 +14,6 @@ BLOCK_ITEMS = 1024
 
 
 def silu_mul_kernel(gate_up: Tensor) -> Tensor:
-    """See `weft_kernels.silu_mul.silu_mul`."""
     assert gate_up.is_contiguous()
     assert gate_up.shape[-1] % 2 == 0
     num_items = gate_up.shape[-1] // 2

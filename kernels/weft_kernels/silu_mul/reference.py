@@ -7,6 +7,5 @@ from torch.nn import functional
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """See `weft_kernels.silu_mul.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

@@ -1,9 +1,9 @@
-"""A Hugging Face checkpoint, checked against the architecture it claims to be. Reads headers, never data.
+"""Reads a Hugging Face checkpoint and checks it against its architecture. Reads headers, never tensor data.
 
-Its small files lie in a directory; its weights lie there too, or in the object store that the directory was made from.
-Where a safetensors file is missing and a bundle file of its name is there, that is read instead.
+The small files are in a directory. The weights are there too, or in the object store that the directory mirrors. A
+bundle file replaces a missing safetensors file of the same name.
 
-Only safetensors: pickled weights can run code when they are opened, so they are refused.
+Pickled weights are rejected, because opening them can run code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor that the model needs and the file it lies in."""
+    """A tensor that the model needs, and its file."""
 
     file: WeightsFile
     entry: TensorEntry
@@ -43,10 +43,11 @@ class TensorSource:
 class Checkpoint:
     """Everything needed to read the weights.
 
-    `config_json` is config.json with the end tokens of generation_config.json, the file that chat tuning updates.
-    `source_id` changes when a file is written anew, and when config.json asks for other tensors; `directory_id` names
-    the directory alone. `second_head`: an output matrix beside the embedding to which config.json ties it, see
-    `weft.weights.tied_head`; none of `tensors`. `unread`: further files of weights there, of another set or left over.
+    config_json: config.json with the end tokens of generation_config.json, the file that chat tuning updates.
+    directory_id: names the directory. source_id: also changes when a file is rewritten or config.json needs other
+    tensors.
+    untied_head: an output matrix although config.json ties it to the embedding, see `weft.weights.tied_head`; not
+    one of `tensors`. unread_files: further weight files in the directory, of another set or left over.
     """
 
     directory: Path
@@ -59,7 +60,6 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.entry.size_bytes for tensor in self.tensors)
 
 
@@ -80,10 +80,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def source_id(directory: Path, tensors: Sequence[TensorSource], second_head: TensorSource | None = None) -> str:
-    """Of the files as they are now. Raises BadCheckpoint, StorageUnavailable."""
+    """Return an ID of the current state of the files. Raises BadCheckpoint, StorageUnavailable."""
     files = {tensor.file.name: tensor.file for tensor in tensors}
     parts = [str(directory)]
-    if second_head is not None:  # that it is the embedding again was true of this file
+    if second_head is not None:  # it was compared with the embedding in this state
         files[second_head.file.name] = second_head.file
         parts.append("second head")
     for name in sorted(files):
@@ -95,9 +95,12 @@ def source_id(directory: Path, tensors: Sequence[TensorSource], second_head: Ten
 
 @contextmanager
 def while_unchanged(checkpoint: Checkpoint) -> Iterator[None]:
-    """For reading its files. What is wrong with files that were written anew meanwhile says nothing of the new ones:
-    that is StorageUnavailable, as is a reading that went well and may be half of the old and half of the new."""
-    changed = f"{checkpoint.directory}: files were written anew while they were read"
+    """Detect files that change while the block reads them.
+
+    An error that a changed file caused says nothing about the new file, and a successful read may mix old and new
+    bytes. Both raise StorageUnavailable.
+    """
+    changed = f"{checkpoint.directory}: files changed while they were read"
     try:
         yield
     except BadCheckpoint as error:
@@ -116,20 +119,20 @@ def _is_changed(checkpoint: Checkpoint) -> bool:
 
 
 def files_state(directory: Path) -> str:
-    """Of all files of a checkpoint, whatever they hold: another one as long as somebody writes them.
+    """Return an ID of all files of a checkpoint, whether valid or not; it changes while a writer is active.
 
     Raises BadCheckpoint, StorageUnavailable.
     """
     parts, origin = list[str](), origin_of(directory)
     for name in sorted(origin.names()):
         parts.append(name)
-        with suppress(BadCheckpoint, StorageUnavailable):  # a link to nothing says nothing of the others
+        with suppress(BadCheckpoint, StorageUnavailable):  # a dangling link does not affect the other files
             parts += origin.file(name).stamp()
     return _digest(parts)
 
 
 def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
-    """Of two sets of weights the one that transformers takes: the single file, then what the index names."""
+    """Choose between two sets of weights as transformers does: the single file first, then the files of the index."""
     names = origin.names()
     if (single := _stored_name(SINGLE_FILE, names)) in names:
         return _read_files([origin.file(single)])
@@ -164,19 +167,19 @@ def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor, as the index has it. Raises BadCheckpoint, StorageUnavailable."""
+    """Return the file of every tensor according to the index. Raises BadCheckpoint, StorageUnavailable."""
     weight_map = read_json(index).values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{index}: weight_map is not a JSON object with entries")
     for name, file in weight_map.items():
-        # a shard lies beside its index: a map that points elsewhere is an attempt to read other files
+        # A shard is next to its index; a map that points elsewhere tries to read other files.
         if not _is_name_of_shard(file):
             raise BadCheckpoint(f"{index}: tensor {name}: {file!r} is not the name of a safetensors file")
     return weight_map
 
 
 def _is_name_of_shard(name: Any) -> bool:
-    """And one that a system takes, and whoever shows it: JSON can spell a NUL, and halves of characters."""
+    """Return whether the name is a plain, printable safetensors file name; JSON can hold NUL and lone surrogates."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         return False
     return "\0" not in name and is_text(name)
@@ -205,7 +208,7 @@ def _entries(file: WeightsFile) -> Sequence[TensorEntry]:
 
 
 def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]) -> tuple[TensorSource, ...]:
-    """The tensors that the architecture needs, no more and no fewer."""
+    """Return exactly the tensors that the architecture needs."""
     expected = expected_tensors(config)
     for name, shape in expected.items():
         source = found.get(name)
@@ -225,7 +228,7 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
 
 def _served_config(directory: Path, config: ModelConfig) -> str:
     fields = read_json(directory / "config.json")
-    # a wrapped model's text model has its own word on it, which would win
+    # text_config of a wrapped model overrides the outer value.
     for part in (fields, fields.nested("text_config")):
         if config.eos_token_ids:
             part.values["eos_token_id"] = list(config.eos_token_ids)
@@ -233,5 +236,5 @@ def _served_config(directory: Path, config: ModelConfig) -> str:
 
 
 def _digest(parts: Sequence[str]) -> str:
-    content = "\0".join(parts).encode(errors="surrogatepass")  # names of files are bytes, in no encoding
+    content = "\0".join(parts).encode(errors="surrogatepass")  # file names are bytes without an encoding
     return hashlib.blake2b(content, digest_size=8).hexdigest()

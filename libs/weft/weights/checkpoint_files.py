@@ -1,6 +1,6 @@
-"""Files of weights as runs of bytes: what they are called, how long they are, and any part of one. Knows no format.
+"""Files of a checkpoint as ranges of bytes: in a local directory here, in an object store in `object_store.py`.
 
-What is to be served is read past the page cache: it goes to shared memory, and a second copy would drive out others.
+Weights are read past the page cache: they end in shared memory, and a second copy would evict other pages.
 """
 
 from __future__ import annotations
@@ -21,88 +21,87 @@ from weft.weights.map_ahead import map_ahead
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
 PARALLEL_READ_BYTES = 4 * 1024 * 1024
-"""What one of several threads reads of a large part at a time."""
+"""Bytes that one of several threads reads at a time of a large range."""
 
 
 def map_huge_pages(size: int) -> mmap.mmap:
-    """Of this process alone, in large pages where there are any: to touch small ones for the first time takes longer
-    than what is written to them."""
+    """Allocate private memory in huge pages if possible: touching 4 KiB pages first costs more than filling them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # Python was built where there are some; a kernel without them takes it for a mistake
+        with suppress(OSError):  # a kernel without huge pages rejects the call
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 class Scratch:
-    """Memory that one reading thread uses again and again; what it holds lasts until the next `take`."""
+    """Buffer that one reading thread reuses. Its content is valid until the next `take`."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes that begin at a page."""
+        """Return `size` bytes of page-aligned memory."""
         if self._memory is None or len(self._memory) < size:
-            # whole large pages: a disk gets a read in one request where its memory is in one piece, else in dozens
+            # Whole huge pages: a disk read into contiguous memory is one request instead of dozens.
             self._memory = map_huge_pages(-(-max(size, 1) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
         return memoryview(self._memory)[:size]
 
 
 class Blob(ABC):
-    """An open file. Threads may read from it at the same time. `name` is how errors call it."""
+    """An open file. Several threads may read from it at the same time. Error messages call it `name`."""
 
     name: str
     size_bytes: int
 
     @abstractmethod
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
-        """These bytes, in `scratch` or elsewhere. Raises BadCheckpoint naming the file, or StorageUnavailable."""
+        """Return a range of bytes, in `scratch` or elsewhere. Raises BadCheckpoint or StorageUnavailable."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing may be reading any more."""
+        """Close the file; no thread may be reading."""
 
 
 class WeightsFile(ABC):
-    """A file before it is opened. `str()` is how errors call it."""
+    """A file before it is opened. Error messages call it `str(file)`."""
 
     name: str
 
     @abstractmethod
     def open(self, cached: bool = False) -> Blob:
-        """For reading all of it once; `cached`: for a few bytes that will be asked for again.
+        """Open the file for one pass over all of it; `cached`: for a few bytes that will be read again.
 
         Raises BadCheckpoint, StorageUnavailable.
         """
 
     @abstractmethod
     def stamp(self) -> tuple[str, ...]:
-        """Differs whenever the file was written anew. Raises BadCheckpoint, StorageUnavailable."""
+        """Return values that change whenever the file is rewritten. Raises BadCheckpoint, StorageUnavailable."""
 
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 def stamp_of(stat: os.stat_result) -> tuple[str, ...]:
-    """Differs whenever a file was written anew, or another one took its place, though it be as long and as old: image
-    volumes and package stores give all files one date. For this machine alone.
+    """Return values that change whenever a file is rewritten or replaced, even by one of equal size and date.
 
-    Numbers of files count where a device of its own holds them. On networks, and where a program makes the file system,
-    one may change while the file stays.
+    Image volumes and package stores give all files one date, hence the inode number. It counts only on block
+    devices: on network and FUSE file systems it may change while the file stays. The stamp is valid on this machine
+    only.
     """
     number = stat.st_ino if os.major(stat.st_dev) else 0
     return str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns), str(number)
 
 
 class LocalFile(WeightsFile):
-    """On a disk of this node."""
+    """A file on a disk of this node."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name
 
     def open(self, cached: bool = False) -> Blob:
-        path_exists(self.path)  # which names what a link leads to that leads nowhere
+        path_exists(self.path)  # names the target of a dangling link in the error
         return FileBlob(self.path, direct=not cached)
 
     def stamp(self) -> tuple[str, ...]:
@@ -117,10 +116,10 @@ class LocalFile(WeightsFile):
 
 
 class FileBlob(Blob):
-    """Read past the page cache where the file system can do that; through it otherwise, and if not `direct`."""
+    """Reads past the page cache if `direct` and if the file system supports that; through it otherwise."""
 
     def __init__(self, path: Path, direct: bool = True) -> None:
-        """Raises BadCheckpoint."""
+        """Open the file. Raises BadCheckpoint."""
         self.name = str(path)
         self._path = path
         self._fd = _open(path, os.O_DIRECT if direct else 0)
@@ -130,7 +129,7 @@ class FileBlob(Blob):
         os.close(self._fd)
 
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
-        if offset + size > self.size_bytes:  # before there is memory for it
+        if offset + size > self.size_bytes:  # before allocating memory for it
             raise BadCheckpoint(f"{self._path}: truncated: it ends before byte {offset + size}")
         begin = offset - offset % SECTOR_BYTES
         wanted = offset + size - begin
@@ -139,7 +138,7 @@ class FileBlob(Blob):
         return target[offset - begin : wanted]
 
     def _fill(self, target: memoryview, wanted: int, begin: int) -> None:
-        """At least `wanted` bytes of the file from byte `begin` on; there may be room for more."""
+        """Read at least `wanted` bytes of the file from byte `begin` into `target`, which may be larger."""
         done = 0
         while done < wanted:
             count = self._read_some(target[done:], begin + done)
@@ -153,7 +152,7 @@ class FileBlob(Blob):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise to_weft_error(error, f"{self._path}: not readable at byte {offset}") from error
-        # larger sectors than ours, or the rest of a read that was cut short
+        # The device has larger sectors, or this is the rest of a short read: read through the page cache.
         fd = _open(self._path, 0)
         try:
             return os.preadv(fd, [target], offset)
@@ -164,7 +163,7 @@ class FileBlob(Blob):
 
 
 class MemoryBlob(Blob):
-    """Something in memory, read without a copy."""
+    """A blob in memory; reads return views without a copy."""
 
     def __init__(self, name: str, content: bytes | memoryview | mmap.mmap) -> None:
         self.name = name
@@ -172,7 +171,7 @@ class MemoryBlob(Blob):
         self.size_bytes = len(content)
 
     def close(self) -> None:
-        """It stays for as long as somebody has a view of it."""
+        """Release the content; existing views keep it alive."""
         self._content = b""
 
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
@@ -182,13 +181,13 @@ class MemoryBlob(Blob):
 
 
 class ParallelFileBlob(FileBlob):
-    """Through the page cache, large parts by several threads at once: for tools that go over a file.
+    """Reads through the page cache, large ranges by several threads at once; for tools that scan a file.
 
-    Not mapped: where a file shrinks, or its disk fails, a mapping ends the process, and a read names the file.
+    It does not map the file: a mapping kills the process if the file shrinks or its disk fails; a read raises an error.
     """
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor | None) -> None:
-        """No `threads`: by the one that reads. Raises BadCheckpoint, StorageUnavailable."""
+        """Open the file; without `threads` the calling thread reads. Raises BadCheckpoint, StorageUnavailable."""
         super().__init__(path, direct=False)
         self._threads = threads
 
@@ -215,27 +214,27 @@ def _open(path: Path, flags: int) -> int:
         raise BadCheckpoint(f"{path}: no such file") from None
     except OSError as error:
         if flags and error.errno == errno.EINVAL:
-            return _open(path, 0)  # a file system that knows no direct reads
+            return _open(path, 0)  # this file system does not support direct reads
         raise to_weft_error(error, f"{path}: not readable") from error
 
 
 class Origin(ABC):
-    """A place with the weights of one checkpoint. `str()` is how errors call it."""
+    """Where the weights of one checkpoint are. Error messages call it `str(origin)`."""
 
     @abstractmethod
     def names(self) -> Set[str]:
-        """Of all files there, the index included. Raises BadCheckpoint, StorageUnavailable."""
+        """Return the names of all files there, the index included. Raises BadCheckpoint, StorageUnavailable."""
 
     @abstractmethod
     def file(self, name: str) -> WeightsFile:
-        """One of them; opening it fails if it is not there."""
+        """Return a file by name; a missing file fails when it is opened."""
 
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 class LocalOrigin(Origin):
-    """The directory itself."""
+    """The checkpoint directory itself holds the weights."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

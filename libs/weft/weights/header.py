@@ -1,4 +1,4 @@
-"""The safetensors format: its header read with distrust, and written. Knows files and offsets, not models."""
+"""Parses and writes the header of safetensors files; treats every field of a file as untrusted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.foreign_files import foreign_content
 from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
 
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-FIRST_BYTES = 64 * 1024  # most headers are shorter: of a remote file, one request instead of two
+MAX_HEADER_BYTES = 100_000_000  # limit of the format
+FIRST_BYTES = 64 * 1024  # most headers are shorter, so a remote file needs one request instead of two
 ALIGNMENT_BYTES = 64
 MAX_DIMENSIONS = 16
 MAX_COUNT = 1 << 63
@@ -42,12 +42,12 @@ DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""What is read and kept; a model says which of them its tensors may have."""
+"""Dtypes that Weft reads; each model restricts them further."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a file: `offset` counts from the file's first byte."""
+    """A tensor of a file; `offset` counts from the first byte of the file."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says it holds, in the order of its bytes."""
+    """The tensors of a file in the order of their bytes."""
 
     tensors: tuple[TensorEntry, ...]
     metadata: dict[str, str]
@@ -71,7 +71,7 @@ def read_header(path: Path) -> Header:
 
 
 def header_of(path: str, blob: Blob) -> Header:
-    """The same of an open file that errors shall call `path`."""
+    """Read the header of an open file that error messages call `path`."""
     scratch, size = Scratch(), blob.size_bytes
     raw = bytes(blob.read(0, min(size, FIRST_BYTES), scratch))
     if what := foreign_content(raw):
@@ -79,7 +79,7 @@ def header_of(path: str, blob: Blob) -> Header:
     length = int.from_bytes(raw[:LENGTH_BYTES], "little")
     end = LENGTH_BYTES + length
     if size >= LENGTH_BYTES and raw[:LENGTH_BYTES].decode("latin-1").isprintable() and raw.isascii():
-        # a length whose every byte is a letter is that of no header
+        # The length field is printable ASCII, so the file is text.
         raise BadCheckpoint(f"{path}: is text ({raw[:40].decode()!r}), not a safetensors file; download it again")
     if size < LENGTH_BYTES or end > size:
         raise BadCheckpoint(f"{path}: truncated: the header needs {end} bytes, the file has {size}; download it again")
@@ -91,7 +91,7 @@ def header_of(path: str, blob: Blob) -> Header:
 
 
 def header_in(path: str, raw: bytes, file_size: int) -> Header:
-    """Of a file of which only the first bytes, up to its data, are here. Raises BadCheckpoint."""
+    """Parse a header from `raw`, the bytes of the file before its data. Raises BadCheckpoint."""
     length = int.from_bytes(raw[:LENGTH_BYTES], "little")
     if len(raw) != LENGTH_BYTES + length:
         raise BadCheckpoint(f"{path}: the header has {len(raw) - LENGTH_BYTES} bytes and says that it has {length}")
@@ -99,7 +99,7 @@ def header_in(path: str, raw: bytes, file_size: int) -> Header:
 
 
 def header_bytes(tensors: Sequence[TensorEntry], metadata: dict[str, str]) -> bytes:
-    """The header of a file whose data lie back to back in this order, aligned; the entries' own offsets are ignored."""
+    """Return an aligned header for data stored back to back in this order; ignores the offsets of the entries."""
     fields: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for tensor in tensors:
@@ -157,7 +157,7 @@ def _entry(path: str, name: str, value: Any, data_start: int) -> TensorEntry:
 
 
 def is_text(name: str) -> bool:
-    """Can be written down: JSON may hold one half of a pair that stands for a character, and then it cannot."""
+    """Return whether the name can be encoded; JSON may hold lone surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -166,15 +166,17 @@ def is_text(name: str) -> bool:
 
 
 def are_counts(value: Any) -> bool:
-    """Sizes or places: few enough, and small enough, that their product is a matter of nanoseconds. That of millions of
-    twos takes hours."""
+    """Return whether the value is a list of at most 16 non-negative integers below 2^63.
+
+    The limits keep the product of the values cheap; the product of millions of twos takes hours.
+    """
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return False
     return all(type(each) is int and 0 <= each < MAX_COUNT for each in value)
 
 
 def _check_layout(path: str, tensors: Sequence[TensorEntry], data_start: int, file_size: int) -> None:
-    """Data must fill the file exactly, each byte belonging to one tensor."""
+    """Check that the tensors fill the file exactly, without gaps or overlaps."""
     position = data_start
     for tensor in tensors:
         end = tensor.offset + tensor.size_bytes

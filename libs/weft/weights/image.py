@@ -1,8 +1,9 @@
-"""One safetensors image of a checkpoint in host shared memory: found, written, held, removed.
+"""The safetensors image of a checkpoint in host shared memory: find, write, hold, remove.
 
-An image is written to a file without a name, which gets its own when it is complete: what can be found is whole, and
-a writer that is killed leaves nothing. Whoever serves it holds a shared lock on it; only an image that nobody else
-holds is removed.
+A writer fills an unnamed file and links it when it is complete: every visible image is complete, and a killed writer
+leaves nothing. A service holds its image by a shared flock; only an image without other holders is removed.
+A process that maps an image marks it with an open-file-description lock, which lasts as long as the mapping and does
+not conflict with flock.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 ReaderWrapper = Callable[[RunReader], RunReader]
 PUBLISH_TRIES, PUBLISH_PAUSE_SECONDS = 10, 0.01
-"""Somebody who looks at a file of our name, or removes it, has it for microseconds."""
+"""Another process that inspects or removes a file of our name holds it for microseconds."""
 NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}-\d+-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A complete image, held by a shared lock for as long as `fd` is open."""
+    """A complete image, held by a shared lock while `fd` is open."""
 
     name: str
     size_bytes: int
@@ -48,47 +49,49 @@ class Image:
 
     @property
     def path(self) -> Path:
-        """Where it is, or was."""
+        """Path of the image while it is linked."""
         return SHARED_MEMORY / self.name
 
     def is_linked(self) -> bool:
-        """Can others still open it by name."""
+        """Return whether other processes can still open the image by name."""
         return _is_same_file(self.path, self.fd)
 
     def close(self) -> None:
-        """Let go; the file stays, to be found again."""
+        """Stop holding the image, and leave the file for later use."""
         os.close(self.fd)
 
     def release(self) -> None:
-        """Let go; the last holder removes the file. Mappings of it stay valid."""
+        """Stop holding the image; the last holder removes the file. Existing mappings stay valid."""
         if _try_lock(self.fd, fcntl.LOCK_EX) and self.is_linked():
             self.path.unlink(missing_ok=True)
         os.close(self.fd)
 
 
 def image_path(name: str) -> Path:
-    """The file of an image. Raises NotFound for anything but a bare name of ours."""
+    """Return the file of an image. Raises NotFound for anything but a bare image name."""
     if not _NAME.fullmatch(name):
         raise NotFound(f"{name!r} is not the name of a weights image")
     return SHARED_MEMORY / name
 
 
 def image_name(checkpoint: Checkpoint) -> str:
-    """Tells the directory first, then the state of its files, then the format: versions of Weft run side by side; then
-    the user, since nobody can read, nor remove, another one's."""
+    """Return the name: directory ID, state of its files, format version, user ID.
+
+    Versions of Weft run side by side, and a user cannot read or remove the images of another.
+    """
     made_of = f"{checkpoint.directory_id}-{checkpoint.source_id}"
     return f"weft-weights-{made_of}-{FORMAT.rpartition('-')[2]}-{os.geteuid()}.safetensors"
 
 
 def open_image_file(path: Path) -> int:
-    """To read, and no other file that a link of that name leads to. Raises OSError."""
+    """Open an image for reading without following links. Raises OSError."""
     return open_regular(path, os.O_NOFOLLOW)
 
 
 def find_image(checkpoint: Checkpoint) -> Image | None:
-    """The image of just these files, if an earlier run left it or another process serves it.
+    """Return the image of exactly these files, if an earlier run left it or another process serves it.
 
-    Raises BadCheckpoint when another file has taken its name, StorageUnavailable when it cannot be read now.
+    Raises BadCheckpoint if another kind of file has the name, StorageUnavailable if it cannot be read for the moment.
     """
     path = image_path(image_name(checkpoint))
     try:
@@ -104,7 +107,7 @@ def find_image(checkpoint: Checkpoint) -> Image | None:
         except BadCheckpoint as error:
             logger.warning("not an image of ours: %s", error)
         except BaseException:
-            os.close(fd)  # and with it the lock that keeps the image
+            os.close(fd)  # also releases the lock that keeps the image
             raise
     os.close(fd)
     _remove_unheld(path)
@@ -112,7 +115,7 @@ def find_image(checkpoint: Checkpoint) -> Image | None:
 
 
 def remove_stale(checkpoint: Checkpoint) -> list[str]:
-    """Remove images of earlier states of this directory, and what broken-off writers left, unless somebody has them."""
+    """Remove unheld images of earlier states of this directory, and remains of killed writers."""
     removed = []
     current = image_name(checkpoint)
     for path in SHARED_MEMORY.glob(f"weft-weights-{checkpoint.directory_id}-*"):
@@ -122,7 +125,7 @@ def remove_stale(checkpoint: Checkpoint) -> list[str]:
 
 
 def remove_abandoned(prefix: str = "weft-weights-") -> str:
-    """Remove the oldest image that no service holds and no process maps; its name, or nothing where there is none."""
+    """Remove the oldest image that no service holds and no process maps; return its name, or an empty string."""
     for path in sorted(SHARED_MEMORY.glob(f"{prefix}*"), key=_made_at):
         if _remove_unheld(path, if_used=False):
             return path.name
@@ -130,10 +133,10 @@ def remove_abandoned(prefix: str = "weft-weights-") -> str:
 
 
 def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around: ReaderWrapper | None = None) -> Image:
-    """Read the checkpoint into a new image and publish it; `around` may put another reader before that of the files.
+    """Read the checkpoint into a new image and publish it; `around` may wrap the reader of the files.
 
-    `report(num_bytes, file)` is called from reading threads after every piece; what it raises ends the reading.
-    Raises BadCheckpoint, StorageUnavailable when files change meanwhile, Overloaded when shared memory is too small.
+    Reading threads call `report(num_bytes, file)` after every piece; an exception from it ends the reading.
+    Raises BadCheckpoint, StorageUnavailable if files change meanwhile, Overloaded if shared memory is too small.
     """
     layout = image_layout(checkpoint)
     with _unpublished(image_name(checkpoint), layout.size_bytes) as (fd, place):
@@ -145,11 +148,12 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around
 
 
 def _publish(fd: int, place: Path, checkpoint: Checkpoint, weights_hash: str) -> Image:
-    """Under its name, or the one that another process published first."""
+    """Link the image under its name, or return the one that another process published first."""
     path = image_path(image_name(checkpoint))
     for _ in range(PUBLISH_TRIES):
         try:
-            os.link(place, path, src_dir_fd=fd, follow_symlinks=True)  # only with a directory does Python follow
+            # Python follows links only if a directory is given.
+            os.link(place, path, src_dir_fd=fd, follow_symlinks=True)
         except FileExistsError:
             if (image := find_image(checkpoint)) is not None:
                 logger.info("another process published %s first", path.name)
@@ -163,7 +167,7 @@ def _publish(fd: int, place: Path, checkpoint: Checkpoint, weights_hash: str) ->
 
 
 def image_content(image: Image) -> tuple[tuple[TensorEntry, ...], dict[str, bytes]]:
-    """Its tensors, and the digests of each one's pieces one after another. Raises BadCheckpoint."""
+    """Return the tensors of an image and the piece digests of each. Raises BadCheckpoint."""
     header = read_header(image.path)
     digests = bytes.fromhex(header.metadata["leaves"])
     leaves, done = {}, 0
@@ -183,8 +187,10 @@ def _read_hash(path: Path) -> str:
 
 @contextmanager
 def _unpublished(name: str, size: int) -> Iterator[tuple[int, Path]]:
-    """A file of this size that vanishes unless it was given a name, and by what else it can be opened; held, so that
-    nobody sweeps it away."""
+    """Yield a file of `size` bytes and a path that opens it; it disappears unless it is linked.
+
+    The file is locked, so that no other process removes it as a remainder.
+    """
     try:
         fd, partial = _new_file(name)
     except OSError as error:
@@ -201,7 +207,7 @@ def _unpublished(name: str, size: int) -> Iterator[tuple[int, Path]]:
 
 
 def _new_file(name: str) -> tuple[int, Path | None]:
-    """Open, locked and empty; with a name of its own only where the file system knows no files without one."""
+    """Create an open, locked, empty file; it has a name only if the file system lacks unnamed files."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         fd = os.open(SHARED_MEMORY, os.O_TMPFILE | flags, 0o600)
@@ -212,13 +218,13 @@ def _new_file(name: str) -> tuple[int, Path | None]:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd, None
     while True:
-        # not by our process' number: those of several containers are the same
+        # A random name: process IDs of several containers may be equal.
         path = SHARED_MEMORY / f"{name}.{secrets.token_hex(8)}.partial"
         fd = os.open(path, os.O_CREAT | os.O_EXCL | flags, 0o600)
         fcntl.flock(fd, fcntl.LOCK_SH)
         if _is_same_file(path, fd):
             return fd, path
-        os.close(fd)  # swept away before it was locked
+        os.close(fd)  # removed before it was locked
 
 
 def _made_at(path: Path) -> float:
@@ -263,12 +269,12 @@ _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, process; 64-bi
 
 
 def mark_mapped(fd: int) -> None:
-    """For as long as this open file, or a mapping made of it, exists."""
+    """Mark the image as in use while this open file, or a mapping of it, exists."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
 
 
 def is_mapped(fd: int) -> bool:
-    """By anybody who opened the file on their own."""
+    """Return whether another open of the file has marked it as in use."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
     kind, *_ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
     return bool(kind != fcntl.F_UNLCK)

@@ -1,7 +1,7 @@
-"""What an image in shared memory looks like, and in which pieces it is read. Plain values; reads nothing.
+"""Layout of an image in shared memory, and the pieces in which it is read. Pure values; no I/O.
 
-An image is a safetensors file. Its tensors stand in the order of the files they come from, so that what lies together
-there is read at once; larger elements first, so that every tensor is aligned without a gap.
+An image is a safetensors file. Tensors keep the order of their files, so that adjacent bytes are read together. Larger
+elements come first, so that every tensor is aligned without gaps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weft.weights.header import DTYPE_BYTES, TensorEntry, header_bytes
 
 FORMAT = "weft-image-2"
 PIECE_BYTES = 2 * 1024 * 1024
-"""Of a tensor: read, checked and reported at once, and the leaves of the hash tree. A multiple of a bundle's chunks."""
+"""Unit of reading, checking, progress and the hash tree; a multiple of the chunk size of bundles."""
 MAX_RUN_PIECES = 4096
-"""Of a run, however small they are: another node takes them in one request, and no more than so many."""
+"""Pieces of a run at most, because another node serves a run in one request."""
 DIGEST_BYTES = 16
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 1024
@@ -29,7 +29,7 @@ PieceDigests = list[list[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A piece of a tensor, or all of a small one; `number` counts the tensor's pieces."""
+    """A piece of a tensor, or a whole small tensor; `number` counts the pieces of the tensor."""
 
     tensor: int
     number: int
@@ -38,20 +38,20 @@ class TensorPiece:
 
     @property
     def first(self) -> int:
-        """Where it begins in the tensor."""
+        """Offset of the piece in the tensor."""
         return self.number * PIECE_BYTES
 
     @property
     def offset(self) -> int:
-        """Where it begins in a safetensors file."""
+        """Offset of the piece in its safetensors file."""
         return self.entry.offset + self.first
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Parts that lie side by side, in one file and in the image, and are read together.
+    """Pieces that are adjacent both in one file and in the image, and are read together.
 
-    They are MAX_RUN_PARTS at most, and PIECE_BYTES.
+    At most MAX_RUN_PIECES pieces and PIECE_BYTES bytes.
     """
 
     file: WeightsFile
@@ -60,13 +60,12 @@ class PieceRun:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return sum(part.size for part in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """Of one checkpoint; places are counted from the image's first byte."""
+    """Layout of one checkpoint; places count from the first byte of the image."""
 
     tensors: tuple[TensorSource, ...]
     data_start: int
@@ -74,11 +73,11 @@ class ImageLayout:
 
     @property
     def entries(self) -> list[TensorEntry]:
-        """As the checkpoint's files have them."""
+        """Entries of the tensors as in the files of the checkpoint."""
         return [tensor.entry for tensor in self.tensors]
 
     def runs(self) -> Iterator[PieceRun]:
-        """All of the data, once, in the order of the image."""
+        """Yield all data once, in the order of the image."""
         place, start, held = self.data_start, self.data_start, list[TensorPiece]()
         file: WeightsFile | None = None
         for source, part in self._parts():
@@ -101,8 +100,10 @@ class ImageLayout:
                 yield source, TensorPiece(index, number, source.entry, size)
 
     def samples(self) -> list[PieceRun]:
-        """A sector out of the midst of every tensor, or of every so many where there are very many: other weights of
-        the same shapes differ there."""
+        """Return one sector from the middle of every tensor, or of at most MAX_SAMPLES evenly chosen tensors.
+
+        Other weights of the same shapes differ there.
+        """
         places = [(source, index) for index, source in enumerate(self.tensors) if source.entry.size_bytes]
         runs = []
         for source, index in places[:: -(-len(places) // MAX_SAMPLES) or 1]:
@@ -112,13 +113,13 @@ class ImageLayout:
         return runs
 
     def header(self, weights_hash: str, leaves: PieceDigests) -> bytes:
-        """The image's first bytes, always `data_start` of them."""
+        """Return the first `data_start` bytes of the image."""
         digests = b"".join(leaf for row in leaves for leaf in row).hex()
         return header_bytes(self.entries, {"format": FORMAT, "weights_hash": weights_hash, "leaves": digests})
 
 
 def image_layout(checkpoint: Checkpoint) -> ImageLayout:
-    """Where every tensor goes."""
+    """Plan the image of a checkpoint."""
     tensors = sorted(
         checkpoint.tensors, key=lambda each: (-DTYPE_BYTES[each.entry.dtype], each.file.name, each.entry.offset)
     )
@@ -128,14 +129,15 @@ def image_layout(checkpoint: Checkpoint) -> ImageLayout:
 
 
 def num_pieces(entry: TensorEntry) -> int:
-    """Of a tensor; 0 where it has no elements."""
+    """Return the number of pieces of a tensor; 0 for a tensor without elements."""
     return -(-entry.size_bytes // PIECE_BYTES)
 
 
 def root_hash(entries: Sequence[TensorEntry], leaves: PieceDigests) -> str:
-    """BLAKE2b over name, dtype, shape and the leaves of each tensor, in the order of names: whatever their files were.
+    """Return BLAKE2b over name, dtype, shape and piece digests of the tensors in name order, independent of their
+    files.
 
-    A tree of quick hashes, so that the reading threads share the work and are not held up by it.
+    The tree of fast hashes lets the reading threads share the work.
     """
     root = blake2b(digest_size=32, person=b"weft-weights")
     for entry, row in sorted(zip(entries, leaves, strict=True), key=lambda pair: pair[0].name):

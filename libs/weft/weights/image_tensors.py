@@ -1,4 +1,4 @@
-"""The worker's side of an image: tensors that are views of the shared memory, nothing copied."""
+"""The worker's side of an image: tensors that are views of shared memory, without a copy."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ TORCH_DTYPES = {
 
 
 def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
-    """Every tensor of the image by name, in the checkpoint's dtype. The mapping lives as long as any of them, and the
-    image counts as used for so long.
+    """Return every tensor of the image by name, in the dtype of the checkpoint.
 
-    The mapping is private: a write would copy the page for this process and never reach the image.
-    Raises NotFound when there is no such image (any more): load again.
+    The mapping lives as long as any tensor and marks the image as used. It is private: a write would copy the page for
+    this process only. Raises NotFound if the image is gone; the caller must load again.
     """
     path = image_path(shm_name)
     try:
@@ -42,7 +41,7 @@ def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
     finally:
         os.close(fd)
     tensors = {}
-    for entry in header_of(str(path), MemoryBlob(str(path), memory)).tensors:  # the name may be gone by now
+    for entry in header_of(str(path), MemoryBlob(str(path), memory)).tensors:  # the name may already be unlinked
         dtype = TORCH_DTYPES[entry.dtype]
         count = entry.size_bytes // dtype.itemsize
         tensors[entry.name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)

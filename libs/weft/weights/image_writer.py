@@ -1,8 +1,8 @@
-"""The file of an image while it is written: threads put different parts of it into their places.
+"""Writes an image file from several threads.
 
-Where shared memory has large pages, it is mapped: what is decoded goes to its place at once, and no thread waits for
-another, as those do that write to one file. Small pages are written, which takes little more than half of the time that
-touching them one by one does.
+If shared memory uses huge pages the file is mapped: decoded bytes go to their place at once, without the lock that
+concurrent writes to one file share. With 4 KiB pages it is written, in little more than half the time that touching
+the pages one by one takes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from weft.errors import BadCheckpoint, Overloaded
 logger = logging.getLogger(__name__)
 MOUNTS = Path("/proc/self/mountinfo")
 AHEAD_BYTES = 64 * 1024 * 1024
-"""Taken from shared memory at once: whole large pages."""
-DEVICE = 2  # a field of each of its lines; the last one has the options of the file system
+"""Bytes allocated in shared memory at once; whole huge pages."""
+DEVICE = 2  # field of each line; the last field holds the file system options
 LARGE = {b"huge=always", b"huge=within_size"}
 
 
 class ImageWriter:
-    """An open file that has its size already, and closes by its owner's hand. Where the block below `with` fails, its
-    pages are given back."""
+    """An open file that already has its size; the owner closes it.
+
+    If the `with` block fails, the pages are released.
+    """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
@@ -46,12 +48,12 @@ class ImageWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._memory is not None:
-            # whoever keeps the error may keep views of the mapping, and with it all of its pages
-            with suppress(OSError):  # not every file system can, and they go with the last of those views
+            # The traceback may keep views of the mapping alive, and with them all pages.
+            with suppress(OSError):  # unsupported by some file systems; then the pages go with the last view
                 self._memory.madvise(mmap.MADV_REMOVE)
 
     def window(self, first: int, size: int) -> memoryview | None:
-        """These bytes, to be filled; None where they have to be written. Raises Overloaded."""
+        """Return these bytes of the mapping to fill, or None if they must be written. Raises Overloaded."""
         with self._lock:
             if (memory := self._mapped()) is None:
                 return None
@@ -63,15 +65,15 @@ class ImageWriter:
             try:
                 self._memory = mmap.mmap(self._fd, self._size_bytes)
             except OSError as error:
-                logger.warning("shared memory is written, as it cannot be mapped: %s", error)
+                logger.warning("shared memory not mappable, writing instead error=%s", error)
                 self._may_map = False
         return self._memory
 
     def _take(self, end: int) -> None:
-        """All pages up to there: one that cannot be had when it is touched would end this process.
+        """Allocate all pages up to `end`: touching a page that shared memory cannot supply would kill the process.
 
-        Some time ahead, and each page once: of one that has been taken before, the kernel clears all, and keeps others
-        from taking any meanwhile.
+        Pages are allocated ahead of use and only once. The kernel clears a page again if it is allocated twice, and
+        blocks other allocations meanwhile.
         """
         if end <= self._taken_bytes:
             return
@@ -84,7 +86,7 @@ class ImageWriter:
 
 
 def write_all(fd: int, data: memoryview | bytes, place: int) -> None:
-    """Raises Overloaded when there is no more room."""
+    """Write all of `data` at `place`. Raises Overloaded if shared memory is full."""
     view = memoryview(data)
     done = 0
     while done < len(view):
@@ -95,21 +97,21 @@ def write_all(fd: int, data: memoryview | bytes, place: int) -> None:
 
 
 def shm_write_error(error: OSError) -> BadCheckpoint | Overloaded:
-    """What shared memory that gives this error is to those who wait for weights."""
+    """Map an OSError from shared memory to an error for the callers that load weights."""
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         return Overloaded(f"shared memory is full: {error.strerror}")
     return BadCheckpoint(f"shared memory cannot be written: {error.strerror}")
 
 
 def free_bytes(directory: Path) -> int:
-    """Of the file system there."""
+    """Return the free bytes of the file system."""
     stat = os.statvfs(directory)
     return stat.f_bavail * stat.f_frsize
 
 
 def uses_huge_pages(place: int | Path) -> bool:
-    """Does the file system of this file, open or by its path, give its files large pages."""
+    """Return whether the file system of this file (descriptor or path) gives its files huge pages."""
     device = os.stat(place).st_dev
-    name = f"{os.major(device)}:{os.minor(device)}".encode()  # names of other mounts are in no encoding
+    name = f"{os.major(device)}:{os.minor(device)}".encode()  # mount names are bytes without an encoding
     lines = [fields for line in MOUNTS.read_bytes().splitlines() if (fields := line.split())[DEVICE] == name]
     return any(not LARGE.isdisjoint(fields[-1].split(b",")) for fields in lines)

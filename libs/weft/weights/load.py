@@ -1,7 +1,7 @@
-"""Brings a checkpoint's bytes into an image file: threads that read, check and write a run at a time.
+"""Reads a checkpoint into an image file: each thread reads, checks and writes one run at a time.
 
-Each thread has its own memory, a few MiB that never leave the processor's caches for long, so that what loading takes
-beside the image itself does not depend on the model.
+Each thread has a few MiB of memory that stay in the processor's caches, so loading needs a fixed amount of memory
+beside the image.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from weft.weights.readers import BundleReader, ReadBuffers, SafetensorsReader, o
 
 logger = logging.getLogger(__name__)
 Report = Callable[[int, str], None]
-"""Hears from reading threads how many more bytes are done, and of which file; what it raises ends the reading."""
+"""Called on reading threads with the number of new bytes and the file; an exception ends the reading."""
 RUNS_AHEAD = 256
-"""Waiting for a thread; the plan of a large model is long."""
+"""Runs that wait for a thread; the plan of a large model is long."""
 PAUSES_SECONDS = (0.1, 0.5, 2.0)
-"""Before a run is asked for again of storage that failed; then the whole load fails, and may be begun anew."""
+"""Pauses between attempts to read a run from failing storage; after the last one the load fails."""
 
 
 class RunReader(Protocol):
-    """Gives a run's bytes, from wherever; called by several threads."""
+    """Returns the bytes of a run from any source; several threads call it."""
 
     def __call__(self, run: PieceRun, memory: ReadBuffers) -> memoryview:
-        """They last until this thread's next call. Raises WeftError."""
+        """Return bytes that are valid until the next call of this thread. Raises WeftError."""
 
 
 @contextmanager
 def files_reader(layout: ImageLayout) -> Iterator[RunReader]:
-    """Reads from the checkpoint's own files. Raises BadCheckpoint, StorageUnavailable."""
+    """Read from the files of the checkpoint. Raises BadCheckpoint, StorageUnavailable."""
     with ExitStack() as stack:
         readers: dict[str, SafetensorsReader | BundleReader] = {}
         for tensor in layout.tensors:
@@ -61,30 +61,30 @@ def _with_retries(read: Callable[[], memoryview]) -> memoryview:
         try:
             return read()
         except StorageUnavailable as error:
-            logger.warning("trying again: %s", error)
-            time.sleep(pause * random.uniform(0.5, 1.5))  # not all threads of all nodes at once
+            logger.warning("read failed, retrying error=%s", error)
+            time.sleep(pause * random.uniform(0.5, 1.5))  # jitter between threads and nodes
     return read()
 
 
 class PeerFirstReader:
-    """A RunReader: another node's image for as long as that node is there, then the checkpoint's files, compared."""
+    """Reads the image of another node while that node answers, then the checkpoint's files; checks digests of both."""
 
     def __init__(self, peer: RunReader, leaves: Mapping[str, bytes], files: RunReader) -> None:
-        """`leaves` are the digests of the other node's pieces, tensor by tensor."""
+        """Take the piece digests of the other node, by tensor, as `leaves`."""
         self._peer = peer
         self._leaves = leaves
         self._files = files
         self.trouble = ""
 
     def __call__(self, run: PieceRun, memory: ReadBuffers) -> memoryview:
-        """Raises Incompatible when the files hold other weights than the node that is gone."""
+        """Read a run. Raises Incompatible if the files hold other weights than the lost node."""
         if not self.trouble:
             try:
                 data = self._peer(run, memory)
                 check_digests(run, data, self._leaves)
             except (PeerLost, Incompatible) as error:
                 if not self.trouble:
-                    logger.warning("the rest of the weights comes from files: %s", error)
+                    logger.warning("peer lost, reading the rest of the weights from files error=%s", error)
                 self.trouble = str(error)
             else:
                 return data
@@ -94,7 +94,7 @@ class PeerFirstReader:
 
 
 def check_samples(layout: ImageLayout, theirs: RunReader, ours: RunReader, num_threads: int) -> None:
-    """Raises Incompatible naming a tensor that another node has otherwise, as far as samples of it tell."""
+    """Compare samples of every tensor with another node. Raises Incompatible naming a tensor that differs."""
     samples = layout.samples()
     parts = tuple(part for run in samples for part in run.pieces)
     asked = theirs(PieceRun(samples[0].file, 0, parts), ReadBuffers())
@@ -110,7 +110,7 @@ def check_samples(layout: ImageLayout, theirs: RunReader, ours: RunReader, num_t
 
 
 def check_digests(run: PieceRun, data: memoryview, leaves: Mapping[str, bytes]) -> None:
-    """Raises Incompatible naming the first tensor and piece whose digest is not what it should be."""
+    """Raise Incompatible with the first tensor and piece whose digest differs."""
     done = 0
     for part in run.pieces:
         expected = leaves[part.entry.name][DIGEST_BYTES * part.number : DIGEST_BYTES * (part.number + 1)]
@@ -120,9 +120,9 @@ def check_digests(run: PieceRun, data: memoryview, leaves: Mapping[str, bytes]) 
 
 
 def fill_image(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_threads: int) -> PieceDigests:
-    """Write every tensor to its place in the file `fd`; returns the digests of their pieces.
+    """Write every tensor to its place in the file `fd`; return the digests of the pieces.
 
-    Raises what reading and reporting raise, and Overloaded when shared memory is full.
+    Raises the errors of reading and reporting, and Overloaded if shared memory is full.
     """
     leaves: PieceDigests = [[b""] * num_pieces(entry) for entry in layout.entries]
     local, processors = threading.local(), threading.Semaphore(len(os.sched_getaffinity(0)))
@@ -155,7 +155,7 @@ def fill_image(fd: int, layout: ImageLayout, read: RunReader, report: Report, nu
             while pending:
                 pending.popleft().result()
         finally:
-            # a failed run must not leave the others reading
+            # stop the other reads if one run failed
             threads.shutdown(cancel_futures=True)
     return leaves
 

@@ -1,4 +1,4 @@
-"""Work that threads do ahead of the one that takes its results. Knows neither files nor tensors."""
+"""Runs work in threads ahead of the consumer and yields the results in order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Result = TypeVar("Result")
 def map_ahead(
     threads: ThreadPoolExecutor, work: Callable[..., Result], steps: Iterable[tuple[int | str, ...]], num_ahead: int
 ) -> Generator[Result]:
-    """What `work` makes of each step, in their order; so many are done, or being done, before they are asked for.
+    """Yield work(*step) for each step, in order, with up to `num_ahead` results done or under way in advance.
 
-    To be closed (`contextlib.closing`): then, and after an error of the work or an interrupt, what has not begun never
-    does, and what has is waited for. Nobody reads any more from a file that is closed next.
+    Close the generator (`contextlib.closing`). On close, error or interrupt, pending work is cancelled and running
+    work is awaited, so that no thread reads from a file that the caller closes next.
     """
     rest, pending = iter(steps), deque[Future[Result]]()
     try:

@@ -1,7 +1,7 @@
-"""Checkpoints in an object store (S3 and what speaks its language, GCS, Azure): ranges of objects instead of files.
+"""Checkpoints in an object store (S3 and compatible stores, GCS, Azure), read as ranges of objects.
 
-`local_model` brings the small files here, so that every process finds config and tokenizer in a directory as usual; the
-weights are read from the store, a range at a time, by whoever loads them. Needs the extra `object-store`.
+`local_model` mirrors the small files into a directory, where every process finds config and tokenizer. The loader
+reads the weights from the store, a range at a time. Needs the extra `object-store`.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ORIGIN_FILE = "weft-origin.json"
-"""In a directory that was made from a store: its URL, and the stamps of the files that were copied."""
+"""File in a mirrored directory: URL of the store, and stamps of the copied files."""
 SCHEMES = ("s3://", "gs://", "az://")
 WEIGHTS_SUFFIXES = (".safetensors", ".weft", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 NEEDED = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja"),
     *("tokenizer.json", "tokenizer_config.json", "tiktoken.model"),
 )
-"""Without these, where the store has them, another model would be served; what else is there nobody reads."""
+"""Files that define the model; they are copied even if they are large."""
 REQUEST_SECONDS = "60s"
 STORE_RETRIES = 4
 STORE_RETRY_TIMEOUT = timedelta(seconds=20)
-"""Of the client itself, over broken connections and a store's own trouble; then our callers may try again."""
-# neither "timeout" nor "slow down"; a bucket of another region leads elsewhere without saying where
+"""Total time of the client's retries after broken connections and store errors; callers may then retry."""
+# Excludes 408 (timeout) and 429 (slow down). A bucket of another region redirects without a location.
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|redirect without LOCATION")
 
 
 def is_store_url(model: str) -> bool:
-    """Does this name a place in an object store."""
+    """Return whether the setting is a URL of an object store."""
     return model.startswith(SCHEMES)
 
 
 def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """The settings, with a directory in WEFT_MODEL wherever it has a URL. Raises BadCheckpoint, StorageUnavailable."""
+    """Return the settings with a local directory for each URL in WEFT_MODEL. Raises BadCheckpoint,
+    StorageUnavailable."""
     setting = environ.get("WEFT_MODEL", "")
     if "://" not in setting:
         return environ
     if is_store_url(setting):
         directory = local_model(setting)
-        # without a name, a directory called `version=3` would be taken for NAME=DIR
+        # Without a name, a directory called `version=3` would be parsed as NAME=DIR.
         name = environ.get("WEFT_MODEL_NAME") or directory.name
         return {**environ, "WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": name}
     parts = [part.partition("=") for part in setting.split(",")]
@@ -66,9 +67,9 @@ def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, st
 
 
 def local_model(url: str, cache: Path | None = None) -> Path:
-    """A directory with the small files of the checkpoint at `url`, as they are there now.
+    """Return a directory with the current small files of the checkpoint at `url`.
 
-    It has the name that the URL ends with, and ORIGIN_FILE, which says where the weights are. Raises BadCheckpoint,
+    Its name is the last part of the URL. ORIGIN_FILE in it records where the weights are. Raises BadCheckpoint,
     StorageUnavailable.
     """
     origin = ObjectOrigin(url)
@@ -81,7 +82,7 @@ def local_model(url: str, cache: Path | None = None) -> Path:
 
 
 def _copy_small_files(origin: ObjectOrigin, url: str, directory: Path) -> None:
-    """Those that are others in the store now; what is gone there goes here."""
+    """Copy files that changed in the store, and delete files that are gone there."""
     had = _stamps(directory)
     stamps = {}
     for file in origin.files():
@@ -101,16 +102,16 @@ def _copy_small_files(origin: ObjectOrigin, url: str, directory: Path) -> None:
 
 
 def origin_of(directory: Path) -> Origin:
-    """Where the weights of a checkpoint directory are. If that is a store, the small files in the directory are as they
-    are there now: new weights want the config that came with them. Raises BadCheckpoint, StorageUnavailable.
+    """Return where the weights of a checkpoint directory are.
+
+    For a mirrored directory the small files are refreshed first: new weights need their own config. Raises
+    BadCheckpoint, StorageUnavailable.
     """
     if not is_remote(directory):
         return LocalOrigin(directory)
     try:
         url = str(json.loads(read_small(directory / ORIGIN_FILE))["url"])
-        if not is_store_url(
-            url
-        ):  # files of this machine, or whatever else whoever made that file would like to have read
+        if not is_store_url(url):  # a forged file could point at any local file
             raise ValueError(f"{url!r} is no object store's")
     except OSError as error:
         raise to_weft_error(error, f"{directory / ORIGIN_FILE}: not readable") from error
@@ -122,7 +123,7 @@ def origin_of(directory: Path) -> Origin:
 
 
 def is_remote(directory: Path) -> bool:
-    """Are the weights of this directory elsewhere. Raises BadCheckpoint, StorageUnavailable."""
+    """Return whether the weights of this directory are in a store. Raises BadCheckpoint, StorageUnavailable."""
     return path_exists(directory / ORIGIN_FILE)
 
 
@@ -133,19 +134,19 @@ def _stamps(directory: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         return {}
-    # whoever wrote that file has no say in what lies elsewhere
+    # Ignore names that point outside this directory.
     return {name: stamp for name, stamp in found.items() if name and Path(name).name == name and name != ".."}
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    """A machine that lost its power may have kept the name and nothing behind it."""
+    """Return whether the copy has its full size; a power failure may leave an empty file."""
     with _cache_errors_translated(path), suppress(FileNotFoundError):
         return path.stat().st_size == size
     return False
 
 
 def _write(path: Path, content: bytes) -> None:
-    # processes that start together fetch the same; in containers that share a cache they have the same number
+    # Processes that start together fetch the same file; in containers they may have equal process IDs.
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     with _cache_errors_translated(path):
         try:
@@ -165,10 +166,10 @@ def _cache_errors_translated(path: Path) -> Iterator[None]:
 
 
 class ObjectOrigin(Origin):
-    """The objects directly below a URL. Credentials and endpoint come from the environment, AWS_* and so on."""
+    """The objects directly below a URL. Credentials and endpoint come from the environment (AWS_* and others)."""
 
     def __init__(self, url: str) -> None:
-        """Raises BadCheckpoint, also for settings that no store can be asked with: nothing is asked of one yet."""
+        """Configure the store without a request. Raises BadCheckpoint, also for unusable settings."""
         try:
             from obstore.store import from_url
         except ImportError:
@@ -189,14 +190,14 @@ class ObjectOrigin(Origin):
         self._files: dict[str, ObjectFile] = {}
 
     def files(self) -> list[ObjectFile]:
-        """Everything there, asked for once."""
+        """List all objects, once."""
         from obstore import list_with_delimiter
 
         if not self._files:
             with _store_errors_translated(self._url):
                 found = list_with_delimiter(self._store)["objects"]
             for meta in found:
-                if meta["path"]:  # the folder itself, where a console or a file system has made it, has no name
+                if meta["path"]:  # a folder object has an empty name
                     self._files[meta["path"]] = ObjectFile(self._store, self._url, meta)
         if not self._files:
             raise BadCheckpoint(f"{self._url}: there is nothing at this URL")
@@ -216,7 +217,7 @@ class ObjectOrigin(Origin):
 
 
 class ObjectFile(WeightsFile):
-    """One object, as it was when its directory was listed."""
+    """One object in the state of the listing."""
 
     def __init__(self, store: ObjectStore, url: str, meta: ObjectMeta) -> None:
         self.name = meta["path"]
@@ -230,7 +231,7 @@ class ObjectFile(WeightsFile):
         return ObjectBlob(self._store, str(self), self.name, self.size_bytes, self._tag)
 
     def content(self) -> bytes:
-        """All of it. Raises BadCheckpoint, StorageUnavailable."""
+        """Read the whole object. Raises BadCheckpoint, StorageUnavailable."""
         if self.size_bytes > MAX_SMALL_BYTES:
             raise BadCheckpoint(f"{self}: {self.size_bytes} bytes are too many for a file that is not weights")
         return bytes(self.open().read(0, self.size_bytes, Scratch()))
@@ -243,8 +244,10 @@ class ObjectFile(WeightsFile):
 
 
 class ObjectBlob(Blob):
-    """Ranges of one object; each read is a request. One that was written anew, or is gone, since it was listed is
-    StorageUnavailable: a list made now says what is there."""
+    """Ranges of one object; each read is a request.
+
+    An object that was replaced or removed since the listing raises StorageUnavailable; a new listing shows its state.
+    """
 
     def __init__(self, store: ObjectStore, name: str, path: str, size: int, tag: str) -> None:
         self._store = store
@@ -254,14 +257,14 @@ class ObjectBlob(Blob):
         self.size_bytes = size
 
     def close(self) -> None:
-        """Connections belong to the store."""
+        """Do nothing: connections belong to the store."""
 
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
         from obstore import get
 
         if offset + size > self.size_bytes:
             raise BadCheckpoint(f"{self.name}: truncated: it ends before byte {offset + size}")
-        if not size:  # a range without bytes is an error to a store
+        if not size:  # stores reject empty ranges
             return memoryview(b"")
         with _store_errors_translated(self.name, is_listed=True):
             options: GetOptions = {"range": (offset, offset + size)}
@@ -275,7 +278,7 @@ class ObjectBlob(Blob):
 
 @contextmanager
 def _store_errors_translated(where: str, is_listed: bool = False) -> Iterator[None]:
-    """The store's errors as one line of ours; `is_listed`: of an object that was there just now."""
+    """Translate errors of the store to one line of ours; `is_listed`: the object existed in the last listing."""
     from obstore.exceptions import BaseError, NotFoundError, PreconditionError
 
     try:
@@ -284,12 +287,12 @@ def _store_errors_translated(where: str, is_listed: bool = False) -> Iterator[No
         line = str(error).strip().partition("\n")[0]
         is_changed = is_listed and isinstance(error, (PreconditionError, NotFoundError, FileNotFoundError))
         if is_changed:
-            raise StorageUnavailable(f"{where}: was written anew, or removed, since it was listed: {line}") from error
+            raise StorageUnavailable(f"{where}: changed or removed since it was listed: {line}") from error
         raise _error_class(error)(f"{where}: {line}") from error
 
 
 def _error_class(error: Exception) -> type[WeftError]:
-    """A store that answers says what is wrong with the request; all else is the network, or the store itself."""
+    """Return BadCheckpoint if the store rejected the request, StorageUnavailable for network and store failures."""
     from obstore.exceptions import GenericError
 
     is_answer = isinstance(error, (FileNotFoundError, PermissionError)) or _REFUSED.search(str(error))

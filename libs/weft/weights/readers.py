@@ -1,4 +1,4 @@
-"""Where the bytes of a run come from: a safetensors file as it is, or a bundle file, decoded on the way."""
+"""Readers of open tensor files: safetensors as stored, or bundles decoded while reading."""
 
 from __future__ import annotations
 
@@ -16,60 +16,59 @@ from weft.weights.image_writer import ImageWriter
 
 
 class ProcessorSlot:
-    """One thread's turn at a processor, while others read. Taken once the bytes are there, by whoever has something to
-    do with them first.
+    """A processor slot for one thread that decodes while other threads read.
 
-    Threads that all decode at once all end at once, and then all read at once: the disk and the processors would wait
-    for one another by turns.
+    A thread acquires it once its bytes are there. If all threads decoded at once they would also read at once, and disk
+    and processors would wait for each other.
     """
 
     def __init__(self, processors: threading.Semaphore | None = None) -> None:
-        """`processors`: as many as there are; without, nobody waits."""
+        """Share the semaphore `processors`; without it, `acquire` never waits."""
         self._processors = processors
         self._is_held = False
 
     def acquire(self) -> None:
-        """Wait for it; later calls change nothing."""
+        """Wait for a slot; repeated calls have no effect."""
         if self._processors is not None and not self._is_held:
             self._processors.acquire()
             self._is_held = True
 
     def release(self) -> None:
-        """It is another's; later calls change nothing."""
+        """Free the slot; repeated calls have no effect."""
         if self._processors is not None and self._is_held:
             self._is_held = False
             self._processors.release()
 
 
 class ReadBuffers:
-    """What one reading thread needs: memory for stored bytes, and for decoded ones; and its turn at a processor."""
+    """Buffers of one reading thread for stored and decoded bytes, and its processor slot."""
 
     def __init__(self, processors: threading.Semaphore | None = None, image: ImageWriter | None = None) -> None:
-        """`image`: where all of it ends, if it can be put there at once."""
+        """Use `image` as the destination, if decoded bytes can go there directly."""
         self.stored = Scratch()
         self.slot = ProcessorSlot(processors)
         self.image_offset = 0
-        """Where in the image the next bytes are to end."""
+        """Offset in the image of the next bytes."""
         self._image = image
         self._decoded = Scratch()
         self._place: memoryview | None = None
 
     def output(self, size: int) -> memoryview:
-        """Memory for so many bytes: their place in the image, or some that is used again. Raises Overloaded."""
+        """Return memory for decoded bytes: their place in the image, or the reusable buffer. Raises Overloaded."""
         self._place = self._image.window(self.image_offset, size) if self._image is not None else None
         return self.reusable(size) if self._place is None else self._place
 
     def reusable(self, size: int) -> memoryview:
-        """Memory for so many bytes that is used again."""
+        """Return memory of `size` bytes that later calls reuse."""
         return self._decoded.take(size)
 
     def is_in_place(self, data: memoryview) -> bool:
-        """Nobody has to put these bytes into the image any more."""
+        """Return whether these bytes are already in the image."""
         return data is self._place
 
 
 def open_reader(file: WeightsFile) -> SafetensorsReader | BundleReader:
-    """By the file's name. Raises BadCheckpoint."""
+    """Open a file with the reader for its suffix. Raises BadCheckpoint."""
     blob = file.open()
     if not file.name.endswith(SUFFIX):
         return SafetensorsReader(blob)
@@ -81,7 +80,7 @@ def open_reader(file: WeightsFile) -> SafetensorsReader | BundleReader:
 
 
 class SafetensorsReader:
-    """A safetensors file."""
+    """Reads runs from a safetensors file. Several threads may read, each with its own buffers."""
 
     def __init__(self, blob: Blob) -> None:
         self._blob = blob
@@ -97,7 +96,7 @@ class SafetensorsReader:
 
 
 class BundleReader:
-    """A bundle file; every chunk is checked as it is decoded."""
+    """Decodes runs from a bundle file and checks every chunk. Several threads may read, each with its own buffers."""
 
     def __init__(self, bundle: BundleFile) -> None:
         self._bundle = bundle

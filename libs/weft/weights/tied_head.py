@@ -1,7 +1,7 @@
-"""The output matrix of a model whose config.json ties it to the embedding, while its files hold another one.
+"""The output matrix of a model whose config.json ties it to the embedding although its files hold a separate one.
 
-transformers goes by the files then, and so do we. To be sure that two matrices are the same both are read, whole:
-training may have changed a few rows of one.
+transformers then uses the files, and so does Weft. Both matrices are compared whole, because training may have changed
+only a few rows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_tied_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
-    """The checkpoint with that matrix, and a config that says so; as it is where there is none, or the embedding again.
+    """Return the checkpoint with its separate output matrix and a matching config.
 
-    Raises BadCheckpoint, StorageUnavailable.
+    Returns it unchanged if there is no such matrix or if it equals the embedding. Raises BadCheckpoint,
+    StorageUnavailable.
     """
     head = checkpoint.untied_head
     if head is None:
         return checkpoint
     _, own = both = possible_checkpoints(checkpoint)
     for each in both:
-        if (image := find_image(each)) is not None:  # whoever wrote it has looked
+        if (image := find_image(each)) is not None:  # the writer of the image has compared them
             image.close()
             return each
     embedding = next(each for each in checkpoint.tensors if each.entry.name.endswith("embed_tokens.weight"))
@@ -48,8 +49,10 @@ def resolve_tied_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
 
 
 def possible_checkpoints(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
-    """What an image of these files may be of: as config.json says, or with that matrix. Raises BadCheckpoint,
-    StorageUnavailable."""
+    """Return the checkpoints that an image of these files may hold: tied as in config.json, or with its own head.
+
+    Raises BadCheckpoint, StorageUnavailable.
+    """
     head = checkpoint.untied_head
     return (checkpoint,) if head is None else (checkpoint, _untied(checkpoint, head))
 

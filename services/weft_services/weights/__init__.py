@@ -1,1 +1,1 @@
-"""Reads a checkpoint once per node, checks it, and keeps it in host shared memory for the workers."""
+"""Weights service: reads a checkpoint once per node, checks it, and keeps it in shared memory for the workers."""

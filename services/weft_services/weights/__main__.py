@@ -17,11 +17,11 @@ from weft_services.weights.service import SERVICE_NAME, WeightServicer
 from weft_services.weights.shm_budget import ShmBudget
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
-TELL_SECONDS = 5.0
+LOG_SECONDS = 5.0
 
 
 async def serve(config: WeightsConfig) -> None:
-    """Load before being asked, then answer until cancelled."""
+    """Load all models, then answer requests until cancelled."""
     rpc = RpcServer([SERVICE_NAME])
     async with asyncio.TaskGroup() as tasks:
         peers = {name: WeightsPeer(config.weights_from, name) for name in config.models if config.weights_from}
@@ -41,44 +41,44 @@ async def serve(config: WeightsConfig) -> None:
             await asyncio.Event().wait()
         finally:
             await rpc.stop(grace_seconds=0.5)
-            # at once: one may wait long for a read to end, and whoever stops us does not wait so long
+            # Close concurrently: a read may take long to end, and the supervisor waits only briefly.
             await asyncio.gather(*(loader.close() for loader in loaders.values()))
             for peer in peers.values():
                 await peer.close()
 
 
 async def _preload(name: str, loader: WeightLoader, limit_bytes: int) -> None:
-    """One that has no place beside those before it is loaded when a worker asks for it, where there is a limit.
+    """Load a model; with a limit, a model that does not fit is loaded on demand.
 
-    Storage that fails is asked again for as long as this process is let live.
+    A storage failure is retried until the process ends.
     """
     pause = RETRY_SECONDS
     while True:
         try:
             if limit_bytes and not await loader.fits():
-                logging.info("the model %r has no place beside the others now: it is loaded when it is asked for", name)
+                logging.info("model does not fit now, loading on demand model=%r", name)
                 return
             return await _load(name, loader)
         except Overloaded as error:
             raise ConfigError(f"the model {name!r} does not fit: {error}") from error
         except StorageUnavailable as error:
-            logging.warning("the model %r is loaded anew in %g s: %s", name, pause, error)
+            logging.warning("load failed, retrying model=%r seconds=%g error=%s", name, pause, error)
         await asyncio.sleep(pause)
         pause = min(2 * pause, MAX_RETRY_SECONDS)
 
 
 async def _load(name: str, loader: WeightLoader) -> None:
     clock = asyncio.get_running_loop().time
-    told_at = clock()
+    logged_at = clock()
     async for event in loader.load(is_ahead=True):
-        if isinstance(event, ReadProgress) and clock() - told_at >= TELL_SECONDS:
-            told_at = clock()
+        if isinstance(event, ReadProgress) and clock() - logged_at >= LOG_SECONDS:
+            logged_at = clock()
             log.progress(f"weights of {name}", event.read_bytes, event.total_bytes)
 
 
 async def main() -> None:
-    """Until SIGTERM or SIGINT."""
-    raise_fd_limit()  # a load has all files of its model open, and several models may be loaded at once
+    """Serve until SIGTERM or SIGINT."""
+    raise_fd_limit()  # a load keeps all files of its model open, and models may load concurrently
     config = read_config(WeightsConfig, with_local_model())
     logging.info(format_config(config))
     log.startup_phase("imports")

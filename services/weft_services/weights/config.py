@@ -8,17 +8,17 @@ from pathlib import Path
 from weft.config import MAX_THREADS, ConfigError, CpuKernels, read_models
 from weft.weights.object_store import is_remote
 
-REMOTE_READERS = 24  # an object store answers each request late, and many at a time
-READERS = 8  # whatever the cores: they wait for the disk most of the time, and more gain nothing from one
+REMOTE_READERS = 24  # object stores have high latency and serve many requests at once
+READERS = 8  # independent of the cores: readers mostly wait for the disk, and more of them gain nothing
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsConfig:
-    """`model` is a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR; `threads` read each, 0 = 8 of them, 24 from
-    an object store.
+    """Settings of the weights process.
 
-    `weights_from` is the weights service of another node that may hold the model in memory already.
-    `weights_shm_bytes` limits the shared memory of all models' images together; 0: no limit.
+    model: a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR. threads: readers per model; 0 = 8, or 24 for an
+    object store. weights_from: the weights service of another node that may hold the model already. weights_shm_bytes:
+    limit for the images of all models; 0 = no limit.
     """
 
     model: str
@@ -42,9 +42,9 @@ class WeightsConfig:
 
     @property
     def models(self) -> dict[str, Path]:
-        """Checkpoint directories, by the models' names in requests."""
+        """Checkpoint directories by the model names of requests."""
         return read_models(self.model, self.model_name)
 
     def num_readers(self, directory: Path) -> int:
-        """Threads that read this model."""
+        """Return the number of threads that read this model."""
         return self.threads or (REMOTE_READERS if is_remote(directory) else READERS)

@@ -1,4 +1,4 @@
-"""What other nodes may read of the image that is held here, and how much at a time."""
+"""Serves the image that this node holds to other nodes, with bounded reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_READS = 64
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """`size` bytes of a tensor, from byte `first` on."""
+    """`size` bytes of a tensor from byte `first` on."""
 
     tensor: str
     first: int
@@ -31,7 +31,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class HeldImage:
-    """An image, where its tensors lie, and the digests of each one's pieces."""
+    """An image, the places of its tensors, and the piece digests of each."""
 
     image: Image
     entries: dict[str, TensorEntry]
@@ -39,7 +39,7 @@ class HeldImage:
 
 
 class ImageServer:
-    """Lends the image of a loader."""
+    """Serves the image of one loader."""
 
     def __init__(self, loader: WeightLoader) -> None:
         self._loader = loader
@@ -47,19 +47,21 @@ class ImageServer:
         self._num_reads = 0
 
     async def held_image(self) -> HeldImage:
-        """Raises NotFound while nothing is loaded."""
+        """Return the current image. Raises NotFound while nothing is loaded."""
         while self._holding is None or self._holding.image is not self._loader.image:
             image = self._loader.image
             if image is None:
                 raise NotFound("the model is not loaded here yet")
-            # which may be let go of meanwhile, and its file's number be another's
+            # The image may be released meanwhile, and its descriptor reused.
             entries, leaves = await asyncio.to_thread(image_content, image)
             self._holding = HeldImage(image, {entry.name: entry for entry in entries}, leaves)
         return self._holding
 
     async def read(self, weights_hash: str, slices: Sequence[TensorSlice]) -> AsyncIterator[bytes]:
-        """The bytes of these, one after another, no more than `check_parts` lets in. Raises NotFound, InvalidRequest,
-        Overloaded."""
+        """Yield the bytes of the slices one after another; `check_parts` bounds their number.
+
+        Raises NotFound, InvalidRequest, Overloaded.
+        """
         holding = await self.held_image()
         if holding.image.weights_hash != weights_hash:
             raise NotFound(f"the weights {weights_hash} are not held here (any more)")
@@ -67,7 +69,7 @@ class ImageServer:
         if sum(size for _, size in places) > MAX_READ_BYTES:
             raise InvalidRequest(f"at most {MAX_READ_BYTES} bytes at a time", "parts")
         with self._read_slot():
-            fd = os.dup(holding.image.fd)  # the image may be let go of meanwhile
+            fd = os.dup(holding.image.fd)  # the image may be released meanwhile
             try:
                 for place, size in places:
                     for done in range(0, size, CHUNK_BYTES):
@@ -87,7 +89,7 @@ class ImageServer:
 
 
 def check_parts(count: int) -> None:
-    """Before anything is made of so many. Raises InvalidRequest."""
+    """Check the number of parts before allocating anything for them. Raises InvalidRequest."""
     if count > MAX_PARTS:
         raise InvalidRequest(f"at most {MAX_PARTS} parts at a time", "parts")
 

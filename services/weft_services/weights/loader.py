@@ -1,4 +1,4 @@
-"""Brings the model into shared memory: found there, or read once for however many ask at the same time."""
+"""Brings a model into shared memory: finds an existing image, or reads the checkpoint once for all callers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES, MEMORY = "files", "memory"
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """How much of the checkpoint has been read."""
+    """Bytes of the checkpoint read so far."""
 
     read_bytes: int
     total_bytes: int
@@ -35,7 +35,7 @@ class ReadProgress:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """The model is in shared memory."""
+    """A model in shared memory."""
 
     image: Image
     config_json: str
@@ -43,14 +43,15 @@ class LoadedWeights:
 
     @property
     def read_from_disk(self) -> bool:
-        """Has its maker read the checkpoint's files for it."""
+        """Whether this service read the checkpoint's files for it."""
         return self.source == FILES
 
 
 class WeightLoader:
-    """One model of one node. `tasks` outlives every load; a caller that leaves does not end the reading for others.
+    """Loads one model of one node. `tasks` outlives every load: a caller that leaves does not end the reading for
+    others.
 
-    `peer` is asked first, where there is one; whatever it cannot give comes from the checkpoint's files.
+    It asks `peer` first, if there is one, and reads the rest from the checkpoint's files.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class WeightLoader:
         self._progress_lock = threading.Lock()
         self._is_stopping = False
         self._is_wanted = False
-        self._state: str | None = None  # of the files, when they could not be read; None: they could
+        self._state: str | None = None  # state of the files at the last failed read; None after a success
 
     async def load(self, is_ahead: bool = False) -> AsyncIterator[ReadProgress | LoadedWeights]:
-        """Progress while it is read, Loaded last; `is_ahead` of anybody who would map it.
+        """Yield progress, and LoadedWeights last; `is_ahead`: no worker waits to map the image.
 
-        Raises BadCheckpoint, StorageUnavailable, or Overloaded when shared memory is full.
+        Raises BadCheckpoint, StorageUnavailable, or Overloaded if shared memory is full.
         """
         if not is_ahead:
             self._budget.touch(self)
@@ -101,53 +102,53 @@ class WeightLoader:
 
     @property
     def image(self) -> Image | None:
-        """What is held now."""
+        """The image that this loader holds."""
         return self._loaded.image if self._loaded else None
 
     @property
     def read_bytes(self) -> int:
-        """Of the files, as far as this is being done."""
+        """Bytes of the files read by the current load."""
         return self._progress.read_bytes
 
     def drop(self) -> None:
-        """Hold the image no more; whoever calls releases it."""
+        """Forget the image; the caller releases it."""
         self._loaded = None
 
     async def close(self) -> None:
-        """End what is under way, and let go of the image. Nobody may ask any more.
+        """Cancel a load and stop holding the image; no request may follow.
 
-        What workers map stays for whoever comes after this process: read again, it would take memory twice.
+        An image that workers map stays for the next process: reading it again would take the memory twice.
         """
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.wait({self._loading})
         if (image := self.image) is not None and is_mapped(image.fd):
-            logger.info("left for those who map it: %s", image.name)
+            logger.info("image left in shared memory for its workers image=%s", image.name)
             self.drop()
             image.close()
         self.release()
 
     def release(self) -> None:
-        """Let go of the image; the last holder removes it."""
+        """Stop holding the image; the last holder removes it."""
         if (image := self.image) is not None:
             self.drop()
             image.release()
 
     async def fits(self) -> bool:
-        """Is there room, without another model's image going. Raises BadCheckpoint, StorageUnavailable."""
+        """Return whether the model fits without evicting another model. Raises BadCheckpoint, StorageUnavailable."""
         with os_errors_translated(f"{self._directory}"):
             checkpoint = await asyncio.to_thread(self._read_checkpoint)
             known_by = await asyncio.to_thread(possible_checkpoints, checkpoint)
             found = next(filter(None, map(find_image, known_by)), None)
             if found is None:
                 return await self._budget.fits(image_layout(checkpoint).size_bytes)
-            try:  # held meanwhile: it must not go to make room for itself
+            try:  # hold it, so that it is not evicted to make room for itself
                 return await self._budget.fits(found.size_bytes, is_there=True)
             finally:
                 found.close()
 
     async def _fetch(self) -> LoadedWeights | WeftError:
-        """An error is handed to those who wait; in the task group it would end the process."""
+        """Load the model. Returns errors instead of raising them: in the task group an error would end the process."""
         try:
             checkpoint = await asyncio.to_thread(self._read_checkpoint)
             if checkpoint.unread_files:
@@ -155,9 +156,9 @@ class WeightLoader:
                 logger.info("weights chosen files=%s unread=%s", ",".join(files), ",".join(checkpoint.unread_files))
             checkpoint = await asyncio.to_thread(resolve_tied_head, checkpoint, self._num_readers)
             for name in await asyncio.to_thread(remove_stale, checkpoint):
-                logger.info("removed a stale image %s", name)
+                logger.info("removed stale image image=%s", name)
             found = find_image(checkpoint)
-            self.release()  # of an earlier state of the files
+            self.release()  # an earlier state of the files
             if found:
                 image, source = await self._admitted(found), MEMORY
             else:
@@ -172,7 +173,7 @@ class WeightLoader:
         self._state = None
         self._loaded = LoadedWeights(image, checkpoint.config_json, source)
         if self._is_wanted:
-            self._budget.touch(self)  # reading may have taken long: the time to map it begins now
+            self._budget.touch(self)  # reading may have taken long; the time to map the image starts now
         logger.info(
             "weights from %s image=%s size_bytes=%d hash=%s",
             *(source, image.name, image.size_bytes, image.weights_hash),
@@ -180,7 +181,7 @@ class WeightLoader:
         return self._loaded
 
     async def _admitted(self, found: Image) -> Image:
-        try:  # held meanwhile: it must not go to make room for itself
+        try:  # hold it, so that it is not evicted to make room for itself
             await self._budget.admit(found.size_bytes)
         except BaseException:
             found.close()
@@ -205,17 +206,17 @@ class WeightLoader:
         try:
             return files_state(self._directory)
         except (WeftError, OSError):
-            return ""  # one goes just now, or the disk fails
+            return ""  # a file is disappearing, or the disk fails
 
     async def _read(self, checkpoint: Checkpoint) -> tuple[Image, str]:
-        """The image and where it came from."""
+        """Return the new image and its source."""
         peer = self._peer
         theirs = await self._describe(peer, checkpoint) if peer else None
         if peer is not None and theirs is not None:
             readers: list[PeerFirstReader] = []
 
             def around(files: RunReader) -> RunReader:
-                """What is published here as these files is what they hold, not what the other node's do."""
+                """Prefer the peer after comparing samples: the image must match the files that name it."""
                 read = peer.reader(theirs)
                 check_samples(image_layout(checkpoint), read, files, self._num_readers)
                 readers.append(PeerFirstReader(read, theirs.leaves, files))
@@ -224,9 +225,11 @@ class WeightLoader:
             try:
                 image = await self._write(checkpoint, around)
             except Incompatible as error:
-                logger.warning("%s holds other weights than %s: %s", peer.address, self._directory, error)
+                logger.warning(
+                    "peer holds other weights peer=%s directory=%s error=%s", peer.address, self._directory, error
+                )
             except PeerLost as error:
-                logger.warning("weights do not come from %s: %s", peer.address, error)
+                logger.warning("peer unusable for weights peer=%s error=%s", peer.address, error)
             else:
                 return image, FILES if readers[0].trouble else peer.address
         return await self._write(checkpoint, None), FILES
@@ -235,7 +238,7 @@ class WeightLoader:
         try:
             return await peer.describe(image_layout(checkpoint))
         except WeftError as error:
-            logger.warning("weights do not come from %s: %s", peer.address, error)
+            logger.warning("peer unusable for weights peer=%s error=%s", peer.address, error)
             return None
 
     async def _write(self, checkpoint: Checkpoint, around: ReaderWrapper | None) -> Image:
@@ -245,7 +248,7 @@ class WeightLoader:
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
-            self._is_stopping = True  # the next piece ends the reading, which removes what it wrote
+            self._is_stopping = True  # the next report ends the reading, which removes its file
             await asyncio.wait({reading})
             if reading.exception() is None:
                 reading.result().release()
@@ -254,7 +257,7 @@ class WeightLoader:
             self._progress = ReadProgress(0, 0, "")
 
     def _report(self, num_bytes: int, file: str) -> None:
-        """On a reading thread."""
+        """Count progress; called on reading threads."""
         if self._is_stopping:
             raise Cancelled("the weights service is stopping")
         with self._progress_lock:

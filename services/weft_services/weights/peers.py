@@ -1,4 +1,4 @@
-"""Another node's weights service as a source: what its image holds, and runs of it."""
+"""Client of another node's weights service: describes its image and reads runs of it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 
 DESCRIBE_SECONDS = 10.0
 READ_SECONDS = 30.0
-TURN_SECONDS = 60.0
-"""Until another node that lends to very many must have had time for a run."""
+BUSY_SECONDS = 60.0
+"""Total time for one run while the other node is overloaded."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerImage:
-    """What the other node holds; it has the tensors that were asked about. `leaves` are the digests of their pieces."""
+    """The image of the other node; `leaves` are the piece digests of its tensors."""
 
     weights_hash: str
     leaves: dict[str, bytes]
 
 
 class WeightsPeer:
-    """One other weights service, on the loop that it was made on; runs are read from any other thread."""
+    """One other weights service, on the event loop that created it; any other thread may read runs."""
 
     def __init__(self, address: str, model: str) -> None:
         self.address = address
@@ -42,11 +42,12 @@ class WeightsPeer:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """Nothing may be reading any more."""
+        """Close the channel; no thread may be reading."""
         await self._channel.close()
 
     async def describe(self, layout: ImageLayout) -> PeerImage:
-        """Raises Incompatible when it holds other tensors, PeerLost or NotFound when it has nothing to give."""
+        """Describe the image. Raises Incompatible for other tensors, PeerLost or NotFound if there is nothing to
+        read."""
         with rpc_errors_translated():
             answer = await self._stub.DescribeImage(
                 pb2.DescribeImageRequest(model=self._model), timeout=DESCRIBE_SECONDS
@@ -63,10 +64,10 @@ class WeightsPeer:
         return PeerImage(answer.weights_hash, leaves)
 
     def reader(self, image: PeerImage) -> RunReader:
-        """Reads from the image that was described, on other threads than the loop's; raises PeerLost."""
+        """Return a reader of the described image for threads other than the loop's; it raises PeerLost."""
 
         def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
-            # not in its place: pages would be touched for the first time on the loop, which others wait for
+            # Not into the image: the event loop would touch new pages and block its other tasks.
             target = memory.reusable(run.size)
             asyncio.run_coroutine_threadsafe(self._read(image.weights_hash, run, target), self._loop).result()
             return target
@@ -74,19 +75,19 @@ class WeightsPeer:
         return read
 
     async def _read(self, weights_hash: str, run: PieceRun, target: memoryview) -> None:
-        """When it is our turn: it reads for so many at a time. Raises PeerLost."""
-        deadline, pause = self._loop.time() + TURN_SECONDS, FIRST_PAUSE_SECONDS
+        """Read a run, with retries while the other node is overloaded. Raises PeerLost."""
+        deadline, pause = self._loop.time() + BUSY_SECONDS, FIRST_PAUSE_SECONDS
         while True:
             try:
                 return await self._read_once(weights_hash, run, target)
             except Overloaded as error:
                 if self._loop.time() + pause > deadline:
-                    raise PeerLost(f"{self.address} has been busy for {TURN_SECONDS:g} s: {error}") from error
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # those who were refused together come back apart
+                    raise PeerLost(f"{self.address} has been busy for {BUSY_SECONDS:g} s: {error}") from error
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # jitter between rejected readers
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _read_once(self, weights_hash: str, run: PieceRun, target: memoryview) -> None:
-        """Raises PeerLost, Overloaded."""
+        """Read a run once. Raises PeerLost, Overloaded."""
         parts = [pb2.TensorPart(tensor=part.entry.name, first=part.first, size=part.size) for part in run.pieces]
         request = pb2.ReadImageRequest(model=self._model, weights_hash=weights_hash, parts=parts)
         done = 0

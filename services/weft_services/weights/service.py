@@ -16,14 +16,14 @@ SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 
 
 class WeightServicer(pb2_grpc.WeightServiceServicer):
-    """Serves each model by its own loader, and lends what they hold."""
+    """Loads each model with its own loader, and serves loaded images to other nodes."""
 
     def __init__(self, loaders: Mapping[str, WeightLoader]) -> None:
         self._loaders = loaders
         self._lenders = {name: ImageServer(loader) for name, loader in loaders.items()}
 
     async def Load(self, request: pb2.LoadRequest, context: Any) -> AsyncIterator[pb2.LoadResponse]:
-        """Progress first, the ready message last."""
+        """Stream progress, and the ready message last."""
         self._check(request.model)
         async for event in self._loaders[request.model].load():
             if isinstance(event, ReadProgress):
@@ -41,7 +41,7 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
                 yield pb2.LoadResponse(ready=ready)
 
     async def DescribeImage(self, request: pb2.DescribeImageRequest, context: Any) -> pb2.DescribeImageResponse:
-        """For another node that wants to read it."""
+        """Describe the image for another node."""
         self._check(request.model)
         held = await self._lenders[request.model].held_image()
         tensors = [
@@ -51,7 +51,7 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
         return pb2.DescribeImageResponse(weights_hash=held.image.weights_hash, piece_bytes=PIECE_BYTES, tensors=tensors)
 
     async def ReadImage(self, request: pb2.ReadImageRequest, context: Any) -> AsyncIterator[pb2.ReadImageResponse]:
-        """Its bytes."""
+        """Stream the bytes of the requested parts."""
         self._check(request.model)
         check_parts(len(request.parts))
         slices = [TensorSlice(part.tensor, part.first, part.size) for part in request.parts]

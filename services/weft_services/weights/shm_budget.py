@@ -1,6 +1,6 @@
-"""Room in shared memory for the images of several models: what was asked for least recently goes first, nothing in use.
+"""Shared memory budget for the images of several models: evicts the least recently requested unused image first.
 
-An image is in use while a process maps it, and for a while after it was handed out, until whoever asked has mapped it.
+An image is in use while a process maps it, and for HAND_OVER_SECONDS after a request, so that the caller can map it.
 """
 
 from __future__ import annotations
@@ -25,70 +25,74 @@ LOOK_SECONDS = 0.5
 
 
 class ImageHolder(Protocol):
-    """Has a model's image, or has not."""
+    """Holder of at most one model's image."""
 
     @property
     def name(self) -> str:
-        """The model's, in messages."""
+        """Model name for messages."""
 
     @property
     def image(self) -> Image | None:
-        """What is held now."""
+        """The image held now, if any."""
 
     @property
     def read_bytes(self) -> int:
-        """Of what is being made: so much lies in shared memory by now."""
+        """Bytes of the image under construction that already occupy shared memory."""
 
     def drop(self) -> None:
-        """Hold it no more; whoever calls releases it."""
+        """Forget the image; the caller releases it."""
 
 
 class ShmBudget:
-    """What the holders' images take together stays within `limit_bytes`; 0: as much as there is."""
+    """Keeps the total size of the holders' images within `limit_bytes`; 0: no limit."""
 
     def __init__(self, limit_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` tells when an image was asked for."""
+        """Use `clock` for the times of requests."""
         self._limit = limit_bytes
         self._clock = clock
         self._asked_at: dict[ImageHolder, float] = {}
         self._promised: dict[ImageHolder, int] = {}
 
     def register(self, holder: ImageHolder) -> None:
-        """One more, whose image has never been asked for."""
+        """Add a holder whose image has not been requested."""
         self._asked_at[holder] = -math.inf
 
     def touch(self, holder: ImageHolder) -> None:
-        """Its image has been asked for."""
+        """Record a request for the holder's image."""
         self._asked_at[holder] = self._clock()
 
     async def fits(self, size: int, is_there: bool = False) -> bool:
-        """As it is, without what no service holds; `is_there`: it takes its memory already. Raises Overloaded for what
-        is more than the limit by itself."""
+        """Return whether `size` bytes fit; removes only images that no service holds.
+
+        is_there: the image already occupies its memory. Raises Overloaded if the size alone exceeds the limit.
+        """
         if 0 < self._limit < size:
             raise Overloaded(f"an image of {size} bytes is by itself larger than WEFT_WEIGHTS_SHM_BYTES={self._limit}")
         while True:
             held, promised = sum(image.size_bytes for _, image in self._held()), sum(self._promised.values())
             if self._limit and held + promised + size > self._limit:
                 return False
-            # what others have read of theirs is not free any more
+            # Bytes that other loads have written are no longer free.
             unread = sum(max(0, own - each.read_bytes) for each, own in self._promised.items())
             if is_there or _free_bytes() >= size + unread:
                 return True
             if not (name := await asyncio.to_thread(remove_abandoned)):
                 return False
-            logger.info("making room: %s goes, which no service holds", name)
+            logger.info("evicted unheld image image=%s", name)
 
     async def admit(self, size: int) -> None:
-        """An image that is there already and nobody's: what may go for it goes, where it is too much with the others.
-        Raises Overloaded for what is more than the limit by itself."""
+        """Admit an existing, unheld image; evicts other images if the total exceeds the limit.
+
+        Raises Overloaded if the size alone exceeds the limit.
+        """
         while not await self.fits(size, is_there=True) and await self._evict():
             pass
 
     @asynccontextmanager
     async def reserve(self, holder: ImageHolder, size: int) -> AsyncIterator[None]:
-        """So many bytes for its image. Raises Overloaded when there is no room within WAIT_SECONDS."""
+        """Reserve `size` bytes for the holder's image. Raises Overloaded if there is no room within WAIT_SECONDS."""
         await self._make_room(holder, size)
-        self._promised[holder] = size  # nothing has happened since it was found to fit
+        self._promised[holder] = size  # no await since the check
         try:
             yield
         finally:
@@ -109,7 +113,7 @@ class ShmBudget:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _held(self) -> list[tuple[ImageHolder, Image]]:
-        """The least recently asked for first."""
+        """Return the held images, the least recently requested first."""
         holders = sorted(self._asked_at, key=self._asked_at.__getitem__)
         return [(holder, image) for holder in holders if (image := holder.image) is not None]
 
@@ -117,7 +121,7 @@ class ShmBudget:
         now = self._clock()
         for holder, image in self._held():
             if now - self._asked_at[holder] >= HAND_OVER_SECONDS and not is_mapped(image.fd):
-                logger.info("making room: the image of %r goes", holder.name)
+                logger.info("evicted image model=%r", holder.name)
                 holder.drop()
                 await asyncio.to_thread(image.release)
                 return True
@@ -125,5 +129,5 @@ class ShmBudget:
 
 
 def _free_bytes() -> int:
-    """Of shared memory, as far as there is memory behind it: a control group may have less than the file system."""
+    """Return the free shared memory that real memory backs; a control group may have less than the file system."""
     return min(free_bytes(SHARED_MEMORY), available_bytes())

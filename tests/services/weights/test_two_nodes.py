@@ -160,7 +160,7 @@ def test_when_the_first_node_is_lost_half_way_the_rest_comes_from_disk(nodes: tu
                 first.kill()
             else:
                 _ip("-n", one.namespace, "link", "set", LINK, "down")
-            assert "the rest of the weights comes from files" in line_with(second, "the rest")
+            assert "reading the rest of the weights from files" in line_with(second, "the rest")
             assert "weights from files" in line_with(second, "weights from files")
             assert 0 < disk_bytes(second) - before < two.num_bytes
             assert held(two)[1] == on_disk(two)

@@ -180,12 +180,12 @@ async def test_storage_that_fails_is_asked_again_until_it_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(main_module, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(main_module, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(main_module, "LOG_SECONDS", 0.0)
     loader = Stumbling(3)
     with caplog.at_level("INFO"):
         await main_module._preload("tiny", loader, 0)  # type: ignore[arg-type]
     assert loader.num_failures == -1
-    assert caplog.text.count("the model 'tiny' is loaded anew in") == 3
+    assert caplog.text.count("load failed, retrying model='tiny'") == 3
     found = log.PROGRESS.search(caplog.text)
     assert found is not None
     assert found.groups() == ("weights of tiny", "100", "300")

@@ -160,7 +160,7 @@ def test_damage_to_a_file_that_is_being_written_anew_is_not_final(bundle: Path) 
     flip(path, at)
     os.utime(path, (1, 1))
     with pytest.raises(
-        StorageUnavailable, match=rf"files were written anew while they were read: .*{path.name}: tensor .* is"
+        StorageUnavailable, match=rf"files changed while they were read: .*{path.name}: tensor .* is"
     ):
         write_image(checkpoint, lambda size, file: None, 2)
 

@@ -171,7 +171,7 @@ async def test_files_that_are_being_written_are_waited_for(
 
     def overtaken(*_: Any) -> None:
         file.write_bytes(whole[:1000])
-        raise StorageUnavailable("files were written anew while they were read")
+        raise StorageUnavailable("files changed while they were read")
 
     async with asyncio.TaskGroup() as tasks:
         loader = loader_module.WeightLoader(tmp_path / "model", 1, tasks)

@@ -196,12 +196,12 @@ def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tmp_path: Path) ->
     checkpoint = read_checkpoint(tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     os.truncate(file, 4000)
-    said = r"written anew while they were read: .*model\.safetensors: truncated: it ends before .* \(tensor model\."
+    said = r"changed while they were read: .*model\.safetensors: truncated: it ends before .* \(tensor model\."
     with pytest.raises(StorageUnavailable, match=said):
         write(checkpoint)
     file.unlink()
     with pytest.raises(
-        StorageUnavailable, match=r"written anew while they were read: .*model\.safetensors: no such file"
+        StorageUnavailable, match=r"changed while they were read: .*model\.safetensors: no such file"
     ):
         write(checkpoint)
 

@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_mapped_is_written(
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert content_of(bundle)[0] == content
-    assert caplog.text.count("shared memory is written, as it cannot be mapped: [Errno 12]") == 1
+    assert caplog.text.count("shared memory not mappable, writing instead error=[Errno 12]") == 1
 
 
 @pytest.mark.usefixtures("shared_memory", "large_pages")

@@ -112,7 +112,7 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monk
     upload(tmp_path / "model", "changing")
     obstore.delete(from_url(url, client_options={"allow_http": True}), "old.txt")
     monkeypatch.setattr(load, "PAUSES_SECONDS", ())
-    with pytest.raises(StorageUnavailable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
+    with pytest.raises(StorageUnavailable, match=rf"{url}/model\.safetensors: changed or removed"):
         write_image(before, lambda *_: None, 1)
     directory = local_model(url)
     assert (directory / "tokenizer.json").read_text() == '{"new": 1}'
@@ -120,7 +120,7 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monk
     assert read_checkpoint(directory).source_id != before.source_id
     assert not list(Path("/dev/shm").glob(f"weft-weights-{before.directory_id}-*"))
     obstore.delete(from_url(url, client_options={"allow_http": True}), "model.safetensors")
-    with pytest.raises(StorageUnavailable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
+    with pytest.raises(StorageUnavailable, match=rf"{url}/model\.safetensors: changed or removed"):
         write_image(before, lambda *_: None, 1)
     with pytest.raises(BadCheckpoint, match=f"{url}: neither model.safetensors nor"):
         read_checkpoint(directory)

@@ -113,7 +113,7 @@ def test_a_checkpoint_that_is_written_anew_while_it_is_read_is_not_published(tmp
     make_checkpoint(tmp_path / "model")
     checkpoint = read_checkpoint(tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    with pytest.raises(StorageUnavailable, match=r"model: files were written anew while they were read"):
+    with pytest.raises(StorageUnavailable, match=r"model: files changed while they were read"):
         write_image(checkpoint, when_first_called(lambda: os.utime(file, (1, 1))), 1)
     write_image(read_checkpoint(tmp_path / "model"), lambda *_: None, 1).release()
 
@@ -128,7 +128,7 @@ def test_a_bundle_of_smaller_tensors_in_the_place_of_one_that_was_looked_at_is_n
         convert.compress(tmp_path / f"{name} itself", tmp_path / name, 1, nothing)
     checkpoint = read_checkpoint(tmp_path / "model")
     (tmp_path / "other/model.weft").replace(tmp_path / "model/model.weft")
-    with pytest.raises(StorageUnavailable, match=r"written anew while they were read: .*: tensor .* ends before byte "):
+    with pytest.raises(StorageUnavailable, match=r"changed while they were read: .*: tensor .* ends before byte "):
         write_image(checkpoint, lambda *_: None, 1)
 
 

@@ -86,7 +86,7 @@ def test_a_head_in_a_file_of_its_own_is_looked_at_again_when_that_file_was_writt
     image = write_image(same, lambda size, file: None, 2)
     save_file({HEAD: tensors[EMBEDDING] + 1}, tied.directory / other)
     assert HEAD in names(resolve_tied_head(read_checkpoint(tied.directory), 2))
-    with pytest.raises(StorageUnavailable, match="written anew while they were read"):
+    with pytest.raises(StorageUnavailable, match="changed while they were read"):
         write_image(same, lambda size, file: None, 2)
     image.release()
 

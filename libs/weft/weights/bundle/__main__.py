@@ -26,15 +26,15 @@ from weft.weights.bundle.inspection import TensorRow, svg_chart, tensor_rows, to
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 PIPE_COLUMNS = 1 << 20
-"""Where nothing is as wide as a screen a tensor is one line, whatever its name."""
-AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a path may be called [red], or :key:
+"""Width of piped output: each tensor is one line."""
+AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a path may contain [red] or :key:
 console = Console(soft_wrap=True, **AS_IT_IS)
 Threads = Annotated[int, typer.Option(min=0, help="0: all cores.")]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of what is read from the environment, what may be wrong; the kernels read it by themselves."""
+    """Environment settings to validate; the native kernels read the variable themselves."""
 
     cpu_kernels: CpuKernels | None = None
 
@@ -68,7 +68,7 @@ def inspect(
     """Show what every tensor takes, beside the entropy of its weights."""
     if plot:
         with with_filename(plot):
-            plot.open("a").close()  # told before the bundle is read, and not after
+            plot.open("a").close()  # fail before the bundle is read, not after
     with _progress(bundle, SUFFIX) as report:
         rows = list(tensor_rows(bundle, report))
     screen = console if sys.stdout.isatty() else Console(width=PIPE_COLUMNS, **AS_IT_IS)
@@ -99,7 +99,7 @@ def _progress(directory: Path, suffix: str) -> Iterator[convert.Report]:
                 progress.update(task, advance=num_bytes, description=name)
 
         yield report
-        progress.update(task, completed=total)  # headers are counted in, and no tensor's
+        progress.update(task, completed=total)  # headers count towards the total but belong to no tensor
 
 
 def _original_size(path: Path) -> int:
@@ -139,12 +139,12 @@ def _mb(num_bytes: int) -> str:
 
 
 def main() -> int:
-    """Errors of the user's are one line, status 2; so are the disk's, status 1: they say nothing of the files."""
+    """Run the program. Status 2: user error, 1: disk or storage failure; each error is one line."""
     ensure_stdio()
     try:
         read_config(Settings)
         with flush_stdout_on_exit():
-            app(standalone_mode=True, prog_name="weft")  # whose commands these are
+            app(standalone_mode=True, prog_name="weft")  # users run these as `weft` commands
     except StorageUnavailable as error:
         print(f"weft: {error}", file=sys.stderr)
         return 1

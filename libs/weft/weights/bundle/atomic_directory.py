@@ -1,5 +1,8 @@
-"""A directory that is made whole or not at all: work goes on in `<target>.partial`, which a broken-off run leaves for
-the next one of the same source, and takes the target's name at the end. Knows no format."""
+"""Creates a directory completely or not at all.
+
+Work happens in `<target>.partial`, which a killed run leaves for the next run of the same source. At the end it is
+renamed to the target.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from weft.file_io import copy_ownership, fsync_path, with_filename
 from weft.weights.checkpoint_files import stamp_of
 
 NOTE = ".weft-made-of.json"
-"""In the directory at work: what it is made of, so that nothing of another source ever stays in it."""
+"""File in the partial directory that names its source, so that files of another source never stay in it."""
 Stamps = Mapping[str, tuple[str, ...]]
-"""Of the files of a directory, by name; another one for a file that was written anew."""
+"""Stamps of the files of a directory by name; a rewritten file has another stamp."""
 
 
 def stamps_of(source: Path) -> Stamps:
-    """Of all files there, not of folders. Raises OSError."""
+    """Return the stamps of all files, not directories, in `source`. Raises OSError."""
     return {path.name: stamp_of(path.stat()) for path in source.iterdir() if path.is_file()}
 
 
 @contextmanager
 def atomic_directory(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[Path]:
-    """A directory to work in on files of one directory, the keys of `made`, whose values are the names of what becomes
-    of them; it becomes `target`, with copies of all files that lie beside them.
+    """Yield a working directory that becomes `target`, with copies of the other files of the source.
 
-    `before` is what the source was when it was first looked at. Raises BadCheckpoint, naming the file where one is
-    another by the end: what was made may be half of an old checkpoint and half of a new one. OSError.
+    made: source files, all of one directory, and the names of the files made from them.
+    before: stamps of the source at the first look.
+    Raises OSError, and BadCheckpoint naming a source file that changed: the result might mix old and new files.
     """
     source, note = next(iter(made)).parent, _note_of(list(made), before)
     _resume_renamed(target, note)
@@ -45,14 +48,14 @@ def atomic_directory(made: Mapping[Path, str], target: Path, before: Stamps) -> 
         raise OSError(error.errno, error.strerror, str(target)) from error
     with _locked(place):
         _begin(place, note)
-        place.chmod(0o700)  # whoever may read the source may read it when it is whole
+        place.chmod(0o700)  # it gets the source's permissions once it is complete
         yield place
         _check_same(source, before)
         _copy_others(source, place, made, before)
         _check_same(source, before)
         copy_ownership(source, place)
-        place.chmod(place.stat().st_mode | 0o700)  # as long as the note has to go
-        # a name that outlives a power failure must not stand for files that do not
+        place.chmod(place.stat().st_mode | 0o700)  # the note must still be deleted
+        # Flush the files first: after a power failure the name must not refer to missing data.
         fsync_path(place)
         os.replace(place, target)
         (target / NOTE).unlink()
@@ -63,7 +66,7 @@ def atomic_directory(made: Mapping[Path, str], target: Path, before: Stamps) -> 
 
 @contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    """Whatever name it gets meanwhile. Raises BadCheckpoint, OSError."""
+    """Hold an exclusive lock on the directory, even if it is renamed. Raises BadCheckpoint, OSError."""
     lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -76,10 +79,10 @@ def _locked(place: Path) -> Iterator[None]:
 
 
 def _resume_renamed(target: Path, note: Any) -> None:
-    """A run of the same source that was broken off between its target's name and its end goes on too."""
+    """Resume a run of the same source that was killed between the rename and its end."""
     if _read(target / NOTE) != note or target.is_symlink():
         return
-    with _locked(target):  # one that is about to end has it still
+    with _locked(target):  # a run that is about to end still holds it
         if _read(target / NOTE) == note and not os.path.lexists(place := _partial(target)):
             os.replace(target, place)
 
@@ -89,8 +92,8 @@ def _partial(target: Path) -> Path:
 
 
 def _place_for(target: Path, source: Path) -> Path:
-    """Where the work goes on. Before there is any to lose: the target's name is free, and nothing is read there."""
-    # a link to what is not there has its name too; `..` has one only once what is before it is there
+    """Return the working directory. Checks before any work that the target is free and outside the source."""
+    # A dangling link also occupies the name; `..` resolves only if its parent exists.
     if os.path.lexists(target) or target.resolve().exists():
         raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
     if source in target.resolve().parents:
@@ -102,7 +105,7 @@ def _place_for(target: Path, source: Path) -> Path:
 
 
 def _check_copies(source: Path, made: Mapping[Path, str], before: Stamps) -> None:
-    """Before there is work to lose: what else lies there can be copied, and over nothing."""
+    """Check before any work that the other files can be copied and overwrite nothing."""
     if NOTE in before:
         raise BadCheckpoint(f"{source}: is what a run that was broken off has left")
     for path in sorted(source.iterdir()):
@@ -119,7 +122,7 @@ def _check_copies(source: Path, made: Mapping[Path, str], before: Stamps) -> Non
 
 
 def _copy_others(source: Path, place: Path, made: Mapping[Path, str], before: Stamps) -> None:
-    """As they are now: what an earlier run copied may be gone from the source, and may be read-only."""
+    """Copy the other files in their current state; copies of an earlier run may be stale or read-only."""
     for path in place.iterdir():
         if path.name not in (*made.values(), NOTE):
             path.unlink()
@@ -137,7 +140,7 @@ def _check_same(source: Path, before: Stamps) -> None:
     now = stamps_of(source)
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
-            what = "came" if name not in before else "went" if name not in now else "was written anew"
+            what = "appeared" if name not in before else "disappeared" if name not in now else "changed"
             raise BadCheckpoint(f"{source / name}: {what} while the files beside it were read")
 
 
@@ -149,7 +152,7 @@ def _note_of(files: Sequence[Path], before: Stamps) -> Any:
 
 
 def _begin(place: Path, note: Any) -> None:
-    """Keep what an earlier run made of these very files; what one made of others goes."""
+    """Keep files of an earlier run of the same source; delete those of another source."""
     found = [path for path in place.iterdir() if not path.name.startswith(NOTE)]
     before = _read(place / NOTE)
     if found and before is None:
@@ -162,7 +165,7 @@ def _begin(place: Path, note: Any) -> None:
         part = place / f"{NOTE}.part"
         with with_filename(part):
             part.write_text(json.dumps(note))
-        # whatever a power failure leaves: a note that can be read, beside files of no other source than it names
+        # After a power failure a readable note only stands next to files of the source it names.
         fsync_path(part)
         fsync_path(place)
         os.replace(part, place / NOTE)

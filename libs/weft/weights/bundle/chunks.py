@@ -1,4 +1,4 @@
-"""The chunks of a bundle's tensor: where each lies, and which part of it is wanted. Decodes nothing."""
+"""Chunks of a tensor in a bundle: their places, and the requested part of them. Decodes nothing."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class OpenTensor:
-    """What all chunks of a tensor share."""
+    """State that all chunks of a tensor share."""
 
     tensor: PackedTensor
     ends: NDArray[np.int64]
     begin: int
-    """Of the first chunk in the file."""
+    """Offset of the first chunk in the file."""
     decoder: RunDecoder | None
-    """None: they are stored as they are."""
+    """None if the chunks are stored raw."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A run of a tensor's original bytes, from byte `first` on, and where they go."""
+    """A range of a tensor's original bytes from byte `first` on, and its destination."""
 
     name: str
     first: int
@@ -40,7 +40,10 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRange:
-    """The chunks that hold what is wanted; `edges`: where the first one begins in the file, and each one's end."""
+    """Chunks that hold a requested range.
+
+    edges: the file offset of the first chunk, and the end of each chunk.
+    """
 
     opened: OpenTensor
     wanted: ReadRequest
@@ -49,16 +52,16 @@ class ChunkRange:
 
     @property
     def begin(self) -> int:
-        """Of the first chunk in the file."""
+        """File offset of the first chunk."""
         return self.edges[0]
 
     @property
     def end(self) -> int:
-        """Of the last one."""
+        """File offset of the end of the last chunk."""
         return self.edges[-1]
 
     def chunks(self, read: AddressedBytes, read_begin: int) -> Iterator[StoredChunk]:
-        """One after another; `read` is what the file holds from byte `read_begin` on, as far as the last one's end."""
+        """Yield the chunks; `read` holds the bytes of the file from `read_begin` to the end of the last chunk."""
         first, wanted_size, whole_size = self.wanted.first, len(self.wanted.out), self.opened.tensor.original_bytes
         is_coded, out = self.opened.decoder is not None, AddressedBytes.of(self.wanted.out)
         heads = read.data.data
@@ -70,14 +73,17 @@ class ChunkRange:
             body, body_bytes = begin - read_begin + CHUNK_HEAD.size, end - begin - CHUNK_HEAD.size
             if is_whole and not (is_coded and (out.address + place - first) % 2):
                 target, to = out, place - first
-            else:  # it goes through memory of its own: part of it is wanted, or halves would lie at odd places
+            else:  # decode into a temporary: only a part is requested, or 16-bit items would be misaligned
                 target, to = AddressedBytes.of(np.empty(size, np.uint8)), 0
             yield StoredChunk(self, number, words, escapes, checksum, read, body, body_bytes, target, to, size)
 
 
 class StoredChunk(NamedTuple):
-    """A chunk as it is stored: its head, the checksum being of what it decodes to; its body, which is `body_bytes` of
-    `read` from byte `body` on; and where it goes: `size` bytes of `out` from byte `place` on."""
+    """A stored chunk.
+
+    Its body is `body_bytes` of `read` from byte `body` on; checksum: of the decoded bytes. It decodes into `size`
+    bytes of `out` from byte `place` on.
+    """
 
     stretch: ChunkRange
     number: int
@@ -92,11 +98,11 @@ class StoredChunk(NamedTuple):
     size: int
 
     def decoded(self) -> memoryview:
-        """What is, or will be, in its place."""
+        """Return the destination of the decoded bytes."""
         return self.out.data.data[self.place : self.place + self.size]
 
     def decode_task(self, decoder: RunDecoder) -> DecodeTask:
-        """To be decoded."""
+        """Return the task that decodes this chunk."""
         first = self.number * CHUNK_BYTES // 2
         words, escapes = self.num_words, self.num_escapes
         return DecodeTask(
@@ -104,7 +110,7 @@ class StoredChunk(NamedTuple):
         )
 
     def copy_out(self) -> None:
-        """After it was found right: what is wanted of it lies where it is wanted."""
+        """Copy the requested part of the verified chunk to its destination."""
         wanted = self.stretch.wanted
         if self.out.data is wanted.out:
             return
@@ -114,13 +120,14 @@ class StoredChunk(NamedTuple):
 
 
 def are_valid_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
-    """Of chunks of the tensor, which take `size` bytes; each is aligned, and has room for what any chunk has at least.
+    """Return whether `ends` can be the chunk ends of the tensor within `size` bytes.
 
-    So what a reader makes room for is no more than a few times what is stored.
+    Each end is aligned, and each chunk has at least its minimum size; so a reader allocates at most a few times the
+    stored size.
     """
     if not len(ends):
         return True
-    others: list[int] = ends.tolist()  # Python's numbers: those near 2^63 do not wrap around
+    others: list[int] = ends.tolist()  # Python integers do not wrap around near 2^63
     last = others.pop()
     least, begin = _least_bytes(tensor, CHUNK_BYTES), 0
     for end in others:
@@ -132,7 +139,7 @@ def are_valid_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> 
 
 
 def _least_bytes(tensor: PackedTensor, size: int) -> int:
-    """Of a chunk that stands for `size` bytes: raw ones have them all, coded ones states and what is not coded."""
+    """Return the minimum stored size of a chunk of `size` original bytes."""
     if tensor.codec == "raw":
         return CHUNK_HEAD.size + size
     return CHUNK_HEAD.size + 4 * rans.LANES + rans.rest_bytes(tensor.dtype == "BF16", size // 2)

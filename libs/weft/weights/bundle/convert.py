@@ -1,6 +1,6 @@
-"""Whole directories: a checkpoint into a bundle and back, and a check of every chunk. Atomic; a broken-off run goes on.
+"""Converts whole directories: a checkpoint into a bundle and back, and verifies every chunk.
 
-Work goes on in a directory of its own, which takes the target's name when all of it is there (`making.py`).
+A conversion is atomic, and an interrupted one resumes (`atomic_directory.py`).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from weft.weights.map_ahead import map_ahead
 WEIGHTS_SUFFIX = ".safetensors"
 PIECE_BYTES = 4 * 1024 * 1024
 PIECES_AHEAD = 64
-"""Decoded or being decoded before they are written: 256 MiB."""
+"""Pieces decoded ahead of the writer: 256 MiB."""
 Report = Callable[[str, int], None]
-"""Called with a file's name and how many original bytes of it are done since the last call; from any thread."""
+"""Called from any thread with a file name and the number of original bytes done since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """What a run did; sizes are of the weights only."""
+    """Result of a run; sizes count weights only."""
 
     original_bytes: int
     stored_bytes: int
     num_files: int
     num_kept: int
-    """Files that an earlier, broken-off run had finished."""
+    """Files that an earlier, interrupted run had finished."""
 
 
 def weight_files(directory: Path, suffix: str) -> list[Path]:
-    """Raises BadCheckpoint when there are none, StorageUnavailable."""
+    """Return the weight files. Raises BadCheckpoint if there are none, StorageUnavailable."""
     with os_errors_translated(f"{directory}"):
         if not directory.is_dir():
             raise BadCheckpoint(f"{directory}: no such directory")
@@ -64,8 +64,7 @@ def weight_files(directory: Path, suffix: str) -> list[Path]:
 
 
 def check_index(files: Sequence[Path]) -> None:
-    """Raises BadCheckpoint where the index beside these files, if there is one, names others, or tensors that are not
-    in them."""
+    """Raise BadCheckpoint if the index next to these files names other files, or tensors that they lack."""
     index = files[0].parent / INDEX_FILE
     if not index.is_file():
         return
@@ -85,7 +84,8 @@ def _tensor_names(file: Path) -> set[str]:
 
 
 def compress(source: Path, target: Path, num_threads: int, report: Report) -> ConversionResult:
-    """Make the bundle `target` of the checkpoint `source`. Raises BadCheckpoint, OSError (disk full names the file)."""
+    """Create the bundle `target` from the checkpoint `source`. Raises BadCheckpoint, OSError (a full disk names the
+    file)."""
     files = weight_files(source, WEIGHTS_SUFFIX)
     before = stamps_of(source)
     check_index(files)
@@ -110,7 +110,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Co
 
 
 def decompress(source: Path, target: Path, num_threads: int, report: Report) -> ConversionResult:
-    """Make the checkpoint that `source` was made of, byte for byte. Raises BadCheckpoint, OSError."""
+    """Restore the checkpoint that `source` was made from, byte for byte. Raises BadCheckpoint, OSError."""
     files = weight_files(source, SUFFIX)
     before = stamps_of(source)
     check_index(files)
@@ -155,7 +155,7 @@ def verify(source: Path, num_threads: int, report: Report) -> ConversionResult:
 
 
 def unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, report: Report) -> None:
-    """Write the safetensors file that `bundle` was made of. Raises BadCheckpoint, OSError."""
+    """Write the safetensors file that `bundle` was made from. Raises BadCheckpoint, OSError."""
     digest = xxhash.xxh3_128()
     with target.open("wb") as file, closing(_pieces(bundle, threads, report)) as pieces:
         file.write(header := bundle.original_header())
@@ -169,7 +169,7 @@ def unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, r
 
 
 def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> Generator[Bytes]:
-    """The data of the original file, in order, decoded a few pieces ahead. To be closed before the bundle is."""
+    """Yield the data of the original file in order, decoded a few pieces ahead. Close it before the bundle."""
 
     def read(name: str, first: int, size: int) -> Bytes:
         piece: Bytes = np.empty(size, np.uint8)
@@ -187,8 +187,10 @@ def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> 
 
 @contextmanager
 def _whole(path: Path, source: Path) -> Iterator[Path]:
-    """Where to write what `source` becomes, which is for the same eyes; the file takes its name when all of it is on
-    disk, and a failure leaves nothing."""
+    """Yield a temporary path; the file gets its name and the ownership of `source` once it is on disk.
+
+    A failure leaves nothing.
+    """
     part = path.with_name(path.name + ".part")
     try:
         yield part
@@ -196,7 +198,7 @@ def _whole(path: Path, source: Path) -> Iterator[Path]:
         fsync_path(part)
         os.replace(part, path)
     except OSError as error:
-        # a write does not say which file it was of; what else fails does
+        # A failed write has no file name; other errors have one.
         name = error.filename if error.filename not in (None, str(part)) else str(path)
         raise OSError(error.errno, error.strerror, name) from error
     finally:
@@ -204,20 +206,22 @@ def _whole(path: Path, source: Path) -> Iterator[Path]:
 
 
 def _check_same(file: Path, before: tuple[str, ...] | None) -> None:
-    """Raises BadCheckpoint where a file was written anew since: what was made of it may be half old, half new. All are
-    compared at the end; this one need not have its name until then."""
+    """Raise BadCheckpoint if the file changed since the first look: its output might mix old and new bytes.
+
+    All files are compared again at the end; this check fails early, before the output gets its name.
+    """
     if stamp_of(file.stat()) != before:
-        raise BadCheckpoint(f"{file}: was written anew while it was read")
+        raise BadCheckpoint(f"{file}: changed while it was read")
 
 
 def _finished(made: Path, source: Path) -> BundleHeader | None:
-    """The header of a file that an earlier run made of `source` as it is now."""
+    """Return the header of a file that an earlier run made from the current `source`."""
     if not made.exists():
         return None
     try:
         header, stat = read_bundle_header(made), source.stat()
     except BadCheckpoint:
-        return None  # of another version, or damaged since
+        return None  # another version, or damaged
     is_same = (header.original.size_bytes, header.original.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     return header if is_same else None
 
@@ -231,7 +235,10 @@ def _hash(path: Path) -> str:
 
 
 def _original_names(files: Sequence[Path]) -> dict[Path, str]:
-    """What becomes of each. Raises BadCheckpoint for what is no file's name, and where two would be one file."""
+    """Return the name of each restored file.
+
+    Raises BadCheckpoint for a name that is no plain file name, and if two files have the same name.
+    """
     names: dict[Path, str] = {}
     for file in files:
         name = read_bundle_header(file).original.name
@@ -244,7 +251,7 @@ def _original_names(files: Sequence[Path]) -> dict[Path, str]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Of a file in a directory, and of none elsewhere."""
+    """Return whether the name is a plain file name without a directory."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:

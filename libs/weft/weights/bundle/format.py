@@ -1,7 +1,7 @@
-"""The bytes of a bundle file: prologue, header, and what belongs to one tensor. Knows no codec; reads with distrust.
+"""Byte format of a bundle file: prologue, header, and per-tensor data; treats all input as untrusted.
 
-A file opens with a prologue that points at its header; the header stands last, so that a file is written in one pass.
-The prologue is filled in at the very end: a file cut off in the making has none.
+The prologue points at the header, which is at the end, so that a file is written in one pass. The prologue is written
+last: an incomplete file has none.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Codec = Literal["raw", "rans"]
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor of a bundle. `offset` and `size_bytes` are of what is stored, counted from the file's first byte.
+    """A tensor of a bundle. `offset` and `size_bytes` describe the stored bytes, from the first byte of the file.
 
-    Stored are: for each chunk its end (u64, counted from the first chunk's first byte); of a coded tensor the shares
+    Stored are the end of each chunk (u64, from the first chunk's first byte); for a coded tensor the shares
     (deflated: all lower bytes, then all upper), row and column scales (int8); padding to 8 bytes; the chunks.
     """
 
@@ -73,15 +73,15 @@ class PackedTensor:
         return math.prod(self.shape[:-1]), self.shape[-1] if self.shape else 1
 
     def entry(self) -> TensorEntry:
-        """As a tensor of a checkpoint; the offset is the bundle's own and leads to no readable bytes."""
+        """Return the tensor as a checkpoint entry; its offset is the bundle's and not readable directly."""
         return TensorEntry(self.name, self.dtype, self.shape, self.offset, self.original_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """The safetensors file that a bundle file stands for.
+    """The safetensors file that a bundle file was made from.
 
-    `header_offset` and `header_bytes` say where its first bytes, up to the first tensor, are kept, deflated.
+    `header_offset` and `header_bytes` locate its deflated first bytes, up to the first tensor.
     """
 
     name: str
@@ -99,21 +99,22 @@ class BundleHeader:
 
 
 class Sink(Protocol):
-    """Where a bundle is written: a file, or memory."""
+    """Destination of a bundle: a file or memory."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        """All of it, where the last write ended."""
+        """Write all of the data after the last write."""
 
     def tell(self) -> int:
-        """Bytes before the next write."""
+        """Return the offset of the next write."""
 
     def seek(self, place: int, /) -> object:
-        """Write there next."""
+        """Set the offset of the next write."""
 
 
 def write_header(file: Sink, header: BundleHeader) -> None:
-    """Append the header and then make the file valid by its prologue; ends at the file's end. Raises BadCheckpoint."""
-    # not asdict, which copies all of them deeply
+    """Append the header, then make the file valid with the prologue; ends at the end of the file. Raises
+    BadCheckpoint."""
+    # asdict would copy them deeply
     tensors = [{name: getattr(tensor, name) for name in PackedTensor.__slots__} for tensor in header.tensors]
     content = {"original": asdict(header.original), "tensors": tensors}
     whole = json.dumps(content, separators=(",", ":")).encode()
@@ -130,13 +131,13 @@ def write_header(file: Sink, header: BundleHeader) -> None:
 
 
 def read_bundle_header(path: Path) -> BundleHeader:
-    """Raises BadCheckpoint naming the file, and the tensor where it is one."""
+    """Read and check the header. Raises BadCheckpoint naming the file, and the tensor if one is at fault."""
     with closing(FileBlob(path, direct=False)) as blob:
         return bundle_header_of(str(path), blob)
 
 
 def bundle_header_of(path: str, blob: Blob) -> BundleHeader:
-    """The same of an open file that errors shall call `path`."""
+    """Read the header of an open file that error messages call `path`."""
     scratch = Scratch()
     offset, size, hashed = _read_prologue(path, blob, scratch)
     text = bytes(blob.read(offset, size, scratch))
@@ -157,7 +158,7 @@ def bundle_header_of(path: str, blob: Blob) -> BundleHeader:
 
 
 def inflate(data: bytes, limit: int) -> bytes:
-    """Raises zlib.error where it is not zlib's, or would be longer than `limit`."""
+    """Inflate the data. Raises zlib.error for invalid data and for more than `limit` bytes."""
     inflater = zlib.decompressobj()
     text = inflater.decompress(data, limit)
     if not inflater.eof:
@@ -166,7 +167,7 @@ def inflate(data: bytes, limit: int) -> bytes:
 
 
 def _read_prologue(path: str, blob: Blob, scratch: Scratch) -> tuple[int, int, int]:
-    """Where the header is, its size, and its hash."""
+    """Return offset, size and hash of the header."""
     actual = blob.size_bytes
     raw = bytes(blob.read(0, min(actual, PROLOGUE.size), scratch))
     if len(raw) < PROLOGUE.size or raw == bytes(PROLOGUE.size):
@@ -205,7 +206,7 @@ def _tensor(path: str, fields: dict[str, Any]) -> PackedTensor:
 
 
 def _check_places(path: str, original: Original, tensors: Sequence[PackedTensor]) -> None:
-    """Every stored byte is of one tensor, or of the original's header: it becomes no more than a few times as much."""
+    """Check that each stored byte belongs to one tensor or the original header, which bounds the unpacked size."""
     position = original.header_offset + original.header_bytes
     for tensor in tensors:
         if tensor.offset < position:

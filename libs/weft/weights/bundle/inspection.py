@@ -1,4 +1,4 @@
-"""What a bundle gained, tensor by tensor, beside the entropy of its weights; as a table and as a picture."""
+"""Compares the stored size of each tensor of a bundle with the entropy of its weights, as a table and as SVG."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ BAR_WIDTH, ROW_HEIGHT, LABEL_WIDTH, VALUE_WIDTH = 520, 18, 420, 150
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """A tensor; `entropy` is the share that its 16-bit patterns would need if each were drawn by itself, None where its
-    elements are others."""
+    """A tensor of the table.
+
+    entropy: share of its bytes that its 16-bit patterns need if drawn independently; None for other dtypes.
+    """
 
     file: str
     name: str
@@ -35,7 +37,7 @@ class TensorRow:
 
     @property
     def label(self) -> str:
-        """Its name on one line, whatever is in it."""
+        """Name on one line, with unprintable characters escaped."""
         return _printable(self.name)
 
     @property
@@ -48,7 +50,7 @@ def _printable(name: str) -> str:
 
 
 def tensor_rows(directory: Path, report: Report) -> Iterator[TensorRow]:
-    """Reads every tensor of 16-bit numbers. Raises BadCheckpoint."""
+    """Read every 16-bit tensor. Raises BadCheckpoint."""
     for path in weight_files(directory, SUFFIX):
         with closing(BundleFile.open(path)) as bundle:
             for tensor in bundle.header.tensors:
@@ -64,7 +66,7 @@ def tensor_rows(directory: Path, report: Report) -> Iterator[TensorRow]:
 
 
 def _entropy(bundle: BundleFile, tensor: PackedTensor, report: Callable[[int], object]) -> float:
-    """Piece by piece: some tensors are larger than the memory of those who look at them."""
+    """Count piece by piece: a tensor may be larger than memory."""
     counts, memory = np.zeros(1 << 16, np.int64), np.empty(min(PIECE_BYTES, tensor.original_bytes), np.uint8)
     for first in range(0, tensor.original_bytes, PIECE_BYTES):
         piece = memory[: tensor.original_bytes - first]
@@ -75,13 +77,13 @@ def _entropy(bundle: BundleFile, tensor: PackedTensor, report: Callable[[int], o
 
 
 def total_entropy(rows: Sequence[TensorRow]) -> float:
-    """Of all tensors together; one that has none counts as it is stored."""
+    """Return the entropy share of all tensors; a tensor without entropy counts with its stored size."""
     needed = sum(row.stored_bytes if row.entropy is None else row.entropy * row.original_bytes for row in rows)
     return needed / max(1, sum(row.original_bytes for row in rows))
 
 
 def svg_chart(title: str, rows: list[TensorRow]) -> str:
-    """An SVG: a bar for every tensor, its stored share filled, the entropy of its weights as a mark."""
+    """Return an SVG with one bar per tensor: stored share filled, entropy as a mark."""
     height = ROW_HEIGHT * (len(rows) + 3)
     width = LABEL_WIDTH + BAR_WIDTH + VALUE_WIDTH
     parts = [

@@ -1,4 +1,4 @@
-"""Turns one safetensors file into one bundle file: tensor by tensor, chunks coded in parallel, written in one pass."""
+"""Converts one safetensors file into one bundle file in one pass; codes the chunks of a tensor in parallel."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from weft_kernels import rans
 
 MIN_CODED_BYTES = 16 * 1024
 MAX_CODED_SHARE = 0.97
-"""A tensor that would not become this much smaller stays as it is."""
+"""Largest coded size relative to the original; other tensors are stored raw."""
 CHUNKS_AHEAD = 2 * len(os.sched_getaffinity(0)) + 2
-"""Coded or being coded before they are written: enough for every core to be busy, and little memory."""
+"""Chunks coded ahead of the writer: enough to keep every core busy in little memory."""
 Report = Callable[[int], None]
 Bytes = NDArray[np.uint8]
 
 
 def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor | None, report: Report) -> BundleHeader:
-    """Write `target`, whole or not valid; `report` hears of original bytes that are done. No `threads`: by this one.
+    """Write `target`; it is invalid until complete. `report` receives counts of original bytes.
 
-    Raises BadCheckpoint, OSError.
+    Without `threads` the calling thread codes. Raises BadCheckpoint, OSError.
     """
     with closing(ParallelFileBlob(source, threads)) as blob, target.open("wb") as file:
         return pack(blob, source.stat().st_mtime_ns, file, threads, report)
 
 
 def pack(blob: Blob, mtime_ns: int, file: Sink, threads: ThreadPoolExecutor | None, report: Report) -> BundleHeader:
-    """The same from anywhere, to wherever `file` writes. Raises BadCheckpoint, StorageUnavailable.
+    """Pack from any blob to any sink. Raises BadCheckpoint, StorageUnavailable.
 
-    One tensor lies in memory at a time, as it was and whole: how it is coded follows from all of its rows.
+    One whole tensor is in memory at a time, because its coding depends on all of its rows.
     """
     entries, scratch = header_of(blob.name, blob).tensors, Scratch()
     first = entries[0].offset if entries else blob.size_bytes
@@ -76,15 +76,15 @@ def _values(blob: Blob, entry: TensorEntry, scratch: Scratch) -> Bytes:
 
 
 class _Packer:
-    """Appends tensors to a file; `digest` is of all of them as they were."""
+    """Appends tensors to a file; `digest` covers their original bytes."""
 
     def __init__(self, file: Sink, threads: ThreadPoolExecutor | None, report: Report) -> None:
         self.digest = xxhash.xxh3_128()
         self._file = file
         self._threads = threads
         self._report = report
-        self._num_counted = 0  # of the bytes of a tensor
-        # the one given back last is taken first: it is still in the processor's caches
+        self._num_counted = 0  # bytes of the current tensor
+        # Last in, first out: the last buffer is still in the processor's caches.
         self._memories: list[rans.EncodeBuffers] = []
 
     def pack(self, entry: TensorEntry, values: Bytes) -> PackedTensor:
@@ -95,14 +95,16 @@ class _Packer:
         return coded or self._keep(entry, values)
 
     def _keep(self, entry: TensorEntry, values: Bytes) -> PackedTensor:
-        """As it is."""
+        """Store the tensor raw."""
         offset = self._file.tell()
         self._write_chunks(b"", values, lambda first, size: _raw(values[first : first + size]), math.inf)
         return PackedTensor(entry.name, entry.dtype, entry.shape, "raw", offset, self._file.tell() - offset)
 
     def _code(self, entry: TensorEntry, values: Bytes, coding: rans.Coding) -> PackedTensor | None:
-        """None, and the file ends where it did, where the tensor does not become small enough: what was measured is a
-        sample, and the rest may be nothing like it."""
+        """Code the tensor; None, with the file back at its old end, if the result is too large.
+
+        The estimate comes from a sample that the rest of the tensor need not resemble.
+        """
         offset = self._file.tell()
         shares = zlib.compress(coding.shares.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes(), 9)
         scales = coding.row_scales.tobytes() + coding.column_scales.tobytes() if coding.class_bits else b""
@@ -114,13 +116,13 @@ class _Packer:
             return _coded(chunk, values[first : first + size], memory)
 
         if not self._write_chunks(shares + scales, values, encode, MAX_CODED_SHARE * len(values)):
-            self._file.seek(offset)  # as it is it takes more, so nothing of what is written stays
+            self._file.seek(offset)  # the raw form is longer and overwrites everything
             return None
         size, place = self._file.tell() - offset, (entry.name, entry.dtype, entry.shape)
         return PackedTensor(*place, "rans", offset, size, coding.base, coding.class_bits, len(shares))
 
     def _memory(self) -> rans.EncodeBuffers:
-        """For one chunk; called by several threads."""
+        """Return buffers for one chunk; several threads call this."""
         try:
             return self._memories.pop()
         except IndexError:
@@ -129,9 +131,9 @@ class _Packer:
     def _write_chunks(
         self, preface: bytes, values: Bytes, encode: Callable[[int, int], _Coded], max_bytes: float
     ) -> bool:
-        """Ends of the chunks, preface, chunks. The ends are known last and written first.
+        """Write chunk ends, preface and chunks; the ends are known last and stand first.
 
-        False, and only the first of them are written, where all would be more than `max_bytes`.
+        Returns False, with only the first chunks written, if the total would exceed `max_bytes`.
         """
         file, plan = self._file, [(at, min(CHUNK_BYTES, len(values) - at)) for at in range(0, len(values), CHUNK_BYTES)]
         start = file.tell()
@@ -155,7 +157,7 @@ class _Packer:
         return True
 
     def _count(self, first: int, piece: Bytes) -> None:
-        """That these bytes of the tensor are done: once, though they be written again."""
+        """Report these bytes of the tensor once, even if they are written again."""
         if first < self._num_counted:
             return
         self.digest.update(piece.data)
@@ -163,8 +165,8 @@ class _Packer:
         self._report(len(piece))
 
     def _encoded(self, plan: list[tuple[int, int]], encode: Callable[[int, int], _Coded]) -> Generator[_Coded]:
-        """In order; several at once where there are several, as to hand one to another thread takes as long as a part
-        of it does."""
+        """Yield the coded chunks in order; in parallel only if there are several, since a handover costs part of a
+        chunk."""
         if self._threads is None or len(plan) == 1:
             yield from itertools.starmap(encode, plan)
             return
@@ -172,7 +174,7 @@ class _Packer:
 
 
 def _measure(entry: TensorEntry, values: Bytes) -> rans.CodingChoice | None:
-    """How to code a tensor; None where it stays as it is: too small, of another dtype, or nothing to gain."""
+    """Choose the coding of a tensor; None to store it raw: too small, another dtype, or no gain."""
     if entry.dtype not in ("BF16", "F16") or entry.size_bytes < MIN_CODED_BYTES:
         return None
     matrix = values.view("<u2").reshape(-1, entry.shape[-1])
@@ -182,7 +184,7 @@ def _measure(entry: TensorEntry, values: Bytes) -> rans.CodingChoice | None:
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """A chunk as it is written, in memory that is used again afterwards."""
+    """A chunk as written, in buffers that are reused afterwards."""
 
     parts: tuple[bytes | memoryview, ...]
     memory: rans.EncodeBuffers | None

@@ -1,4 +1,4 @@
-"""Reads tensors of a bundle file, whole or any run of their bytes, and checks every chunk it touches."""
+"""Reads whole tensors of a bundle file or ranges of their bytes, and checks every chunk it touches."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from weft_kernels import rans
 from weft_kernels.rans.coding import SYMBOLS
 
 CHUNKS_AT_ONCE = 4
-"""Decoded side by side, and hashed while they are still in the processor's caches."""
+"""Chunks decoded side by side, and hashed while they are still in the processor's caches."""
 MAX_OPENED = 64
-"""Tensors whose tables and scales are kept, the last ones used."""
+"""Most recently used tensors whose tables and scales stay in memory."""
 
 
 class BundleFile:
-    """An open bundle file. Threads may read from it at the same time, each with a scratch of its own."""
+    """An open bundle file. Several threads may read from it, each with its own scratch buffer."""
 
     def __init__(self, path: str, blob: Blob) -> None:
-        """`path` is how errors call the file, `blob` is closed with this. Raises BadCheckpoint."""
+        """Take ownership of `blob`; error messages call the file `path`. Raises BadCheckpoint."""
         self.path = path
         self.header: BundleHeader = bundle_header_of(path, blob)
         self._blob = blob
@@ -42,7 +42,7 @@ class BundleFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Of a local file, through the page cache. Raises BadCheckpoint, StorageUnavailable."""
+        """Open a local file through the page cache. Raises BadCheckpoint, StorageUnavailable."""
         blob = FileBlob(path, direct=False)
         try:
             return cls(str(path), blob)
@@ -51,19 +51,20 @@ class BundleFile:
             raise
 
     def close(self) -> None:
-        """Let go of the file."""
         self._opened.clear()
         self._blob.close()
 
     def tensor(self, name: str) -> PackedTensor:
-        """Raises BadCheckpoint when the file has no such tensor."""
+        """Return a tensor by name. Raises BadCheckpoint if the file lacks it."""
         if name not in self._tensors:
             raise BadCheckpoint(f"{self.path}: there is no tensor {name}")
         return self._tensors[name]
 
     def original_header(self) -> bytes:
-        """The first bytes of the safetensors file, up to its first tensor; it names the very tensors that are here, by
-        which a loader goes. Raises BadCheckpoint."""
+        """Return the first bytes of the safetensors file, up to its first tensor.
+
+        Loaders use it, so it must name exactly the tensors of this file. Raises BadCheckpoint.
+        """
         original = self.header.original
         stored = self._blob.read(original.header_offset, original.header_bytes, Scratch())
         try:
@@ -88,9 +89,9 @@ class BundleFile:
         scratch: Scratch | None = None,
         on_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """The same of several, which lie near one another: read at once, and decoded side by side.
+        """Fill several nearby requests with one read, and decode them side by side.
 
-        No `scratch`: one that this thread uses for this file again and again. `on_read`: decoding is to begin.
+        Without `scratch`, a buffer of this thread and file is reused. `on_read` is called before decoding starts.
         """
         scratch, runs = scratch or self._own_scratch(), [each for each in wanted if len(each.out)]
         if not runs:
@@ -112,7 +113,7 @@ class BundleFile:
 
     def _stretch(self, wanted: ReadRequest, scratch: Scratch) -> ChunkRange:
         opened, last = self._open(wanted.name, scratch), wanted.first + len(wanted.out)
-        if last > opened.tensor.original_bytes:  # the file is another one than whoever asks has looked at
+        if last > opened.tensor.original_bytes:  # the file was replaced after the caller read its header
             raise BadCheckpoint(f"{self.path}: tensor {wanted.name} ends before byte {last}")
         number, end = wanted.first // CHUNK_BYTES, -(-last // CHUNK_BYTES)
         edges = [opened.begin + int(opened.ends[number - 1]) if number else opened.begin]
@@ -138,7 +139,7 @@ class BundleFile:
         begin = -(-used // 8) * 8
         if begin > tensor.size_bytes:
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its tables would end beyond it")
-        # a copy: the scratch is used again
+        # Copy, because the scratch buffer is reused.
         stored: Bytes = np.frombuffer(bytes(self._blob.read(tensor.offset, used, scratch)), np.uint8)
         ends = stored[:ends_bytes].view("<i8")
         size = tensor.size_bytes - begin
@@ -159,7 +160,7 @@ class BundleFile:
         if tensor.class_bits:
             scales = stored[tensor.shares_bytes :].view(np.int8)
             of_rows, of_columns = scales[:rows].copy(), scales[rows:].copy()
-        else:  # however many they are, one zero stands for all
+        else:  # one zero with stride 0 represents all scales
             of_rows, of_columns = (np.ndarray((each,), np.int8, b"\0", strides=(0,)) for each in (rows, columns))
         coding = rans.Coding(tensor.dtype == "BF16", tensor.base, tensor.class_bits, shares, of_rows, of_columns)
         is_whole = shares.size == SYMBOLS and (shares.sum(1, dtype=np.int64) == coding.total).all()
@@ -168,7 +169,7 @@ class BundleFile:
         return coding
 
     def _decode(self, chunks: Sequence[StoredChunk]) -> None:
-        """Raises BadCheckpoint naming the first chunk that is not what was coded."""
+        """Decode and verify. Raises BadCheckpoint naming the first damaged chunk."""
         pieces = []
         for chunk in chunks:
             if (decoder := chunk.stretch.opened.decoder) is not None:
@@ -183,7 +184,7 @@ class BundleFile:
             chunk.copy_out()
 
     def _copy(self, chunk: StoredChunk) -> None:
-        """One that is stored as it is."""
+        """Copy a chunk that is stored raw."""
         if chunk.body_bytes < chunk.size:
             raise self._damaged(chunk)
         chunk.decoded()[:] = chunk.read.data.data[chunk.body : chunk.body + chunk.size]
