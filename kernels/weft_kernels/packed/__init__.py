@@ -1,6 +1,6 @@
-"""Weights as they stay in memory: plain, or packed and unpacked on their way into a product.
+"""Weight matrices as they stay in memory: plain, or packed and unpacked on their way into a product.
 
-A `Matrix` is one of these forms. Linear layers and experts multiply all of them; what each looks like stays in here.
+Linear layers and experts multiply every form of `Matrix`; this package hides the forms.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from weft_kernels.packed.quantized import read_int4 as read_int4
 from weft_kernels.packed.quantized import stack_fp8, stack_int4
 
 Stored = Tensor | Fp8 | Int4
-"""As checkpoints have them."""
+"""Forms of a matrix in a checkpoint."""
 Matrix = Stored | F12
 
 
 def stack(parts: Sequence[Stored], order: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Stored:
-    """One below the other, their rows in another `order`: packed as the parts are, if they all are alike.
+    """Stack matrices, optionally with their rows in another `order`; packed if all parts are packed alike.
 
-    Packed ones beside plain ones are unpacked to `dtype`; the whole has the widest dtype of all.
+    Otherwise packed parts are unpacked to `dtype`, and the result has the widest dtype of all.
     """
     if all(isinstance(each, Fp8) for each in parts):
         return stack_fp8([each for each in parts if isinstance(each, Fp8)], order)
@@ -39,14 +39,15 @@ def stack(parts: Sequence[Stored], order: Tensor | None = None, dtype: torch.dty
 
 
 def plain(weight: Stored, dtype: torch.dtype) -> Tensor:
-    """The matrix that packed weights stand for, in `dtype`; a plain one as it came."""
+    """Return the matrix that packed weights represent, in `dtype`; a plain one unchanged."""
     return weight if isinstance(weight, Tensor) else weight.unpack().to(dtype)
 
 
 def on_device(weight: Stored, dtype: torch.dtype, is_resident: bool = False) -> Matrix:
-    """The form in which a matrix stays on its device, for activations of `dtype`; with `is_resident`, F12 if it can.
+    """Return the form in which a matrix stays on its device, for activations of `dtype`; with `is_resident`, F12 if
+    possible.
 
-    On a CPU all are plain until they are packed for linear layers, see `weft_kernels.linear`.
+    On a CPU all are plain until linear layers pack them, see `weft_kernels.linear`.
     """
     if isinstance(weight, Tensor):
         return as_f12(weight) if is_resident else weight
@@ -54,7 +55,7 @@ def on_device(weight: Stored, dtype: torch.dtype, is_resident: bool = False) -> 
 
 
 def as_f12(weight: Tensor) -> Tensor | F12:
-    """A matrix [outputs, inputs] on a GPU as F12, if it is bfloat16 and that suits it; otherwise as it came."""
+    """Return a GPU matrix [outputs, inputs] as F12, if it is bfloat16 and F12 suits it; otherwise unchanged."""
     if weight.dtype != torch.bfloat16 or not weight.is_cuda:
         return weight
     packed = pack_f12(weight)
@@ -62,7 +63,7 @@ def as_f12(weight: Tensor) -> Tensor | F12:
 
 
 def embedding_rows(table: Tensor | F12, ids: Tensor) -> Tensor:
-    """[T, columns]: the rows of a table of embeddings that ids [T] int64 name, every bit as it was."""
+    """Return [T, columns]: the rows of an embedding table that ids [T] int64 name, bit for bit."""
     if isinstance(table, Tensor):
         return functional.embedding(ids, table)
     from weft_kernels.packed.f12_unpack import unpack_rows

@@ -1,8 +1,8 @@
-"""F12: bfloat16 weights in 12 bits each, exactly. Packs and unpacks in torch, which says what the words mean.
+"""F12: bfloat16 weights in 12 bits each, exactly. Packs and unpacks in torch, which defines the format.
 
-A word's half keeps sign (bit 15) and mantissa (0-6) where bfloat16 has them; a 4-bit code (7-10), exponent - base,
-stands for the exponent. The bits above it, 11 to 14, of three words hold a fourth one: eight weights in three words.
-As it lies there, a weight times 2^-base is a bfloat16 already: unpacking in registers is a mask, and no table.
+A 16-bit half keeps sign (bit 15) and mantissa (0-6) at their bfloat16 positions. A 4-bit code (7-10), exponent - base,
+replaces the exponent. The free bits 11 to 14 of three words hold a fourth word: eight weights in three words. A half
+without these bits is a bfloat16 that equals the weight times 2^-base: unpacking in registers needs a mask and no table.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import torch
 from torch import Tensor
 
 SLOTS = 8
-"""Weights in three words: four words with the fourth pieced together, of two halves each."""
+"""Weights in three words: four words of two halves each, the fourth assembled from free bits."""
 BLOCK_COLUMNS = 256
-"""Of a row, that lie in three times 32 words: the i-th fourth of them is halves of word i of the four, in their order.
-Both halves of a word are neighbours, as multipliers take them. A row's last block may be shorter, of the same kind."""
+"""Columns of a row in three times 32 words. The i-th fourth of them is in word i of the four, in order.
+Both halves of a word are neighbouring columns, as tensor cores need them. The last block of a row may be shorter."""
 BLOCK_ROWS = 64
-"""They share a base, and how many of their escapes a program can go through."""
+"""Rows that share a base and a bound on their escapes."""
 ESCAPE_ROWS = 4
-"""Their escapes can be found at once."""
+"""Rows whose escapes are adjacent in the lists."""
 NUM_CODES = 15
 MAX_BASE = 127
-"""2^base has to be a bfloat16, see `weft_kernels.packed.hopper`: beyond it are only weights of 4 and more."""
+"""2^base must be a bfloat16, see `weft_kernels.packed.hopper`; larger bases occur only for weights of 4 and more."""
 COLUMN_BITS = 26
 MAX_ESCAPES = 1 / 256
-"""Of all weights; and so many times that of one block, which one program has to go through."""
+"""Maximum share of escapes among all weights; MAX_IN_BLOCK times that in one block, which one program reads."""
 MAX_IN_BLOCK = 8
 CHUNK_WEIGHTS = 1 << 24
-"""Packed at once, in temporary memory of 30 bytes each."""
+"""Weights packed at once, with 30 bytes of temporary memory each."""
 
-_KEPT = -0x78007801  # 0x87FF87FF: what is in place in each word
+_KEPT = -0x78007801  # 0x87FF87FF: the bits of each word that are in place
 
 
 @dataclass(frozen=True, slots=True)
 class F12:
-    """[rows, columns] of bfloat16. `words`: [3, rows, words of a row] int32; `bases`: one of each block of rows, int32.
+    """[rows, columns] of bfloat16. `words`: [3, rows, words of a row] int32; `bases`: [blocks of rows] int32.
 
-    An escape is a weight whose exponent has no code; it is 0 among the words. Those of four rows, from row 4 i on,
-    are `starts[i]` to `starts[i + 1]` of `places` (row in the block << 26 | column, int32) and `values` (bfloat16).
+    An escape is a weight whose exponent has no code; its half is 0. The escapes of four rows from row 4 i on are
+    `starts[i]` to `starts[i + 1]` of `places` (row in the block << 26 | column, int32) and `values` (bfloat16).
     """
 
     rows: int
@@ -52,27 +52,24 @@ class F12:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
         return self.rows, self.columns
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
         return self.words.device
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As the kernels take them."""
+        """The tensors in the order of the kernels' arguments."""
         return self.words, self.bases, self.starts, self.places, self.values
 
     @property
     def nbytes(self) -> int:
-        """All that it keeps in memory."""
         return sum(each.nbytes for each in self.tensors)
 
     @property
     def suits(self) -> bool:
-        """Few enough escapes, and spread widely enough, that the words are worth it."""
+        """Whether the escapes are few and spread widely enough for F12 to pay."""
         most = MAX_ESCAPES * self.columns
         blocks = torch.cat((self.starts[: -1 : BLOCK_ROWS // ESCAPE_ROWS], self.starts[-1:]))
         crowded = int(blocks.diff().max()) if self.rows else 0
@@ -80,7 +77,7 @@ class F12:
         return is_smaller and len(self.values) <= most * self.rows and crowded <= MAX_IN_BLOCK * most * BLOCK_ROWS
 
     def unpack(self) -> Tensor:
-        """[rows, columns] bfloat16, every bit as it was."""
+        """Return [rows, columns] bfloat16, bit for bit."""
         halves = _columns(_halves(self.words))[:, : self.columns]
         bases = self.bases.repeat_interleave(BLOCK_ROWS)[: self.rows, None]
         bits = torch.where(halves & 0x0780 != 0, halves + (bases << 7), halves)
@@ -92,7 +89,7 @@ class F12:
 
 
 def pack_f12(weight: Tensor) -> F12:
-    """Any bfloat16 matrix, whatever is in it; whether that is of any use, `suits` says."""
+    """Pack any bfloat16 matrix; `suits` says whether it pays."""
     rows, columns = weight.shape
     assert weight.dtype == torch.bfloat16
     assert columns < 1 << COLUMN_BITS
@@ -107,7 +104,7 @@ def pack_f12(weight: Tensor) -> F12:
 
 
 def _pack_rows(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fills in the words of some whole blocks; their bases, numbers of escapes, and the escapes' places and values."""
+    """Fill the words of whole blocks; return their bases, escape counts, escape places and values."""
     rows, columns = weight.shape
     bits = weight.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
     exponents = (bits >> 7) & 0xFF
@@ -122,13 +119,13 @@ def _pack_rows(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     row, column = (~(is_coded | is_zero)).nonzero(as_tuple=True)
     counts = torch.bincount(row // ESCAPE_ROWS, minlength=-(-rows // ESCAPE_ROWS)).to(torch.int32)
     places = (row % BLOCK_ROWS << COLUMN_BITS | column).to(torch.int64)
-    # the highest rows reach the sign bit
+    # Places of the highest rows use the sign bit.
     places = torch.where(places >= 1 << 31, places - (1 << 32), places).to(torch.int32)
     return bases, counts, places, weight[row, column]
 
 
 def _bases(keys: Tensor, num_blocks: int) -> Tensor:
-    """[blocks] int32: where the 15 exponents begin that most weights of the block have. Zeros need no code."""
+    """Return [blocks] int32: the start of the 15 exponents that cover most weights of a block. Zeros need no code."""
     counts = torch.bincount(keys.flatten(), minlength=256 * num_blocks).view(num_blocks, 256)
     counts[:, 0] = 0
     sums = counts.cumsum(1)
@@ -137,7 +134,7 @@ def _bases(keys: Tensor, num_blocks: int) -> Tensor:
 
 
 def _slots(columns: Tensor) -> Tensor:
-    """[rows, 8 words] in their order to [rows, 8, words]."""
+    """Reorder [rows, 8 words] columns to [rows, 8, words] slots."""
     rows, size = columns.shape
     whole = size // BLOCK_COLUMNS * BLOCK_COLUMNS
     # [rows, block, fourth, word, half]
@@ -147,7 +144,7 @@ def _slots(columns: Tensor) -> Tensor:
 
 
 def _columns(slots: Tensor) -> Tensor:
-    """[rows, 8, words] to [rows, 8 words] in their order."""
+    """Reorder [rows, 8, words] slots to [rows, 8 words] columns."""
     rows, _, words = slots.shape
     whole = words // (BLOCK_COLUMNS // SLOTS) * (BLOCK_COLUMNS // SLOTS)
     # [rows, fourth, half, block, word]
@@ -157,7 +154,7 @@ def _columns(slots: Tensor) -> Tensor:
 
 
 def _fill_words(slots: Tensor, words: Tensor) -> None:
-    """slots: [rows, 8, words] of 16-bit halves; even ones are low, odd ones high."""
+    """Pack slots [rows, 8, words] of 16-bit halves into words; even slots are low halves, odd ones high."""
     pairs = slots[:, 0::2] | slots[:, 1::2] << 16
     fourth = pairs[:, 3]
     words[0] = pairs[:, 0] | (fourth & 0x000F000F) << 11
@@ -166,7 +163,7 @@ def _fill_words(slots: Tensor, words: Tensor) -> None:
 
 
 def _halves(words: Tensor) -> Tensor:
-    """[rows, 8, words] int32: the slots again."""
+    """Unpack words to slots [rows, 8, words] int32."""
     first, second, third = words.unbind(0)
     fourth = (first >> 11) & 0x000F000F | (second >> 7) & 0x00F000F0 | (third >> 3) & 0x07000700
     pairs = torch.stack((*(word & _KEPT for word in (first, second, third)), fourth | (third << 1) & -0x7FFF8000), 1)

@@ -1,4 +1,4 @@
-"""F12 words in registers: what they are worth, and rows times rows of weights. Device functions; `f12.py` says more."""
+"""F12 words in registers, and their product with rows. Device functions; `f12.py` defines the format."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _columns_of(
 def _escapes_at(
     p_places: tl.tensor, p_values: tl.tensor, o_e: tl.tensor, end_e: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The places and values of some escapes."""
+    """Load the places and values of some escapes."""
     m_e = o_e < end_e
     return tl.load(p_places + o_e, mask=m_e, other=0), tl.load(p_values + o_e, mask=m_e, other=0.0)
 
@@ -135,7 +135,7 @@ def _row_of(
     end_row: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Of escapes that lie one behind the other in the lists of a few blocks: in which of them, their places say not."""
+    """Return the rows of adjacent escapes of a few blocks; places hold only the row within a block."""
     block = first_row // _BLOCK_ROWS
     b_row = f12_row(b_place, block)
     for NEXT in tl.static_range(1, BLOCK_N // _BLOCK_ROWS + 2):
@@ -159,7 +159,7 @@ def _half(b_0: tl.tensor, b_1: tl.tensor, b_2: tl.tensor, HALF: tl.constexpr, DT
 
 @triton.jit
 def _fourth(b_pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """[rows, 2 words]: the halves of words, one behind the other."""
+    """Return [rows, 2 words]: the halves of words in column order."""
     if tl.bfloat16 == DTYPE and not _INTERPRETED:
         b_lifted = _lifted(b_pair)
         b_halves = tl.join(half_of(b_lifted, False, DTYPE), half_of(b_lifted, True, DTYPE))
@@ -184,7 +184,7 @@ def _lifted(b_pair: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def f12_pair(b_0: tl.tensor, b_1: tl.tensor, b_2: tl.tensor, SLOT: tl.constexpr) -> tl.tensor:
-    """The slot with its neighbour: the even one is the lower half."""
+    """Return a slot with its neighbour; the even slot is the low half."""
     if SLOT < 2:
         b_pair = b_0 & -0x78007801
     elif SLOT < 4:
@@ -208,17 +208,17 @@ def f12_place(o_j: tl.tensor, FOURTH: tl.constexpr, SIZE: tl.constexpr) -> tl.te
 
 @triton.jit
 def f12_scale(b_base: tl.tensor, LIFTED: tl.constexpr) -> tl.tensor:
-    """2^base, less the power of two that words or rows were enlarged by."""
+    """Return 2^base divided by the power of two that words or rows were enlarged by."""
     return ((b_base + (127 - LIFTED)) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def f12_row(b_place: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Of an escape of this block."""
+    """Return the row of an escape of this block."""
     return ((b_place >> _COLUMN_BITS) & (_BLOCK_ROWS - 1)) + block * _BLOCK_ROWS
 
 
 @triton.jit
 def f12_column(b_place: tl.tensor) -> tl.tensor:
-    """Of an escape."""
+    """Return the column of an escape."""
     return b_place & _COLUMNS

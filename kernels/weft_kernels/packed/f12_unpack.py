@@ -1,4 +1,4 @@
-"""F12 back to bfloat16 on a GPU: all rows of a weight for a long prompt, or those of a table that tokens ask for."""
+"""F12 to bfloat16 on a GPU: whole weights for long prompts, or the table rows of some tokens."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _unpack(
             o_k = 2 * o_pair
             tl.store(p_to + o_k, b_pair.to(tl.int16), mask=m_j & (o_k < SIZE))
             tl.store(p_to + o_k + 1, (b_pair >> 16).to(tl.int16), mask=m_j & (o_k + 1 < SIZE))
-    # the escapes' zeros have to be there before the escapes are
+    # Write the zeros of the escapes before the escapes.
     tl.debug_barrier()
     start = tl.load(p_starts + row // 4)
     end = tl.load(p_starts + row // 4 + 1)
@@ -94,7 +94,7 @@ def _unpack(
         m_e = o_e < end
         b_place = tl.load(p_places + o_e, mask=m_e, other=0)
         b_column = f12_column(b_place)
-        # the program of whose words it is one, as only that one knows when its zero is there
+        # Only the program that wrote the zero of an escape may overwrite it.
         m_here = m_e & (f12_row(b_place, block) == row) & (b_column // 256 // (BLOCK_J // 32) == tl.program_id(1))
         p_one = p_out.to(tl.pointer_type(tl.int16)) + i_out * SIZE + b_column
         tl.store(p_one, tl.load(p_values + o_e, mask=m_here, other=0), mask=m_here)

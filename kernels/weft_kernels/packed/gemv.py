@@ -1,4 +1,4 @@
-"""One row times F12 words: no tiles, no multipliers of tiles, as many loads under way as registers hold."""
+"""One row times F12 words: no tiles or tensor cores, and as many loads in flight as registers hold."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def _gemv(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ) -> None:
-    """BLOCK_N is 4 or less: rows whose escapes are found together. p_x: pairs of bfloat16, as int32, or numbers.
+    """BLOCK_N is at most 4: rows whose escapes are adjacent. p_x: pairs of bfloat16 as int32, or single numbers.
 
-    With USES_PDL, the launch before may still run when this one begins.
+    With USES_PDL, the previous launch may still run when this one starts.
     """
     WORDS: tl.constexpr = (SIZE + 7) // 8
     EVEN: tl.constexpr = SIZE % 256 == 0 and WORDS % BLOCK_J == 0
@@ -126,7 +126,7 @@ def _fourth_of_row(
 
 @triton.jit
 def _numbers_at(p_x: tl.tensor, b_column: tl.tensor, m_column: tl.tensor) -> tl.tensor:
-    """Of the row, as fp32."""
+    """Load numbers of the row as fp32."""
     if p_x.dtype.element_ty == tl.int32:
         b_pair = tl.load(p_x + b_column // 2, mask=m_column, other=0)
         b_x = tl.where(b_column % 2 == 0, b_pair << 16, b_pair & -65536).to(tl.float32, bitcast=True)

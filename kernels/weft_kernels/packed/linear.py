@@ -1,8 +1,8 @@
-"""Linear layers whose weights stay packed in memory, and are unpacked in the registers of the product. Launchers.
+"""Launchers of linear layers whose weights stay packed in memory and are unpacked in registers.
 
-Rows are tiles of a product. With F12, one row alone has a kernel without tiles, 2 to 1,024 have one more on Hopper
-where that was found to be quicker, and otherwise a prompt beyond MAX_FUSED_ROWS pays for unpacking the weight once, and
-then is torch's own product of bfloat16, bit for bit.
+Rows are tiles of a product. F12 has special cases: one row uses a kernel without tiles; 2 to 1,024 rows use the Hopper
+kernel if tuning found it faster. Otherwise a prompt beyond MAX_FUSED_ROWS unpacks the weight once, and the result is
+torch's bfloat16 product, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft_kernels.pdl import pdl_launch_args
 MAX_FUSED_ROWS = 128
 _UNPACKED: Tiles = {"UNPACKED": 1}
 MAX_SPLITS = 8
-# So many rows are looked up one by one where a weight without a code needs them; more are turned first.
+# Maximum rows that escapes read in place; more rows are transposed first.
 MAX_LOOKED_UP = 8
 
 
@@ -44,7 +44,7 @@ def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = Non
     rows = x.reshape(-1, x.shape[-1])
     assert rows.shape[1] == weight.shape[1]
     assert x.device == weight.device
-    if not len(rows):  # a chunk in the midst of its prompt has no logits
+    if not len(rows):  # a chunk inside a prompt has no logits
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     tiles = None
     if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS:
@@ -129,18 +129,18 @@ def _candidates(x: Tensor, weight: F12 | Fp8 | Int4) -> list[Tiles]:
 
 
 def is_tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> bool:
-    """Has that been done, here or by another process before."""
+    """Return whether this process or an earlier one tuned this shape."""
     return _tuned(x, weight) is not None
 
 
 def tiles_table(device: torch.device) -> TuningTable:
-    """Where that is kept."""
+    """Return the table of tuned tiles of a device."""
     return table_of(_device(torch.empty(0, device=device)))
 
 
 def _tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles | None:
     tiles = table_of(_device(x)).of(*_shape(x, weight))
-    # of these rows some may lie or be typed otherwise than those that were tried
+    # Rows may differ in layout or dtype from the tuned ones.
     if tiles is None or not hopper.is_hopper_tiles(tiles):
         return tiles
     return tiles if isinstance(weight, F12) and hopper.can_run(x, weight) else None

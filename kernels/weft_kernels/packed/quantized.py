@@ -25,22 +25,19 @@ class _Words:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
         return self.words.shape[0], self.columns
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
         return self.words.device
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As the kernels take them."""
+        """The tensors in the order of the kernels' arguments."""
         return self.words, self.factors, self.factors, self.factors, self.factors
 
     @property
     def nbytes(self) -> int:
-        """All that it keeps in memory."""
         return self.words.nbytes + self.factors.nbytes
 
 
@@ -54,7 +51,7 @@ class Fp8(_Words):
     block: tuple[int, int]
 
     def unpack(self) -> Tensor:
-        """float32 [rows, columns]."""
+        """Return float32 [rows, columns]. Each weight is multiplied by its factor."""
         runs = self.words.view(torch.uint8).view(*self.words.shape, BYTES).transpose(1, 2).flatten(1)[:, : self.columns]
         rows = self.factors.repeat_interleave(self.block[0], 0)[: len(runs)]
         return runs.view(torch.float8_e4m3fn).float() * rows.repeat_interleave(self.block[1], 1)[:, : self.columns]
@@ -70,14 +67,14 @@ class Int4(_Words):
     group: int
 
     def unpack(self) -> Tensor:
-        """float32 [rows, columns]."""
+        """Return float32 [rows, columns]. Each value is multiplied by its group factor."""
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.device)[:, None]
         values = ((self.words[:, None] >> shifts) & 15).flatten(1)[:, : self.columns] - 8
         return values.float() * self.factors.float().repeat_interleave(self.group, 1)[:, : self.columns]
 
 
 def read_fp8(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Fp8:
-    """weight: [rows, columns] float8_e4m3fn."""
+    """Repack a float8_e4m3fn weight [rows, columns] into words."""
     padded = functional.pad(weight.view(torch.uint8), (0, -weight.shape[1] % BYTES))
     words = padded.view(len(weight), BYTES, -1).transpose(1, 2).flatten().view(torch.int32).view(len(weight), -1)
     return Fp8(weight.shape[1], words, factors.contiguous(), block)

@@ -39,7 +39,7 @@ def product_fp8(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] fp32."""
+    """Return [BLOCK_M, BLOCK_N] fp32: rows times FP8 weight rows."""
     WORDS: tl.constexpr = (SIZE + 3) // 4
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     BLOCK_J: tl.constexpr = BLOCK_K // 4
@@ -95,7 +95,7 @@ def product_int4(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] fp32."""
+    """Return [BLOCK_M, BLOCK_N] fp32: rows times INT4 weight rows."""
     WORDS: tl.constexpr = (SIZE + 7) // 8
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     BLOCK_J: tl.constexpr = BLOCK_K // 8

@@ -19,20 +19,18 @@ ABSENT = -1
 
 @cache
 def counters(device: torch.device, num_items: int) -> Tensor:
-    """[num_items] int32 zeros, the same ones every time: a product leaves them as they were. One stream multiplies at
-    a time."""
+    """Return the shared [num_items] int32 zeros; a product leaves them at 0. Only one stream multiplies at a time."""
     return torch.zeros(num_items, dtype=torch.int32, device=device)
 
 
 @cache
 def absent_sums(device: torch.device, num_items: int) -> Tensor:
-    """[num_items] of ABSENT, the same ones every time, where products put numbers for each other: who takes one puts
-    ABSENT back. One stream multiplies at a time."""
+    """Return the shared [num_items] ABSENT values for exchanging sums; the reader of a sum writes ABSENT back."""
     return torch.full((num_items,), ABSENT, dtype=torch.int32, device=device)
 
 
 def transpose_rows(x: Tensor, width: int) -> Tensor:
-    """x: [M, columns]. Returns [columns, width or more], in which the first M are x's rows."""
+    """Transpose x [M, columns] to [columns, width or more]; the first M items of a line are x's rows."""
     block_m = min(64, next_power_of_2(width))
     width = cdiv(width, block_m) * block_m
     transposed = x.new_empty(x.shape[1], width)

@@ -86,8 +86,10 @@ class TuningTable:
 
     @contextmanager
     def exclusive(self, wait_seconds: float) -> Iterator[bool]:
-        """Does nobody else on this machine measure, and what they have saved is known here; False where one goes on
-        doing so for that long. Two that measure at a time would find each other's load. Raises OSError."""
+        """Yield True while no other process on this machine measures, with its saved results loaded.
+
+        Yields False after `wait_seconds`. Concurrent measurements would disturb each other. Raises OSError.
+        """
         busy, deadline = self._directory() / f"{self.path.stem}.busy", time.monotonic() + wait_seconds
         busy.touch(mode=0o600)
         with self._locked(busy, deadline) as is_alone:

@@ -1,4 +1,4 @@
-"""What all weights that are unpacked in registers share: halves of a word, and the rows they are multiplied with."""
+"""Device functions shared by all weights that are unpacked in registers."""
 
 from __future__ import annotations
 

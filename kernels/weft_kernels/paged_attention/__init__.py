@@ -1,4 +1,4 @@
-"""Attention of packed query rows over keys and values that lie in pool blocks."""
+"""Attention of packed query rows over keys and values in pool blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft_kernels.paged_attention.device_batch import resident_batch as resident
 def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
     """out[r, h] = softmax(q[r, h] . K^T / sqrt(dim)) V over the keys that row r sees: up to itself, within `span`.
 
-    q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype; the rows lie as `batch` says.
-    K, V: the keys and values of `layer` and key head h // (heads / kv_heads), in the blocks of the row's sequence.
-    Returns [T, heads, dim] in q's dtype. The keys of the rows themselves must be in the pool already.
+    q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype, with the rows of `batch`.
+    K, V: keys and values of `layer` and key head h // (heads / kv_heads) in the blocks of the row's sequence. The
+    pool must already hold the keys of the rows themselves. Returns [T, heads, dim] in q's dtype.
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype

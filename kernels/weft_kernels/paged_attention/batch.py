@@ -1,4 +1,4 @@
-"""Which queries see which keys in one packed batch, and how the torch path cuts that into even pieces."""
+"""Which queries see which keys in a packed batch, and how the torch path groups them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# Keys gathered at a time on a CPU: what its second-level cache still holds is read again for free.
+# Bytes of keys gathered at a time on a CPU, so that they stay in the second-level cache.
 GROUP_BYTES = 1 << 20
 MASK_ITEMS = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class KeySpan:
-    """Which keys up to itself a query sees: the last `window` ones, those of its own aligned `chunk`, or all (0)."""
+    """Keys up to itself that a query sees: the last `window`, those of its own aligned `chunk`, or all (0)."""
 
     window: int = 0
     chunk: int = 0
 
     def first_visible(self, position: int) -> int:
-        """Position of the first key that the query at `position` sees."""
+        """Return the first key position that the query at `position` sees."""
         start = position - position % self.chunk if self.chunk else 0
         return max(start, position + 1 - self.window) if self.window else start
 
     def first_visible_of(self, positions: Tensor) -> Tensor:
-        """The same, for many."""
+        """Return `first_visible` for a tensor of positions."""
         starts = positions - positions % self.chunk if self.chunk else torch.zeros_like(positions)
         return torch.maximum(starts, positions + 1 - self.window) if self.window else starts
 
@@ -37,11 +37,11 @@ FULL = KeySpan()
 
 @dataclass(frozen=True, slots=True)
 class GatherGroup:
-    """`num_seqs` sequences with the same number of consecutive query rows each, padded to the most blocks.
+    """`num_seqs` sequences with equal numbers of consecutive query rows, padded to the most blocks.
 
     first_row .. end_row: their rows in the packed batch.
     key_rows: [kv_heads * num_seqs * blocks], rows of layer 0's keys in the pool seen as [-1, block_tokens * dim].
-    mask: [1, num_seqs, queries * heads / kv_heads, keys], 0 or -inf, to be added to the scores.
+    mask: [1, num_seqs, queries * heads / kv_heads, keys], 0 or -inf, added to the scores.
     """
 
     first_row: int
@@ -53,12 +53,11 @@ class GatherGroup:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """S sequences, packed: sequence s has rows query_starts[s] .. query_starts[s+1], the last of its context.
+    """S packed sequences: sequence s has rows query_starts[s] .. query_starts[s+1], the last ones of its context.
 
-    context_lens[s] counts all its tokens up to its last row, these rows included; block_tables[s] covers them,
-    and may go on with blocks that are not written yet.
-    `pool` [blocks, kv_heads, layers, parts, block_tokens, dim] is contiguous; parts: keys and values, or one for both.
-    Sequences of one row and like length are fastest when they are neighbours.
+    context_lens[s] counts all its tokens, these rows included. block_tables[s] covers them and may continue with blocks
+    that are not written yet. `pool` [blocks, kv_heads, layers, parts, block_tokens, dim] is contiguous; parts is 2
+    for keys and values, or 1 for both in one. Single-row sequences of similar length are fastest next to each other.
     """
 
     pool: Tensor
@@ -69,11 +68,11 @@ class PagedBatch:
 
     @cached_property
     def groups(self) -> list[GatherGroup]:
-        """Of layers in which every query sees all its context."""
+        """Groups for layers in which every query sees its whole context."""
         return self.groups_within(FULL)
 
     def groups_within(self, span: KeySpan) -> list[GatherGroup]:
-        """Made once, used by every layer of that span."""
+        """Return the groups of a span, computed once for all layers of that span."""
         if span not in self._groups:
             self._groups[span] = self._make_groups(span)
         return self._groups[span]
@@ -127,7 +126,7 @@ class PagedBatch:
         return self._group((self.query_starts[first], self.query_starts[end]), range(first, end), positions, span)
 
     def _chunk_groups(self, index: int, span: KeySpan) -> list[GatherGroup]:
-        """A chunk in pieces: the mask stays bounded, and early rows do not read keys that they cannot see."""
+        """Split a chunk: the mask stays bounded, and early rows skip keys that they cannot see."""
         start, end = self.query_starts[index], self.query_starts[index + 1]
         context, ratio = self.context_lens[index], self.num_heads // self.pool.shape[1]
         size = max(16, MASK_ITEMS // (context * ratio))
@@ -139,7 +138,7 @@ class PagedBatch:
         return groups
 
     def _group(self, rows: tuple[int, int], indices: range, positions: Tensor, span: KeySpan) -> GatherGroup:
-        """positions: [num_seqs, queries]."""
+        """Build a group from positions [num_seqs, queries]."""
         _, kv_heads, layers, parts, block_tokens, _ = self.pool.shape
         firsts = span.first_visible_of(positions)
         starts = firsts.min(1).values // block_tokens
@@ -158,7 +157,7 @@ class PagedBatch:
         return GatherGroup(*rows, len(indices), key_rows.to(device), mask.to(device))
 
     def _mask(self, positions: Tensor, firsts: Tensor, starts: Tensor, num_keys: int) -> Tensor:
-        """The gathered keys of a sequence begin at its `starts`; heads that share keys stand as further queries."""
+        """Build the mask; gathered keys start at `starts`, and heads that share keys are further queries."""
         ratio = self.num_heads // self.pool.shape[1]
         keys = starts[:, None, None] + torch.arange(num_keys)
         is_hidden = (keys > positions[..., None]) | (keys < firsts[..., None])

@@ -17,7 +17,7 @@ from weft_kernels.paged_attention.batch import GatherGroup, KeySpan, PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class QueryChunk:
-    """Many rows of one sequence: the first one, their number, its tokens up to the last one, its blocks [n] int32."""
+    """Many rows of one sequence: first row, number of rows, tokens up to the last row, blocks [n] int32."""
 
     first_row: int
     num_rows: int
@@ -27,9 +27,9 @@ class QueryChunk:
 
 @dataclass(frozen=True, slots=True)
 class CpuBatch:
-    """A batch in two kinds: rows to go one by one, and chunks.
+    """A batch split into single rows and chunks.
 
-    spans: [rows, 4] int32: place in the batch, where the row's blocks begin in `blocks`, first key, end of its keys.
+    spans: [rows, 4] int32: row in the batch, start of its blocks in `blocks`, first key, end of its keys.
     """
 
     blocks: Tensor
@@ -40,7 +40,7 @@ class CpuBatch:
 def paged_attention_cpu(
     q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
 ) -> Tensor:
-    """Like `paged_attention_grouped`, in place where the machine has the C++ kernels."""
+    """Compute attention in C++ without copying keys; in torch if the machine lacks the kernels."""
     library = native()
     if library is None:
         return paged_attention_grouped(q, layer, batch, span, scale, value_dim)
@@ -64,10 +64,10 @@ def _longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
 
 
 def cpu_batch(batch: PagedBatch, span: KeySpan, is_whole: bool) -> CpuBatch:
-    """Kept with the batch, as its cached properties are: made in the first layer of a span, used by the others.
+    """Return the split of a batch, computed once per span and cached with the batch.
 
-    Enough queries at one key head fill the vectors by themselves. Fewer do not, and single heads have to: `is_whole`
-    says that they do.
+    With enough queries per key head, queries fill the vectors. With fewer, the dimensions of one head must:
+    `is_whole` says that they do.
     """
     kept = vars(batch)
     key = f"rows {span.window} {span.chunk}"
@@ -80,7 +80,7 @@ def cpu_batch(batch: PagedBatch, span: KeySpan, is_whole: bool) -> CpuBatch:
 
 
 def make_cpu_batch(batch: PagedBatch, span: KeySpan, lanes: int) -> CpuBatch:
-    """Sequences with fewer than `lanes` queries at a key head go row by row, the others are chunks."""
+    """Split a batch: sequences with fewer than `lanes` queries per key head go row by row, others are chunks."""
     ratio = batch.num_heads // batch.pool.shape[1]
     blocks: list[int] = []
     spans: list[tuple[int, int, int, int]] = []
@@ -101,7 +101,7 @@ def make_cpu_batch(batch: PagedBatch, span: KeySpan, lanes: int) -> CpuBatch:
 def paged_attention_grouped(
     q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
 ) -> Tensor:
-    """See `weft_kernels.paged_attention.paged_attention`; with `value_dim`, `weft_kernels.latent_attention`."""
+    """Gather the keys of a group of sequences, then attend with one fused torch call."""
     out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
     for group in batch.groups_within(span):
         rows = slice(group.first_row, group.end_row)
@@ -123,7 +123,7 @@ def _attend(
 
 
 def _gather(layer: int, batch: PagedBatch, group: GatherGroup, value_dim: int | None) -> tuple[Tensor, Tensor]:
-    """Keys and values [kv_heads, num_seqs, tokens, dim] of one layer; one vector may be both."""
+    """Return keys and values [kv_heads, num_seqs, tokens, dim] of one layer; one vector may be both."""
     _, kv_heads, _, parts, block_tokens, dim = batch.pool.shape
     runs = batch.pool.view(-1, block_tokens * dim)
     shape = (kv_heads, group.num_seqs, -1, dim)

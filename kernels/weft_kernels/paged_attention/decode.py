@@ -1,4 +1,4 @@
-"""Decode and verification: few rows a sequence, all its keys, split over programs that a second launch joins."""
+"""Decode and verification: few rows per sequence, with the keys split over programs; a second launch joins them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MAX_SPLITS = 32
 def paged_attention_decode(
     q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: AttentionShape, out: Tensor
 ) -> None:
-    """out[r, h] for the rows of `batch`, each sequence with at most MAX_DECODE_ROWS of them.
+    """Compute out[r, h] for sequences with at most MAX_DECODE_ROWS rows each.
 
-    The number of splits depends on the number of sequences and not on their lengths, so that a captured graph runs
-    for any lengths: each program finds its share of the keys on the device.
+    The number of splits depends on the number of sequences, not on their lengths, so a captured graph runs for any
+    lengths: each program finds its share of the keys on the device.
     """
     check(q, keys, values, batch, out)
     assert batch.max_rows <= MAX_DECODE_ROWS
@@ -84,7 +84,7 @@ def paged_attention_decode(
 
 
 def _num_splits(num_programs: int, device: torch.device) -> int:
-    """Enough for two programs on every multiprocessor, a power of two."""
+    """Return a power of two that gives two programs per multiprocessor."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     return int(min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(2 * num_sms, num_programs))))
 

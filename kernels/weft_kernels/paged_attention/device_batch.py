@@ -13,17 +13,17 @@ from torch import Tensor
 from weft_kernels.paged_attention.batch import PagedBatch
 from weft_kernels.pinned_upload import pinned_upload
 
-# Sequences with at most so many new rows go to the decode kernel: one token, or up to seven drafted ones to verify.
+# Maximum new rows of a sequence for the decode kernel: one token, and up to seven drafted tokens to verify.
 MAX_DECODE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PagedTensors:
-    """S sequences: query_starts [S + 1], context_lens [S], block_tables [S, B], int32, on the device.
+    """S sequences on the device: query_starts [S + 1], context_lens [S], block_tables [S, B], all int32.
 
-    Sequence s has rows query_starts[s] .. query_starts[s + 1], the last of its context_lens[s] tokens. With a context
-    of 0 its rows come out as zeros: that is how a captured graph runs with fewer sequences than it was made for.
-    `max_rows` is an upper bound of the rows of one sequence, known on the host.
+    Sequence s has rows query_starts[s] .. query_starts[s + 1], the last of its context_lens[s] tokens. A context of
+    0 gives zeros, so a captured graph can run with fewer sequences. `max_rows` bounds the rows of one sequence,
+    known on the host.
     """
 
     query_starts: Tensor
@@ -39,14 +39,14 @@ class PagedTensors:
         assert all(each.dtype == torch.int32 and each.is_contiguous() for each in tensors)
 
     def slice(self, first: int, end: int, max_rows: int) -> PagedTensors:
-        """Sequences first .. end of the same batch; their rows keep their places."""
+        """Return sequences first .. end of the batch; their rows keep their positions."""
         tables = self.block_tables[first:end]
         return PagedTensors(self.query_starts[first : end + 1], self.context_lens[first:end], tables, max_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """One batch in at most two launches: its leading short sequences, then all from the first long one on."""
+    """A batch in at most two launches: the leading short sequences, then all from the first long one on."""
 
     decode: PagedTensors | None
     prefill: PagedTensors | None
@@ -55,7 +55,7 @@ class Launches:
 def plan_launches(
     query_starts: Sequence[int], context_lens: Sequence[int], tables: Sequence[Sequence[int]], device: torch.device
 ) -> Launches:
-    """Copy a batch from host lists to the device in one piece, once for all layers."""
+    """Copy a batch from host lists to the device in one transfer, once for all layers."""
     size = len(context_lens)
     width, head = aligned(max(map(len, tables))), aligned(size + 1)
     memory = np.zeros(2 * head + size * width, dtype=np.int32)
@@ -75,7 +75,7 @@ def plan_launches(
 
 
 def aligned(count: int) -> int:
-    """Up to a multiple of 16: Triton compiles a kernel anew for sizes and addresses that are none."""
+    """Round up to a multiple of 16: Triton compiles another kernel for unaligned sizes and addresses."""
     return -(-count // 16) * 16
 
 
@@ -84,9 +84,9 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """scale: of the scores. window: a query sees so many last keys; chunk: it sees its aligned chunk; 0: all before it.
+    """scale: of the scores. window, chunk: as in KeySpan.
 
-    num_splits: a power of two, programs that share one sequence's keys in decoding; 0 chooses by the batch.
+    num_splits: a power of two, the programs that share one sequence's keys in decoding; 0 chooses by batch size.
     """
 
     scale: float
@@ -95,9 +95,9 @@ class AttentionShape:
     num_splits: int = 0
 
     def tiles(self, keys: Tensor, values: Tensor, block_n: int) -> dict[str, int | bool]:
-        """The compile-time sizes that follow from the layout.
+        """Return the compile-time sizes of a layout.
 
-        A dimension that is no power of two is cut into a large power of two and a tail: 576 is 512 + 64, 96 is 64 + 32.
+        A dimension that is no power of two is split into a power of two and a tail: 576 is 512 + 64, 96 is 64 + 32.
         """
         dim, value_dim = keys.shape[3], values.shape[3]
         block_d = max(16, 1 << (dim.bit_length() - 1))
@@ -134,9 +134,10 @@ def _power_of_two(value: int) -> int:
 
 
 def resident_batch(pool: Tensor, num_heads: int, tensors: PagedTensors) -> PagedBatch:
-    """Sequences of one row each. The kernels read `tensors` when they run, at every replay of a captured graph too.
+    """Return a batch of single-row sequences that stays on the device while lengths and tables change.
 
-    On a CPU the batch is what lies in `tensors` now; on a GPU the host knows neither its lengths nor its tables.
+    The kernels read `tensors` when they run, also at every replay of a graph. On a CPU the batch copies their current
+    content; on a GPU the host knows neither lengths nor tables.
     """
     assert tensors.max_rows == 1
     starts = range(len(tensors.context_lens) + 1)

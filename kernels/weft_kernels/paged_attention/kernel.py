@@ -1,4 +1,4 @@
-"""From a packed batch to the attention kernels: device tensors once for all layers, then one launch or two a layer."""
+"""Runs the attention kernels for a packed batch: uploads its tensors once, then one or two launches per layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft_kernels.paged_attention.prefill import paged_attention_prefill
 def paged_attention_kernels(
     q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
 ) -> Tensor:
-    """See `weft_kernels.paged_attention.paged_attention`; with `value_dim`, `weft_kernels.latent_attention`."""
+    """Compute `paged_attention` on a GPU; with `value_dim`, `latent_attention`."""
     keys = batch.pool[:, :, layer, 0]
     values = batch.pool[:, :, layer, 1] if value_dim is None else keys[..., :value_dim]
     out = q.new_empty(*q.shape[:2], values.shape[3])
@@ -27,7 +27,7 @@ def paged_attention_kernels(
 
 
 def _launches(batch: PagedBatch) -> Launches:
-    """Kept with the batch, as its cached properties are: made in its first layer, used by the others."""
+    """Return the launches of a batch, computed in the first layer and cached with the batch."""
     kept = vars(batch)
     if "launches" not in kept:
         kept["launches"] = plan_launches(batch.query_starts, batch.context_lens, batch.block_tables, batch.pool.device)

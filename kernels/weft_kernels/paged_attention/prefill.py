@@ -20,7 +20,7 @@ from weft_kernels.paged_attention.tile import (
 def paged_attention_prefill(
     q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: AttentionShape, out: Tensor
 ) -> None:
-    """out[r, h] for the rows of `batch`, whatever their number."""
+    """Compute out[r, h] for sequences with any number of rows."""
     check(q, keys, values, batch, out)
     kv_heads = keys.shape[1]
     group = q.shape[1] // kv_heads
@@ -49,7 +49,7 @@ def paged_attention_prefill(
     )
 
 
-# a batch's long prompts begin anywhere among its sequences; compiled once all the same
+# Long prompts start at any sequence of a batch; compile once for any alignment.
 @triton.jit(do_not_specialize_on_alignment=["p_starts", "p_contexts"])
 def _prefill(
     p_q: tl.tensor,

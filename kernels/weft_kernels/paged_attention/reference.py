@@ -1,4 +1,4 @@
-"""What paged attention means: one query row and one head at a time, in fp32."""
+"""Meaning of paged attention: one query row and one head at a time, in fp32."""
 
 from __future__ import annotations
 

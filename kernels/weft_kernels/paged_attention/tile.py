@@ -1,4 +1,4 @@
-"""What both attention kernels do with one tile of keys, and which keys a row sees."""
+"""Device functions of both attention kernels: visible keys, and one tile of keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def first_visible(position: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
-    """The first key that a query at `position` sees: all, the last WINDOW ones, or those of its aligned chunk."""
+    """Return the first key that a query at `position` sees, by WINDOW and CHUNK."""
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
@@ -21,7 +21,7 @@ def first_visible(position: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr
 def load_rows(
     p_rows: tl.tensor, m_row: tl.tensor, FROM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """[rows, BLOCK]: columns FROM .. FROM + BLOCK of rows of DIM items, zeros where there are none."""
+    """Load [rows, BLOCK]: columns FROM .. FROM + BLOCK of rows of DIM items, padded with zeros."""
     o_dim = FROM + tl.arange(0, BLOCK)
     m_item = m_row[:, None]
     if FROM + BLOCK > DIM:
@@ -39,7 +39,7 @@ def keys_of_tile(
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The position of a tile's first row, and the keys begin .. end that its rows see, of a sequence's last rows."""
+    """Return the position of a tile's first row, and the range begin .. end of keys that its rows see."""
     position = context - num_rows + i_m * BLOCK_M // GROUP
     begin = first_visible(position, WINDOW, CHUNK)
     return position, begin, tl.minimum(context, context - num_rows + (i_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
@@ -49,7 +49,7 @@ def keys_of_tile(
 def load_queries(
     p_rows: tl.tensor, m_row: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[rows, BLOCK_D], and [rows, BLOCK_TAIL] of the columns behind, where there are such."""
+    """Load [rows, BLOCK_D], and [rows, BLOCK_TAIL] of the remaining columns if there are any."""
     b_q = load_rows(p_rows, m_row, 0, DIM, BLOCK_D)
     b_q_tail = b_q
     if BLOCK_TAIL > 0:
@@ -59,7 +59,7 @@ def load_queries(
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Largest scores, sums of weights and sums of values, before a key is folded in."""
+    """Return initial largest scores, sums of weights and sums of values."""
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     return b_max, b_sum, tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -86,11 +86,11 @@ def fold_tile(
     BLOCK_V: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Online softmax over the keys i_tile * BLOCK_N ..; scale is that of the scores times log2 e.
+    """Add the keys from i_tile * BLOCK_N on with online softmax; scale includes log2 e.
 
     rows: queries and their tails, the first key that each sees, and the last. keys: a head's keys, its values, the
-    sequence's blocks, and strides of a block and of a token. Keys outside begin .. end are never read: their blocks may
-    be somebody else's, or nobody's.
+    blocks of the sequence, strides of a block and of a token. Keys outside begin .. end are never read, because their
+    blocks may belong to other sequences.
     """
     b_q, b_q_tail, b_first, b_position = rows
     p_keys, p_values, p_table, stride_block, stride_token = keys
@@ -126,7 +126,7 @@ def put_rows(
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Rows of VALUE_DIM items to where the o_row-th ones lie."""
+    """Store rows of VALUE_DIM items at rows o_row."""
     o_v = tl.arange(0, BLOCK_V)
     m_item = m_row[:, None] & (o_v < VALUE_DIM)[None, :]
     p_item = p_rows + o_row[:, None] * VALUE_DIM + o_v[None, :]
@@ -144,7 +144,7 @@ def _places_of(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N]: where a tile's keys begin."""
+    """Return [BLOCK_N]: the offsets of a tile's keys."""
     if BLOCK_TOKENS % BLOCK_N == 0:
         # A tile lies in one block: one look-up, and the addresses of a tile are one run.
         b_block = tl.load(p_table + i_tile * BLOCK_N // BLOCK_TOKENS).to(tl.int64)

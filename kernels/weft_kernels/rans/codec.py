@@ -134,14 +134,14 @@ class AddressedBytes:
 
     @classmethod
     def of(cls, data: NDArray[np.uint8]) -> Self:
-        """`data` in one piece."""
+        """Wrap a contiguous array with its address."""
         return cls(data, data.ctypes.data)
 
 
 class DecodeTask(NamedTuple):
     """A coded run: `num_elements` from element `first` of its tensor on.
 
-    Its body, whose parts are those of `Chunk`, is `body_bytes` of `stored` from byte `body` on. What it stands for goes
+    Its body has the parts of `CodedRun`: `body_bytes` of `stored` from byte `body` on. The decoded elements go
     to `out`, from byte `place` on, where memory's addresses are even.
     """
 

@@ -91,7 +91,7 @@ def symbol_counts(keys: NDArray[np.int64], base: int) -> NDArray[np.int64]:
 
 
 def shares_of(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Whole grains adding up to all units of a class; whatever occurs has one, escapes too, and no symbol has all."""
+    """Return whole grains that sum to the units of a class; each occurring symbol and ESCAPE has one, none has all."""
     total = UNITS // GRAIN * counts.shape[1]
     has_some = counts > 0
     has_some[:, ESCAPE] = True

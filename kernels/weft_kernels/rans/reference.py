@@ -6,7 +6,7 @@ all lanes share, so that decoding, forwards, takes words in the order of the ele
 "Asymmetric numeral systems", arXiv 1311.2540; F. Giesen, "Interleaved entropy coders", arXiv 1402.3392.)
 
 The lower half of a state is a slot. Its lowest bits say in which bucket it lies, one for each symbol, and a bucket has
-two owners at most (the alias method: A. J. Walker 1977), so that small tables tell whose a slot is.
+two owners at most (the alias method: A. J. Walker 1977), so that small tables map a slot to its symbol.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Buckets:
 
 
 def buckets_of(coding: Coding) -> Buckets:
-    """A symbol whose share is less than a bucket leaves its upper part to one that has more.
+    """Fill buckets: a symbol with less than a bucket leaves the upper part to a symbol with more.
 
-    Small and large ones are taken from the highest symbol down, and one that becomes small is the next of those.
+    Small and large symbols are taken from the highest down; a large symbol that becomes small is the next small one.
     """
     cut, moved = np.zeros_like(coding.shares, np.int64), np.zeros_like(coding.shares, np.int64)
     other = np.tile(np.arange(coding.num_symbols), (len(cut), 1))

@@ -1,4 +1,4 @@
-"""Root mean square normalisation, alone or with the addition before it."""
+"""Root mean square normalisation, alone or fused with the preceding addition."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(s, rms_norm(s, weight, eps)) with s = residual + x, rounded to their dtype; all contiguous, x and s [..., H].
+    """Return (s, rms_norm(s, weight, eps)) with s = residual + x, rounded to their dtype; all contiguous [..., H].
 
-    In one pass: the residual stream is read and written once between two layers.
+    One pass reads and writes the residual stream once between two layers.
     """
     if x.is_cuda:
         from weft_kernels.rms_norm.kernel import add_rms_norm_kernel

@@ -1,4 +1,4 @@
-"""RMSNorm with a row in registers: read once, added, normed, written."""
+"""RMSNorm with a whole row in registers: one read, one write."""
 
 from __future__ import annotations
 

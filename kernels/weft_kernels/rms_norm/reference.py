@@ -1,4 +1,4 @@
-"""What RMSNorm means, rounded where Hugging Face rounds."""
+"""Meaning of RMSNorm, with the rounding of Hugging Face."""
 
 from __future__ import annotations
 

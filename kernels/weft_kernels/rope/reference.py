@@ -1,4 +1,4 @@
-"""What rotary embedding means, in the rotate-half convention of Hugging Face checkpoints."""
+"""Meaning of rotary embedding, in the rotate-half convention of Hugging Face checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries and keys made ready for attention, with keys and values written where they stay."""
+"""Prepares queries and keys for attention, and writes keys and values into the pool."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def rope_kv(
     rule: HeadTransform = ROTATED,
     temperature: Tensor | None = None,
 ) -> Tensor:
-    """Do what the rule says to packed rows, write keys and values into the pool, return the queries.
+    """Apply the transform to packed rows, write keys and values into the pool, return the queries.
 
-    qkv: [T, heads + 2 kv_heads, dim], contiguous: queries, keys, values; overwritten. pool: [blocks, kv_heads, layers,
-    2, block_tokens, dim], written at slots [T] int64 of `layer`. cos, sin: [T, dim], both halves alike, float32 or of
-    qkv's dtype; a pair is (x[i], x[i + dim/2]). `temperature`: [T, 1, 1] float32, by which queries are multiplied in
-    the end. Returns [T, heads, dim], contiguous.
+    qkv: [T, heads + 2 kv_heads, dim], contiguous: queries, keys, values; overwritten.
+    cos, sin: [T, dim], both halves alike, float32 or of qkv's dtype; a pair is (x[i], x[i + dim/2]).
+    pool: [blocks, kv_heads, layers, 2, block_tokens, dim], written at slots [T] int64 of `layer`.
+    temperature: [T, 1, 1] float32 factor for the final queries.
+    Returns [T, heads, dim], contiguous.
     """
     if qkv.is_cuda:
         from weft_kernels.rope_kv.kernel import rope_kv_kernel

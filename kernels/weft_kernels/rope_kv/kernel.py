@@ -1,5 +1,4 @@
-"""Norms, rotation and KV write in one pass: a program takes some heads of a token from the projection to their
-places."""
+"""Norms, rotation and KV write in one pass; a program processes some heads of one token."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ def _check(
 def _normed(
     b_first: tl.tensor, b_second: tl.tensor, eps: tl.tensor, HALF: tl.constexpr, ITEM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Heads [BLOCK_H, BLOCK_I] twice by their root mean square, rounded."""
+    """Divide heads [BLOCK_H, BLOCK_I], in two halves, by their root mean square, and round."""
     b_scale = tl.rsqrt(tl.sum(b_first * b_first + b_second * b_second, 1) / (2 * HALF) + eps)[:, None]
     return (b_first * b_scale).to(ITEM).to(tl.float32), (b_second * b_scale).to(ITEM).to(tl.float32)
 
@@ -110,7 +109,7 @@ def _weighed(
     ITEM: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Heads times the weights of their norm, queries' or keys', rounded."""
+    """Multiply heads by the norm weights of queries or keys, and round."""
     o_pair = tl.arange(0, BLOCK_I)
     m_pair = o_pair < HALF
     b_q_left = tl.load(p_q_norm + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
@@ -126,7 +125,7 @@ def _weighed(
 def _turned(
     b_left: tl.tensor, b_right: tl.tensor, b_cos: tl.tensor, b_sin: tl.tensor, ITEM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Heads by the angles of their token, rounded."""
+    """Rotate heads by the angles of their token, and round."""
     b_turned = (b_left * b_cos - b_right * b_sin).to(ITEM).to(tl.float32)
     return b_turned, (b_right * b_cos + b_left * b_sin).to(ITEM).to(tl.float32)
 
@@ -176,7 +175,7 @@ def _rope_kv(
     p_row = p_qkv + (i_token * (HEADS + 2 * KV_HEADS) + o_head)[:, None] * (2 * HALF) + o_pair[None, :]
     b_first = tl.load(p_row, mask=m_all, other=0.0).to(tl.float32)
     b_second = tl.load(p_row + HALF, mask=m_all, other=0.0).to(tl.float32)
-    # read before anything waits: no read overtakes a write
+    # Load the slot early: loads are not moved before earlier stores.
     i_slot = tl.load(p_slots + i_token)
     if ROTATED:
         b_cos = tl.load(p_cos + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]

@@ -1,4 +1,4 @@
-"""What norms, rotation and KV write mean, one after another."""
+"""Meaning of head transforms and KV writes, one step after another."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft_kernels.rope.reference import rope_reference
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What is done to a layer's queries and keys, in this order.
+    """Transform of a layer's queries and keys, in this order.
 
-    `norms`: RMS norms by weights [dim], of queries and of keys (Qwen3). `is_rotated`: by the angles of their positions.
-    `is_normed_last`: an RMS norm without weights (Llama 4).
+    norms: RMS norm weights [dim] of queries and of keys (Qwen3). is_rotated: rotary embedding by position.
+    is_normed_last: an RMS norm without weights (Llama 4).
     """
 
     norms: tuple[Tensor, Tensor] | None = None
@@ -39,7 +39,7 @@ def rope_kv_reference(
     rule: HeadTransform,
     temperature: Tensor | None = None,
 ) -> Tensor:
-    """See `weft_kernels.rope_kv.rope_kv`; the rows stay as they are."""
+    """Return the queries like `rope_kv`, but leave qkv unchanged."""
     kv_heads = pool.shape[1]
     q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if rule.norms is not None:

@@ -10,11 +10,12 @@ from weft_kernels.sampling.reference import draw
 
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
-    """[R] int64: the argmax of greedy rows; of others the token where the CDF passes u = hash(seed, position).
+    """Return one token per row, [R] int64: argmax for greedy rows, else the token where the CDF passes hash(seed,
+    position).
 
-    logits: [R, V] float32. The distribution is softmax(logits / temperature), cut by top-k, then top-p, then min-p,
-    and summed in the order of the vocabulary. A row's token depends on its own logits and parameters alone.
-    Without `rows` all are greedy.
+    logits: [R, V] float32. The distribution is softmax(logits / temperature), cut by top-k, then top-p, then min-p, and
+    summed in vocabulary order. A row's token depends only on its own logits and parameters. Without `rows` all are
+    greedy.
     """
     assert logits.ndim == 2
     if not logits.is_cuda:
@@ -27,14 +28,14 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
 
 
 def max_logits(logits: Tensor) -> Tensor:
-    """[R] float32: the largest logit of each row; NaN where any is NaN. By numpy on a CPU, as `groups.best` is."""
+    """Return the largest logit of each row, [R] float32; NaN if any is NaN. Uses numpy on a CPU, like `argmax`."""
     if not logits.is_cuda:
         return torch.from_numpy(logits.numpy().max(-1))
     return logits.amax(-1)
 
 
 def compile_sampling(num_items: int, device: torch.device) -> None:
-    """Draw once in every way: a GPU's kernels are compiled when they first run, and then all sequences would wait."""
+    """Sample once in every mode, so that a GPU compiles its kernels now and not during a step."""
     logits = torch.zeros(1, num_items, device=device)
     columns = {
         "temperature": torch.ones(1, device=device),
@@ -49,7 +50,7 @@ def compile_sampling(num_items: int, device: torch.device) -> None:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ln p of `tokens` [R] under the unscaled softmax(logits), and the best `num_top`: values and ids, [R, num_top]."""
+    """Return ln p of `tokens` [R] under softmax(logits), and the best `num_top` values and IDs, [R, num_top]."""
     log_p = logits.float().log_softmax(-1)
     top = log_p.topk(min(num_top, log_p.shape[-1]), dim=-1)
     return log_p.gather(-1, tokens[:, None])[:, 0], top.values, top.indices
@@ -69,5 +70,5 @@ def sample_on_cpu(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[R] int64: the argmax, the first of equals. By numpy: of 151,936 logits torch took 0.27 ms, numpy 0.01."""
+    """Return the first argmax of each row, [R] int64. For 151,936 logits torch took 0.27 ms, numpy 0.01."""
     return torch.from_numpy(logits.numpy().argmax(-1))

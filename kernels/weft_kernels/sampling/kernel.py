@@ -1,5 +1,4 @@
-"""Sampling without a sort: each slice of a row has a program of its own, and a row its token by one that knows which
-slice holds it."""
+"""Sampling without a sort: one program per slice of a row, then one per row that finds the slice of its token."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def _check(logits: Tensor, rows: SamplingRows) -> None:
 
 
 def _sums_of(slices: Slices, min_p: Tensor | None) -> Tensor:
-    """[R, S] float64: the masses exp(score) of what is left in each slice."""
+    """Return [R, S] float64: the remaining mass exp(score) of each slice."""
     sums = torch.empty(slices.grid, dtype=torch.float64, device=slices.logits.device)
     _sums[slices.grid](
         slices.logits,
@@ -90,12 +89,12 @@ def _tops(
     num_slices: tl.tensor,
     SLICE: tl.constexpr,
 ) -> None:
-    """The largest logit of each slice and the first place where it stands."""
+    """Store the largest logit of each slice and its first position."""
     i_row = tl.program_id(0).to(tl.int64)
     i_slice = tl.program_id(1)
     o_item = i_slice * SLICE + tl.arange(0, SLICE)
     b_logit = tl.load(p_logits + i_row * stride + o_item, mask=o_item < num_items, other=float("-inf"))
-    # what is not a number is never the best
+    # NaN is never the best.
     b_logit = tl.where(b_logit == b_logit, b_logit, float("-inf"))
     top = tl.max(b_logit, 0)
     tl.store(p_tops + i_row * num_slices + i_slice, top)
@@ -120,7 +119,7 @@ def _masses(
 
 @triton.jit
 def _floor(p_min_p: tl.tensor, i_row: tl.tensor) -> tl.tensor:
-    """The least score that min-p leaves."""
+    """Return the smallest score that min-p keeps."""
     min_p = tl.load(p_min_p + i_row)
     return tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
 
@@ -154,7 +153,7 @@ def _sums(
 
 @triton.jit
 def _mix(word: tl.tensor) -> tl.tensor:
-    """A round of splitmix64, as in `weft_kernels.sampling.reference`."""
+    """One round of splitmix64, as in `weft_kernels.sampling.reference`."""
     word = word + 0x9E3779B97F4A7C15
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
@@ -194,14 +193,14 @@ def _draw(
         b_sum = tl.load(p_sums + i_row * num_slices + o_slice, mask=m_slice, other=0.0)
         b_end = tl.cumsum(b_sum, 0)
         target = _uniform(tl.load(p_seeds + i_row), tl.load(p_positions + i_row)) * tl.sum(b_sum, 0)
-        # the first that ends beyond the target; however sums round, one that holds something
+        # The first slice whose end exceeds the target; rounding must not select a slice without mass.
         i_last = tl.max(tl.where(b_sum > 0.0, o_slice, 0), 0)
         i_slice = tl.min(tl.where((b_end > target) & (b_sum > 0.0), o_slice, i_last), 0)
         before = tl.sum(tl.where(o_slice < i_slice, b_sum, 0.0), 0)
         o_item = i_slice * SLICE + tl.arange(0, SLICE)
         limit, floor = tl.load(p_limits + i_row), _floor(p_min_p, i_row)
         b_mass = _masses(p_logits + i_row * stride, o_item, num_items, top, temperature, limit, floor)
-        # a token of mass 0 is never hit
+        # A token of mass 0 is never chosen.
         m_hit = (b_mass > 0.0) & (before + tl.cumsum(b_mass, 0) > target)
         hit = tl.min(tl.where(m_hit, o_item, num_items), 0)
         token = tl.where(hit < num_items, hit, tl.max(tl.where(b_mass > 0.0, o_item, 0), 0))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """One entry a row: temperature [R] float32 (0: greedy), top_k [R] int64 (0: off), top_p [R] float64 (1: off),
-    min_p [R] float32 (0: off), seeds [R] int64, positions [R] int64 (where the new token will stand).
+    """Sampling parameters, one entry per row.
 
-    `has_top_k` and `has_top_p` say it for all rows, so that nothing has to be read back from a device.
+    temperature [R] float32 (0: greedy), top_k [R] int64 (0: off), top_p [R] float64 (1: off), min_p [R] float32 (0:
+    off), seeds [R] int64, positions [R] int64 (position of the new token). `has_top_k` and `has_top_p` summarise all
+    rows, so that the host reads nothing back from a device.
     """
 
     temperature: Tensor
@@ -27,7 +28,7 @@ class SamplingRows:
     has_top_p: bool
 
     def select(self, places: Tensor) -> SamplingRows:
-        """Those of some rows, [n] int64, on a CPU."""
+        """Return the parameters of some rows, [n] int64, on a CPU."""
         top_k, top_p = self.top_k[places], self.top_p[places]
         others = self.min_p[places], self.seeds[places], self.positions[places]
         cuts = bool((top_k > 0).any()), bool((top_p < 1).any())
@@ -40,7 +41,8 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[R] float64 in [0, 1): splitmix64 twice over. seeds, positions: [R] int64; a seed's 64 bits all count."""
+    """Return [R] float64 in [0, 1) from two splitmix64 rounds of seeds and positions [R] int64; all 64 seed bits
+    count."""
     return _shift(_mix(_mix(seeds) + positions * _GOLDEN), 11).double() * 2.0**-53
 
 
@@ -52,7 +54,7 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _shift(word: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
+    """Logical right shift; torch's shift keeps the sign."""
     return torch.bitwise_and(word >> bits, (1 << (64 - bits)) - 1)
 
 
@@ -64,10 +66,10 @@ def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """[R] int64: a token of each row; of greedy ones, any."""
+    """Return a token of each row, [R] int64; for greedy rows an arbitrary one."""
     cdf = filtered_scores(logits, rows).softmax(-1).cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
-    # Strictly below the total, whatever the product rounds to: a token of probability 0 is never hit.
+    # Keep the target strictly below the total after rounding, so that a token of probability 0 is never chosen.
     target = torch.minimum(
         uniforms(rows.seeds, rows.positions) * total, torch.nextafter(total, torch.zeros_like(total))
     )
@@ -75,9 +77,9 @@ def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def filtered_scores(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """[R, V] logits over temperature, -inf where top-k, top-p or min-p drop the token. Greedy rows: temperature 1."""
+    """Return [R, V] logits over temperature; -inf for tokens that a filter drops. Greedy rows use temperature 1."""
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
-    # Relative to the best one: a tiny temperature gives -inf for the others, and never inf - inf.
+    # Relative to the best logit: a tiny temperature gives -inf for the others, never inf - inf.
     scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     if rows.has_top_k or rows.has_top_p:
         scores = _top_k_then_p(scores, rows)
@@ -93,13 +95,13 @@ def _top_k_then_p(scores: Tensor, rows: SamplingRows) -> Tensor:
     is_tail = ordered.softmax(-1).cumsum(-1) <= (1.0 - rows.top_p).float()[:, None]
     is_tail &= (rows.top_p < 1.0)[:, None]
     is_tail[:, -1] = False
-    # A threshold, not a set of places: tokens that tie with the last one kept stay, whatever order a sort gives them.
+    # Use a threshold instead of positions: tokens that tie with the last kept one stay, independent of sort order.
     worst_kept = torch.maximum(worst_kept, ordered.masked_fill(is_tail, float("inf")).amin(-1, keepdim=True))
     return scores.masked_fill(scores < worst_kept, NEVER)
 
 
 def _sorted_values(scores: Tensor) -> Tensor:
-    """Ascending. On a CPU by numpy: torch sorts places along, and took 4.9 ms where numpy takes 0.08 (32 x 2048)."""
+    """Sort ascending. On a CPU numpy takes 0.08 ms for 32 x 2048, torch 4.9, because it also sorts positions."""
     if scores.is_cuda:
         return scores.sort(dim=-1).values
     return torch.from_numpy(np.sort(scores.numpy(), axis=-1))

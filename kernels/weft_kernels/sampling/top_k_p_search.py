@@ -1,8 +1,8 @@
-"""Where top-k and top-p cut a row: a threshold is found four bits at a time, each by one launch over all slices.
+"""Finds the top-k and top-p threshold of a row, four bits at a time; each digit is one launch over all slices.
 
-A score's distance from the best one is a float >= 0, whose bits order like a whole number: its key, 0 for the best. A
-launch sums up, for each slice of the vocabulary, what has each of the 16 next digits; the next one adds the slices.
-Always in the same order, so that a row's threshold depends on the row alone.
+The distance of a score from the best one is a float >= 0, and its bits order like an integer: the key, 0 for the best.
+A launch sums, for each slice of the vocabulary, the items of each of the 16 next digits; the next launch adds the
+slices in a fixed order, so a row's threshold depends only on the row.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 SLICE_ITEMS = 4096
-# an item for each thread: it holds 16 bins
+# One item per thread; each thread holds 16 bins.
 BLOCK_ITEMS = 256
 NUM_DIGITS = 8
-# the key of a score of -inf: nothing is cut
+# Key of the score -inf: nothing is cut.
 ALL = 0x7F800000
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Rows of logits [R, V] and each slice's largest value [R, S]; `limits` [R] int32: keys beyond are cut."""
+    """Rows of logits [R, V] and the largest value of each slice [R, S]; `limits` [R] int32: larger keys are cut."""
 
     logits: Tensor
     tops: Tensor
@@ -33,25 +33,28 @@ class Slices:
 
     @property
     def num_items(self) -> int:
-        """V."""
+        """Vocabulary size V."""
         return self.logits.shape[1]
 
     @property
     def grid(self) -> tuple[int, int]:
-        """A program for each slice."""
+        """Launch grid: one program per slice."""
         return self.logits.shape[0], self.tops.shape[1]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What all kernels are compiled for."""
+        """Compile-time sizes of all kernels."""
         return {"SLICE": SLICE_ITEMS, "BLOCK_SLICES": triton.next_power_of_2(self.tops.shape[1])}
 
 
 def cut(slices: Slices, wanted: Tensor, sums: Tensor | None) -> Slices:
-    """The slices with limits that leave the best `wanted` [R] items, or with `sums` [R, S], masses of the slices, the
-    least that have the share `wanted` of them. What ties with the last one stays."""
+    """Return the slices with new limits; items that tie with the last kept one stay.
+
+    Without `sums` the limits keep the best `wanted` [R] items. With `sums` [R, S], the masses of the slices, they
+    keep the fewest items whose mass is the share `wanted`.
+    """
     (num_rows, num_slices), device = slices.grid, slices.logits.device
-    # what is known of a row's threshold before each digit, and of each slice what has which next digit, in turn
+    # Known prefix of each row's threshold before each digit; and two alternating buffers of sums by digit.
     found = torch.empty(num_rows, NUM_DIGITS + 1, dtype=torch.int32, device=device)
     reached = torch.empty(num_rows, NUM_DIGITS + 1, dtype=torch.float64, device=device)
     bins = torch.empty(num_rows, 2, num_slices, 16, dtype=torch.float64, device=device)
@@ -85,7 +88,7 @@ def cut(slices: Slices, wanted: Tensor, sums: Tensor | None) -> Slices:
 
 @triton.jit
 def row_top(p_tops: tl.tensor, i_row: tl.tensor, num_slices: tl.tensor, BLOCK_SLICES: tl.constexpr) -> tl.tensor:
-    """The best logit of a row."""
+    """Return the best logit of a row."""
     o_slice = tl.arange(0, BLOCK_SLICES)
     b_top = tl.load(p_tops + i_row * num_slices + o_slice, mask=o_slice < num_slices, other=float("-inf"))
     return tl.max(b_top, 0)
@@ -93,7 +96,7 @@ def row_top(p_tops: tl.tensor, i_row: tl.tensor, num_slices: tl.tensor, BLOCK_SL
 
 @triton.jit
 def row_sum(p_sums: tl.tensor, i_row: tl.tensor, num_slices: tl.tensor, BLOCK_SLICES: tl.constexpr) -> tl.tensor:
-    """Of all slices' masses."""
+    """Return the total mass of a row."""
     o_slice = tl.arange(0, BLOCK_SLICES)
     return tl.sum(tl.load(p_sums + i_row * num_slices + o_slice, mask=o_slice < num_slices, other=0.0), 0)
 
@@ -106,14 +109,16 @@ def scores(
     top: tl.tensor,
     temperature: tl.tensor,
 ) -> tl.tensor:
-    """Scores <= 0 of some items, the best one's 0; -inf past the end. Division as IEEE has it: ties stay ties; it is
-    slow where it has to divide infinity, which is most of a row that a grammar masks."""
+    """Return scores <= 0, 0 for the best item and -inf past the end.
+
+    IEEE division keeps ties. It is slow for infinities, which a grammar mask puts into most of a row, so those skip it.
+    """
     b_logit = tl.load(p_row + o_item, mask=o_item < num_items, other=float("-inf"))
     is_out = b_logit == float("-inf")
     return tl.where(is_out, float("-inf"), tl.div_rn(tl.where(is_out, 0.0, b_logit - top), temperature))
 
 
-# the digit is a number like any other: compiled once, not once for each that 16 divides
+# Do not specialise on the digit, which would compile the kernel again for multiples of 16.
 @triton.jit(do_not_specialize=["i_digit"])
 def _digit(
     p_logits: tl.tensor,
@@ -156,7 +161,7 @@ def _digit(
             b_bins = _bins_before(p_bins, i_row, i_digit, num_slices, BLOCK_SLICES)
             found, reached = _with_digit(p_found, p_reached, o_state, b_bins, target)
         if LAST:
-            # sums round: where all together stay below the target, digits of 15 end beyond the limit or 31 bits
+            # If rounding keeps the total below the target, digits of 15 exceed the limit or 31 bits.
             tl.store(p_limits_next + i_row, tl.where(found < 0, limit, tl.minimum(found, limit)))
         else:
             if i_slice == 0:
@@ -189,7 +194,7 @@ def _digit(
 def _bins_before(
     p_bins: tl.tensor, i_row: tl.tensor, i_digit: tl.tensor, num_slices: tl.tensor, BLOCK_SLICES: tl.constexpr
 ) -> tl.tensor:
-    """[16] of a row: what has which of the digits before this one, in all slices."""
+    """Return [16]: the sums of the previous digit of a row over all slices."""
     o_bin, o_slice = tl.arange(0, 16), tl.arange(0, BLOCK_SLICES)
     p_row = p_bins + (i_row * 2 + (i_digit + 1) % 2) * num_slices * 16
     p_bin = p_row + o_slice[:, None] * 16 + o_bin[None, :]
@@ -200,7 +205,7 @@ def _bins_before(
 def _with_digit(
     p_found: tl.tensor, p_reached: tl.tensor, o_state: tl.tensor, b_bins: tl.tensor, target: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """A threshold with the digit at which the target is reached, and what there is before that digit."""
+    """Return the threshold extended by the digit that reaches the target, and the sum before that digit."""
     found = tl.load(p_found + o_state - 1)
     reached = tl.load(p_reached + o_state - 1)
     digit = tl.minimum(tl.sum((reached + tl.cumsum(b_bins, 0) < target).to(tl.int32), 0), 15)
@@ -223,12 +228,12 @@ def _sums_by_digit(
     BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
 ) -> tl.tensor:
-    """[16] of a slice: how many items begin with `found` and have which next digit, or their masses.
+    """Return [16] for a slice: count or mass of the items that begin with `found`, by their next digit.
 
-    Bins lie one above the other and items side by side, so that each thread has all bins of its own items and nothing
-    is exchanged before the end. A slice whose best item has gone by has no others.
+    Bins are rows and items are columns: each thread holds all bins of its items and exchanges data only at the end.
+    A slice whose best item is already past has no matching items.
     """
-    above = tl.minimum(shift + 4, 31)  # keys have 31 bits: above the first digit there is nothing
+    above = tl.minimum(shift + 4, 31)  # keys have 31 bits, so no bits are above the first digit
     o_bin = tl.arange(0, 16)[:, None]
     b_sums = tl.zeros([16, BLOCK], tl.float32)
     if ((best_key >> above) <= found) & (best_key <= limit):

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU layer."""
+"""The activation of a SwiGLU layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SiLU and product in one pass over the projections: each is read once, the result written once."""
+"""SiLU and product in one pass: each projection is read once, the result written once."""
 
 from __future__ import annotations
 

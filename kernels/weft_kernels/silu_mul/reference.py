@@ -1,4 +1,4 @@
-"""What the gate means, rounded where Hugging Face rounds."""
+"""Meaning of the gate, with the rounding of Hugging Face."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _multiply_turn(
         a_2 = fourth(b_0, b_1, b_2, b_factor, 1, left)
         a_3 = fourth(b_0, b_1, b_2, b_factor, 2, left)
     mbarrier.wait(x_full.index(turn % X_STAGES), (turn // X_STAGES) & 1)
-    # the first part begins: its first wait is for what nobody has to say
+    # The first part starts: its first wait passes at once.
     mbarrier.wait(turns.index(PART), (turn + 1 + PART) & 1)
     acc = warpgroup_mma(a_0, xs.index(place).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma(a_1, xs.index(place + 1).permute((1, 0)), acc, is_async=True)

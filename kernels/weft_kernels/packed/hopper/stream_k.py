@@ -1,13 +1,15 @@
-"""Which steps of which tiles a program multiplies: all of its warps go by this, each for itself.
+"""Stream-K: which steps of which tiles a program multiplies, and how partial sums of shared tiles are joined.
 
-Of tiles that several programs share, the one with a tile's last steps is who adds up. It does that tile last, and what
-it has of another one's it does first: then parts are there long before they are asked for, or those who make them are
-about to end as well. Where all add up, what is shared comes first: then all are at the same columns of their own tiles
-at a time, which the cache of many left rows is glad of.
+Of the programs that share a tile, the one with its last steps adds up. It does that tile last, and its part of another
+tile first, so that parts are ready before they are needed. For many left rows all sharers add up, some rows each
+(`finish_part`, `reduce_shared_tiles`); then shared tiles come first, which keeps all programs at the same columns.
 
-`work`: programs, the first of a program's steps in tiles that several share, how many of these come first and how many
-last, these tiles, how many programs share them, all of its steps, steps of a tile, tiles of left rows one beside the
-other, left rows, and rows of weights.
+Parts that one program adds up lie in memory where ABSENT marks a missing number (`finish_tile`); the reader writes
+ABSENT back, and waits for nothing but the numbers.
+
+`work`: number of programs, first shared step of this program, shared steps that come first, shared steps that come
+last, shared tiles, programs that share them, all steps of this program, steps of a tile, tiles of left rows, left rows,
+rows of weights.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def first_step(program: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.t
 
 @gluon.jit
 def program_of_step(step: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.tensor:
-    """Whose share a step is in."""
+    """Return the program whose share contains the step."""
     return ((step + 1) * sharers + total - 1) // total - 1
 
 
@@ -114,8 +116,8 @@ def _escapes_of(
 
 _ABSENT = gl.constexpr(ABSENT)  # as a float32 no number, and not the one that multipliers and adders make
 _NO_NUMBER = gl.constexpr(0x7FFFFFFF)
-# Those who are waited for began before, and put down their parts before they wait for anybody, so that parts do come;
-# the launch fails rather than wait on.
+# The awaited programs started earlier and store their parts before they wait, so parts always arrive. After this many
+# polls the launch fails.
 _MOST_ASKED = gl.constexpr(1 << 24)
 
 
@@ -218,7 +220,7 @@ def _is_any_absent(b_bits: gl.tensor) -> gl.tensor:
     return gl.sum(gl.sum((b_bits == _ABSENT).to(gl.int32), 1), 0) > 0
 
 
-# programs whose parts are fetched at a time
+# Programs with parts loaded at a time.
 _TOGETHER = gl.constexpr(4)
 # of a tile's left rows: shares of what is to be added up
 _SHARES = gl.constexpr(8)
@@ -272,9 +274,9 @@ def reduce_shared_tiles(
     BLOCK_M: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
-    """Of each tile that this program has shared, its share of the left rows, when all parts are there.
+    """Add up this program's share of the left rows of each shared tile, once all parts are stored.
 
-    It comes last, when nobody waits for this program any more: each has put down its parts before it asks for others'.
+    This runs last: each program stores its parts before it waits for others.
     """
     _, _, num_split, _, _, _, _, steps, _, _, _ = work
     i = 0
@@ -309,7 +311,7 @@ def _reduce_tile(
     num_sharing = last_program - first_program + 1
     p_count = p_arrived + 2 * (i_tile * PARTS + PART)
     word = _wait_for_parts(p_count, num_sharing, max_polls)
-    # where one has gone, those who come later add up its share as well: the last one does for sure
+    # If a program gave up, later programs add up its share too; the last one always does.
     is_one_gone = word >= _GAVE_UP
     share = gl.where(is_one_gone, 0, gl.program_id(0) - first_program)
     stride = gl.where(is_one_gone, 1, num_sharing)
