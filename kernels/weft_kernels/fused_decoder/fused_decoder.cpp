@@ -1,7 +1,7 @@
-// All layers of a dense decoder for a few rows in one region of threads: what is between two products takes so little
-// time that waking threads, or walking through an interpreter, would take more.
+// All layers of a dense decoder for a few rows in one parallel region. The work between two products takes less time than
+// waking threads or running the Python interpreter.
 //
-// Nothing is computed here but by the kernels of the single steps, in their order: results are theirs to the last bit.
+// It calls the kernels of the single steps in their order, so the results are equal to the last bit.
 
 #include "../linear/linear.h"
 #include "../paged_attention/rows.h"
@@ -14,7 +14,7 @@
 
 using namespace weft;
 
-// One layer: its weights, some of them null, which of the batch's views its attention has, where its keys go.
+// One layer: its weights (null if missing), the view of its attention, and the place of its keys.
 struct Layer {
     const void *input_norm, *qkv, *bias, *q_norm, *k_norm, *output, *mlp_norm, *gate_up, *down;
     long view, group, place, is_rotated;
@@ -27,7 +27,7 @@ struct Model {
     const void* norm;
 };
 
-// Rows of a batch as `weft_kernels.paged_attention.cpu` has them, for layers that look equally far.
+// Rows of a batch as in `weft_kernels.paged_attention.cpu`, for layers with the same span.
 struct View {
     const int *blocks, *spans;
 };
@@ -43,7 +43,7 @@ struct Step {
 
 namespace {
 
-// What goes from one part of a layer to the next, for all threads. Kept by the calling thread from step to step.
+// Buffers between the parts of a layer, shared by all threads; the calling thread reuses them for every step.
 template <typename Item>
 struct Between {
     Item *normed, *qkv, *q, *attended, *pending, *gate_up, *gated;
@@ -103,7 +103,7 @@ void feed(const Model& m, const Layer& layer, long rows, const Between<Item>& b)
 #pragma omp barrier
 }
 
-// All threads of a team call it.
+// All threads of a team call this.
 template <typename Item, typename Weight>
 void run_layers(const Model& m, const Step& step, std::vector<Works>& works, const Between<Item>& b) {
     Item *stream = (Item*)step.stream, *out = (Item*)step.out;
@@ -137,7 +137,7 @@ void fused_decoder(const Model& m, const Step& step, int threads) {
 
 }  // namespace
 
-// By the types of activations and of weights.
+// Suffixes: types of activations and of weights.
 WEFT_EXPORT void weft_fused_decoder_f32_f32(const Model* model, const Step* step, int threads) {
     fused_decoder<float, float>(*model, *step, threads);
 }

@@ -1,4 +1,4 @@
-// New keys or values into the pool, whatever their type: runs of bytes.
+// Writes new keys or values of any type into the pool, as runs of bytes.
 
 #include "../native/vector.h"
 

@@ -1,8 +1,8 @@
-// x @ weight^T of bfloat16 by the matrix unit that Intel's server processors have (AMX; Intel's manual, TDPBF16PS).
+// x @ weight^T of bfloat16 with AMX, the matrix unit of Intel's server processors (TDPBF16PS in Intel's manual).
 //
 // A step takes 32 inputs: a tile of up to 16 rows of x times two tiles of 32 inputs by 16 outputs, which are a panel's.
-// Within a step the even inputs are summed apart from the odd ones, and steps one after the other: a row comes out the
-// same whatever rows stand beside it, but not as without the unit. Numbers below the smallest normal one count as zero.
+// Within a step even inputs are summed apart from odd ones, and steps run in order: the result of a row is independent of
+// the other rows, but differs from the result without AMX. Denormals count as zero.
 
 #include "../native/amx.h"
 #include "linear.h"
@@ -17,17 +17,17 @@ using namespace weft;
 namespace {
 
 constexpr long STEP = 32, TILE_ROWS = 16, HALF = STEP * 16;
-// Steps after which sums go to memory where rows are many: the weights of as many stay in the first-level cache.
+// Steps per pass with many rows; their weights fit the first-level cache.
 constexpr long STEPS_AT_ONCE = 8;
-// Tiles of rows whose activations of as many steps stay in the second-level cache.
+// Tiles of rows whose activations of these steps fit the second-level cache.
 constexpr long TILES_AT_ONCE = 24;
-// How early weights are asked for by few rows, which are as fast as memory is.
+// Prefetch distance of weights with few rows, which are memory-bound.
 constexpr long STEPS_AHEAD = 2;
-// Rows that every thread lays out for itself: quicker than to wait for who does it.
+// Up to this number of rows every thread packs for itself, which is faster than a barrier.
 constexpr long OWN_ROWS = 4;
 constexpr long TAKE_BYTES = 128 * 1024, LEAST_TAKE = 4, MOST_TAKE = 16;
 
-// All tiles have as many rows; behind the last row stand zeros.
+// All tiles have the same number of rows; padding rows are zero.
 struct Tiling : Shape {
     long num_tiles, tile_rows, num_steps;
     explicit Tiling(const Shape& shape) : Shape(shape) {
@@ -51,16 +51,16 @@ void lay_out(const Tiling& shape, const uint16_t* x, long t, uint16_t* tile) {
         }
 }
 
-// Some steps of tiles of x times those of panels; both lie `further` items apart where there are two.
+// Operands of some steps; two tiles or two panels are `further` items apart.
 struct Steps {
     const uint16_t *x, *panel;
     long count, tile_rows, further, stride;  // floats from row to row of the sums
     bool is_first;
 };
 
-// Two tiles of x times one panel. Where there is one, `below` is null, else the second tile's sums.
+// One or two tiles of x times one panel. `below`: sums of the second tile, or null.
 void tiles_times_panel(const Steps& s, float* sums, float* below) {
-    asm volatile("" ::: "memory");  // compilers do not know what the instructions read
+    asm volatile("" ::: "memory");  // the compiler does not see what the instructions read
     long bytes = s.stride * sizeof(float);
     _tile_zero(0);
     _tile_zero(1);
@@ -99,7 +99,7 @@ void ask_for(const uint16_t* weights) {
     for (long i = 0; i < 2 * HALF; i += 32) __builtin_prefetch(weights + i, 0, 3);
 }
 
-// All steps of one tile of x times two panels, whose sums lie side by side: memory is read in two runs at a time.
+// All steps of one tile of x times two panels with adjacent sums: memory is read in two streams.
 void tile_times_panels(const Steps& s, float* sums) {
     asm volatile("" ::: "memory");
     long bytes = s.stride * sizeof(float);

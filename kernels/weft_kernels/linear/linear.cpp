@@ -1,4 +1,4 @@
-// x @ weight^T with weights that are packed by panels, summed in float: floats in and out, or bfloat16 in and out.
+// x @ weight^T with panel-packed weights, summed in float; input and output are both float or both bfloat16.
 
 #include "linear.h"
 #include "results.h"
@@ -11,15 +11,15 @@ using namespace weft;
 
 namespace {
 
-// Tiles of rows whose activations of one slice stay in the second-level cache.
+// Tiles of rows whose activations of one slice fit the second-level cache.
 constexpr long TILES_AT_ONCE = 20;
-// Activations of all inputs that stay there beside the weights that pass through it.
+// Bytes of activations that stay in that cache while weights stream through it.
 constexpr long CACHED_BYTES = 256 * 1024;
-// Bytes of weights a thread takes at a time, so that a thread whose core is busy elsewhere holds up nobody.
+// Bytes of weights that a thread takes at once; small enough that a preempted thread delays the others little.
 constexpr long TAKE_BYTES = 128 * 1024, LEAST_TAKE = 4, MOST_TAKE = 16;
 constexpr long SERIAL_PRODUCTS = 1 << 17;
 
-// What activations of a type enter the products as.
+// The Number type of activations of a type.
 template <typename Item>
 struct NumberOf;
 template <>
@@ -42,7 +42,7 @@ struct Part {
     long num_columns(long num_outputs) const { return std::min((end - first) * PANEL, num_outputs - column()); }
 };
 
-// Where a part's results are summed: floats where they stay.
+// Destination of a part's sums; float results are summed in place.
 Sums sums_of(const Tiling& shape, const Part& part, float* out) {
     return {out + part.column(), 0, shape.num_outputs, shape.num_outputs - part.column()};
 }
@@ -55,7 +55,7 @@ void give_results(const Tiling& shape, const Sums&, const Part& part, const floa
 }
 
 #ifndef __AMX_BF16__
-// bfloat16 is rounded once, from a copy of its own that has room for whole panels.
+// bfloat16 results are summed in a float copy with room for whole panels, and rounded once.
 Sums sums_of(const Tiling&, const Part& part, uint16_t*) {
     static thread_local std::vector<float> scratch;
     long stride = (part.end - part.first) * PANEL;
@@ -73,7 +73,7 @@ void give_results(const Tiling& shape, const Sums& sums, const Part& part, const
 }
 #endif
 
-// Where the activations are too many to be read again for every panel, all panels take one slice before the next one.
+// If the activations exceed the cache, all panels process one slice before the next.
 template <typename Item, typename Weight, typename Number>
 void panels_times_rows(const Tiling& shape, const Number* x, const Weight* packed, long first_panel, long end_panel,
                        const Item* bias, Item* out) {
@@ -121,14 +121,14 @@ WEFT_INLINE void multiply_any(const Shape& plain, const Item* x, const Weight* p
                               float* scratch) {
     using Number = typename NumberOf<Item>::Type;
     Tiling shape(plain);
-    // one row of inputs in whole numbers is one already
+    // one row of whole Numbers needs no packing
     bool is_packed = shape.num_rows == 1 && shape.num_inputs % inputs_of<Number> == 0 &&
                      sizeof(Number) == inputs_of<Number> * sizeof(Item);
     Number* rows = is_packed ? (Number*)x : (Number*)scratch;
     long panel_bytes = shape.num_inputs * PANEL * (std::is_same<Weight, Packed12>::value ? 12 : 8 * long(sizeof(Weight))) / 8;
     long take = std::clamp(TAKE_BYTES / panel_bytes, LEAST_TAKE, MOST_TAKE);
     if (!is_packed && shape.num_rows == 1) {
-        // quicker than to wait for who does it
+        // faster than waiting for another thread
         static thread_local std::vector<Number> own;
         if (own.size() < size_t(shape.num_numbers<Number>())) own.resize(shape.num_numbers<Number>());
         pack_rows(shape, x, 0, rows = own.data());

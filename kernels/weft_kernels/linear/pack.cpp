@@ -1,4 +1,4 @@
-// The weights of a linear layer into panels, once, when a model is loaded.
+// Packs the weights of a linear layer into panels, once, when a model is loaded.
 
 #include "panels.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t HUGE_PAGE = 2 << 20;
 
-// Before the first write; where the system has none to give, nothing changes.
+// Call before the first write; without huge pages nothing changes.
 void ask_for_huge_pages(void* memory, size_t size) {
     size_t start = (size_t(memory) + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1);
     size_t end = (size_t(memory) + size) & ~(HUGE_PAGE - 1);
@@ -41,8 +41,8 @@ void pack(const Weight* weight, long num_outputs, long num_inputs, Weight* packe
 }
 
 #ifdef WEFT_PAIRS
-// For products of pairs: for each two inputs, 32 for the matrix unit, a tile of the panel's first 16 outputs and one of the
-// others; a tile's rows are pairs of inputs. Behind the last input and output stand zeros.
+// For products of pairs: for every STEP inputs (2, or 32 with AMX) one tile of the panel's first 16 outputs and one of the
+// others. Rows of a tile are pairs of inputs. Padding is zero.
 #ifdef __AMX_BF16__
 constexpr long STEP = 32;
 #else

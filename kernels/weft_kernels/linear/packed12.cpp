@@ -1,4 +1,4 @@
-// bfloat16 panels into 12 bits a weight, once, when a model is loaded. See packed12.h.
+// Packs bfloat16 panels into 12 bits per weight, once, when a model is loaded. See packed12.h.
 
 #include "packed12.h"
 
@@ -30,7 +30,7 @@ struct Panels {
 typedef uint8_t Bytes __attribute__((vector_size(4 * W)));
 constexpr int BYTE_VECTORS = UNIT / (4 * W);
 
-// Of two vectors of weights the lower bytes, or the upper ones, as `unpack_unit` takes them apart.
+// Joins the bytes of two vectors in the order that `unpack_unit` expects.
 WEFT_INLINE Bytes joined(Words first, Words second) {
 #if WEFT_WIDTH == 16
     return (Bytes)_mm512_packus_epi16((__m512i)first, (__m512i)second);
@@ -39,7 +39,7 @@ WEFT_INLINE Bytes joined(Words first, Words second) {
 #endif
 }
 
-// One unit; whether all of its upper bytes are among the 16.
+// Packs one unit; returns whether all of its upper bytes are numbered.
 WEFT_INLINE bool pack_unit(const uint16_t* from, const uint8_t* upper, uint8_t* to) {
     typedef uint16_t Pairs __attribute__((vector_size(4 * W)));
     Bytes numbers[BYTE_VECTORS], is_known[BYTE_VECTORS], known;
@@ -67,7 +67,7 @@ WEFT_INLINE bool pack_unit(const uint16_t* from, const uint8_t* upper, uint8_t* 
 
 }  // namespace
 
-// How often each upper byte is there, in every `step`-th slice: counts [256].
+// Counts each upper byte in every `step`-th slice: counts [256].
 WEFT_EXPORT void weft_packed12_count(const uint16_t* items, long panels, long units, long step, int64_t* counts) {
     Panels all{items, panels, units};
     int64_t own[2][256] = {};
@@ -78,8 +78,8 @@ WEFT_EXPORT void weft_packed12_count(const uint16_t* items, long panels, long un
     for (int byte = 0; byte < 256; byte++) counts[byte] += own[0][byte] + own[1][byte];
 }
 
-// The same weights to `to`, by the upper bytes [16]; starts [slices + 1]. How many are listed in places and values, which
-// have room for `most`; -1 where they would be more: then nothing of it is of use.
+// Packs the weights into `to` with the upper bytes [16]; starts [slices + 1]. Returns the number of listed weights in places
+// and values, which have room for `most`; -1, with unusable output, if there would be more.
 WEFT_EXPORT long weft_packed12_pack(const uint16_t* items, long panels, long units, const uint8_t* upper, uint8_t* to,
                                   int32_t* starts, uint16_t* places, uint16_t* values, long most, int threads) {
     Panels all{items, panels, units};
@@ -108,7 +108,7 @@ WEFT_EXPORT long weft_packed12_pack(const uint16_t* items, long panels, long uni
     }
     for (int t = 0; t < threads; t++) before[t + 1] = before[t] + long(found_places[t].size());
     if (before[threads] > most) return -1;
-    // threads took their slices in order, the first ones the first thread
+    // Static scheduling: the first thread has the first slices.
     for (long t = 0, slice = 0; t < threads; t++) {
         std::copy(found_places[t].begin(), found_places[t].end(), places + before[t]);
         std::copy(found_values[t].begin(), found_values[t].end(), values + before[t]);

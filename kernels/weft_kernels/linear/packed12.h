@@ -1,34 +1,34 @@
-// Panels of bfloat16 weights in 12 bits each, exactly: what memory has to give for a product is a quarter less.
+// Panels of bfloat16 weights in 12 bits each, exactly: a product reads a quarter less memory.
 //
-// A weight's lower byte, a bit of the exponent and the mantissa, stands there as it is. Its upper byte is one of the 16
-// that are commonest in the matrix, and four bits say which. The few others are listed beside.
+// The lower byte of a weight (one exponent bit and the mantissa) is stored unchanged. Four bits select its upper byte among
+// the 16 commonest of the matrix. The few other weights are listed.
 #pragma once
 
 #include "../native/vector.h"
 
 namespace weft {
 
-// So many weights lie in 96 bytes: 64 lower bytes, then 32 with an upper one's number in each half. They are a few lines
-// of a panel, in the order in which they are unpacked without a step across 16 bytes, see `item_of`.
+// A unit of 64 weights in 96 bytes: 64 lower bytes, then 32 bytes with the number of an upper byte in each half. It is a few
+// lines of a panel, ordered so that unpacking stays within 16-byte lanes, see `item_of`.
 constexpr long UNIT = 64, UNIT_BYTES = 96;
-// A slice is 256 inputs of a panel, and has its own part of the lists beside.
+// A slice is 256 inputs of a panel and has its own part of the lists.
 constexpr long SLICE_ITEMS = 256 * 2 * W, SLICE_UNITS = SLICE_ITEMS / UNIT;
 constexpr int UNIT_VECTORS = UNIT / (2 * W);
-// Units that are asked for ahead of their use.
+// Prefetch distance in units.
 constexpr long UNITS_AHEAD = 32;
 
 struct Packed12 {
-    const uint8_t *units, *upper;    // upper: [16], the bytes that the numbers stand for
-    const int32_t* starts;           // [panels * slices + 1]: where in the two lists each slice's part begins
-    const uint16_t *places, *values; // of weights whose upper byte has no number: place in the slice, and the weight
+    const uint8_t *units, *upper;    // upper: [16], the numbered bytes
+    const int32_t* starts;           // [panels * slices + 1]: start of each slice's part of the lists
+    const uint16_t *places, *values; // listed weights: place in the slice, and value
 };
 
-// Which of a unit's weights its byte b belongs to.
+// The weight of a unit that byte b belongs to.
 constexpr long item_of(long b) { return b % 16 / 8 * 32 + b / 16 * 8 + b % 8; }
 
 constexpr long num_slices(long units) { return (units + SLICE_UNITS - 1) / SLICE_UNITS; }
 
-// A slice of one panel, or what there is of one.
+// A slice of one panel; the last one may be shorter.
 struct Units {
     const uint8_t *from, *upper;
     const uint16_t *places, *values;
@@ -55,7 +55,7 @@ static WEFT_INLINE Upper load_upper(const uint8_t* from) {
 }
 #endif
 
-// One unit as its lines of the panel, but for what is listed.
+// Unpacks one unit to its lines of the panel, except listed weights.
 static WEFT_INLINE void unpack_unit(const uint8_t* from, Upper upper, Words* lines) {
     const uint8_t* later = from + UNITS_AHEAD * UNIT_BYTES;
     __builtin_prefetch(later, 0, 3);
@@ -78,7 +78,7 @@ static WEFT_INLINE void unpack_unit(const uint8_t* from, Upper upper, Words* lin
 #endif
 }
 
-// A slice as its lines of the panel.
+// Unpacks a slice to its lines of the panel.
 static inline void unpack(const Units& units, uint16_t* to) {
     Upper upper = load_upper(units.upper);
     for (long u = 0; u < units.count; u++) {

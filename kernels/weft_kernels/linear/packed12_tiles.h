@@ -1,4 +1,4 @@
-// A few rows of activations times a slice of a panel that lies in 12 bits a weight: unpacked in registers.
+// A few rows of activations times a slice of a panel in 12 bits per weight, unpacked in registers.
 #pragma once
 
 #include "tiles.h"
@@ -6,11 +6,11 @@
 
 namespace weft {
 
-// Units one after the other, what is listed included.
+// Unpacks units in order, listed weights included.
 struct Unpacking {
     const Units& units;
     Upper upper;
-    long next = 0, listed;  // in the list; the unit of that
+    long next = 0, listed;  // next listed weight, and its unit
 
     explicit Unpacking(const Units& units) : units(units), upper(load_upper(units.upper)) { look(); }
 
@@ -27,7 +27,7 @@ struct Unpacking {
     }
 };
 
-// As `tile` of one panel: the same sums in the same order.
+// Like `tile` with one panel: the same sums in the same order.
 template <typename Number, int Rows>
 void packed12_tile(const Number* x, const Units& units, float* out, const Span& span) {
     constexpr int NUMBERS = inputs_of<Number> == 2 ? 1 : UNIT_VECTORS;  // of a unit

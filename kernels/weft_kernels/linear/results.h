@@ -1,4 +1,4 @@
-// What a linear layer does with its sums, which are floats: it adds the bias, and rounds once.
+// Final step of a linear layer: adds the bias to the float sums and rounds once.
 #pragma once
 
 #include "panels.h"

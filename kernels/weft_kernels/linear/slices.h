@@ -1,4 +1,4 @@
-// Slices of panels times tiles of rows: what a product is made of, whichever form its weights have.
+// Products of panel slices with tiles of rows, for every form of weights.
 #pragma once
 
 #include "linear.h"
@@ -9,14 +9,14 @@
 
 namespace weft {
 
-// From so many on that meet the same bfloat16 weights, these are widened once and not by each: 5% more products.
+// From this number of tiles on, bfloat16 weights are widened once instead of by each tile: 5% faster.
 constexpr long WIDENED_TILES = 4;
-// From so many on that meet the same 12-bit weights, these are unpacked once and not by each: fewer lose 2 %, and as much
-// as a fifth by a copy that is made while nothing is multiplied.
+// From this number of tiles on, 12-bit weights are unpacked once instead of by each tile. Below it, unpacking once loses 2
+// to 20%, because nothing is multiplied meanwhile.
 template <typename Number>
 constexpr long UNPACKED_TILES = inputs_of<Number> == 2 ? 12 : 8;
 
-// Rows in tiles as even as can be: 13 rows are 7 and 6.
+// Splits rows into tiles as evenly as possible: 13 rows are 7 and 6.
 struct Tiling : Shape {
     explicit Tiling(const Shape& shape) : Shape(shape) {}
     long num_tiles() const { return (num_rows + MAX_ROWS - 1) / MAX_ROWS; }
@@ -28,7 +28,7 @@ struct Tiling : Shape {
     }
 };
 
-// Where sums go: from one row of the batch and the first column of some panels on.
+// Destination of sums, from one row of the batch and the first column of some panels on.
 struct Sums {
     float* data;
     long first_row, stride, num_columns;
@@ -65,7 +65,7 @@ void pack_rows(const Tiling& shape, const Item* x, long t, Number* packed) {
     }
 }
 
-// Where a slice lies, and how long it is. Whoever multiplies a copy of one asks for the next, a part with every tile.
+// Address and size of a slice. A product with a copy of one slice prefetches the next one, a part with every tile.
 struct Stretch {
     const char* from;
     long size;
@@ -116,7 +116,7 @@ void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* panel
     }
 }
 
-// The same. Where many tiles would each widen the bfloat16 they meet, it is done once before.
+// The same, but widens bfloat16 weights once if many tiles use them.
 template <typename Weight, typename Number>
 void panels_times_tiles(const Tiling& shape, const Number* x, const Weight* panel, int count, long k, long first_tile,
                         long end_tile, const Sums& sums, const Stretch& later) {
@@ -142,7 +142,7 @@ void slice_times_tiles_at(const Tiling& shape, const Number* x, const Weight* pa
     panels_times_tiles(shape, x, panel, count, k, first_tile, end_tile, sums, later);
 }
 
-// Weights of 12 bits are unpacked by each tile, in registers, or once for many.
+// 12-bit weights are unpacked by each tile in registers, or once for many tiles.
 template <typename Number>
 void slice_times_tiles_at(const Tiling& shape, const Number* x, const Packed12* packed, long p, int, long k,
                           long first_tile, long end_tile, const Sums& sums, const Stretch& later) {

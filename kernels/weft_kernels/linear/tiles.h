@@ -1,7 +1,7 @@
-// A few rows of activations times one slice of a few panels, all sums in registers.
+// Micro kernel: a few rows of activations times one slice of a few panels, with all sums in registers.
 //
-// What a row is multiplied by at a time is a Number: a float, or, where the CPU multiplies pairs of bfloat16 and adds
-// both products to a float (AVX512-BF16), the pair of two neighbouring inputs, which meets two lines of a panel.
+// A Number is the unit of a row that is multiplied at once: a float, or with AVX512-BF16 a pair of neighbouring bfloat16
+// inputs, which is multiplied by two lines of a panel.
 #pragma once
 
 #include "panels.h"
@@ -11,12 +11,12 @@
 namespace weft {
 
 constexpr int MAX_ROWS = REGISTERS == 32 ? 12 : 6;
-// Inputs summed before the sums go to memory: a slice of a panel stays in the first-level cache for all rows.
+// Inputs per slice; a slice of a panel stays in the first-level cache for all rows.
 constexpr long SLICE_INPUTS = 256;
-// Numbers of a row that weights and activations are asked for ahead of their use.
+// Prefetch distance of weights and activations, in Numbers of a row.
 constexpr long AHEAD = 256;
-// One row is as fast as memory is: asking early gave 2%, pages of 2 MiB 6%. With more rows, asking for the panel's next
-// slice and the next tile's activations while these are multiplied gave 20 to 40% (Zen 5, one thread, 8 to 2,048 rows).
+// One row is memory-bound: prefetching gained 2%, pages of 2 MiB 6%. With more rows, prefetching the next slice of the
+// panel and the next tile's activations gained 20 to 40% (Zen 5, one thread, 8 to 2,048 rows).
 constexpr long numbers_ahead(int rows) { return rows <= 3 ? 32 : AHEAD; }
 
 template <typename Number>
@@ -25,7 +25,7 @@ constexpr int inputs_of = std::is_same<Number, float>::value ? 1 : 2;
 template <typename Number>
 constexpr long SLICE = SLICE_INPUTS / inputs_of<Number>;
 
-// The weights that one Number meets.
+// The weights that one Number is multiplied by.
 template <typename Weight, typename Number>
 struct Lines;
 
@@ -56,7 +56,7 @@ struct Lines<uint16_t, Pair> {
 };
 #endif
 
-// Panels multiplied at a time. With few rows one panel gives too few sums to hide the time that a product takes.
+// Panels multiplied at once. With few rows one panel has too few sums to hide the latency of a product.
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
 struct Span {
@@ -65,7 +65,7 @@ struct Span {
 };
 
 // out[r, p * PANEL ..] (+)= sum over k of x[k, r] * lines k of panel p; x is packed by rows: [count, Rows].
-// Every sum runs over k in order, so that a row comes out the same whatever rows stand beside it.
+// Every sum runs over k in order, so that the result of a row is independent of the other rows.
 template <typename Weight, typename Number, int Rows, int Panels>
 WEFT_INLINE void tile(const Number* x, const Weight* panel, float* out, const Span& span) {
     constexpr int HINT = Rows <= 3 ? 3 : 2;

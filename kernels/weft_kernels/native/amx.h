@@ -1,5 +1,5 @@
-// The registers of Intel's matrix unit (AMX): eight tiles of up to 16 rows of 64 bytes. A process asks Linux for them once
-// (`weft_kernels.native`); each thread says how it uses them, and gives them back.
+// AMX tile registers: eight tiles of up to 16 rows of 64 bytes. A process requests them from Linux once
+// (`weft_kernels.native`); each thread configures and releases them.
 #pragma once
 
 #include "vector.h"
@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// 0 to 3 are sums, 4 and 5 what they have their rows from, 6 and 7 what those are multiplied by.
+// Tiles 0 to 3 are sums, 4 and 5 left operands, 6 and 7 right operands.
 class TileRegisters {
   public:
     explicit TileRegisters(long rows) {
@@ -25,7 +25,7 @@ class TileRegisters {
     TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// Tiles are read in lines: the first one in memory that has room for one more.
+// Rounds up to a cache line, because tiles are read by lines; the memory needs room for one more line.
 template <typename Item>
 uint16_t* at_line(Item* memory) {
     return (uint16_t*)((size_t(memory) + 63) / 64 * 64);

@@ -29,7 +29,7 @@ def is_from_intel() -> bool:
 
 @cache
 def processor_features() -> frozenset[str]:
-    """Return the CPU flags by Linux's names; only those whose registers the kernel saves."""
+    """Return the CPU flags by Linux's names; the kernel reports only usable register sets."""
     flags = next((line for line in _cpuinfo().splitlines() if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
 

@@ -1,4 +1,4 @@
-// OpenMP's threads between two kernels.
+// OpenMP threads between two kernels.
 
 #include "vector.h"
 
@@ -6,7 +6,7 @@
 #include <omp.h>
 #endif
 
-// Ends the threads that wait for the calling one.
+// Ends the worker threads of the calling thread.
 WEFT_EXPORT void weft_release_threads() {
 #ifdef _OPENMP
     omp_pause_resource_all(omp_pause_soft);

@@ -24,7 +24,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * W)));
 // Vector registers of the instruction set.
 constexpr int REGISTERS = WEFT_WIDTH == 16 ? 32 : 16;
 
-// Threads are not woken for less.
+// Work below this number of items runs on one thread.
 constexpr long SERIAL_ITEMS = 1 << 15;
 
 template <typename Vector>
@@ -78,7 +78,7 @@ static WEFT_INLINE float widen(uint16_t value) {
 
 static WEFT_INLINE void store_narrow(float* to, Floats value) { store(to, value); }
 
-// To the nearest bfloat16, ties to even, as torch rounds; a NaN stays one. In the words' lower halves.
+// Rounds to the nearest bfloat16, ties to even like torch; NaN stays NaN. Results are in the lower halves of the words.
 static WEFT_INLINE Words to_halves(Floats value) {
     Words words = (Words)value, is_nan = (Words)(value != value);
     return (is_nan & 0x7FC0u) | (~is_nan & ((words + 0x7FFFu + ((words >> 16) & 1u)) >> 16));
@@ -103,14 +103,14 @@ static WEFT_INLINE __m128 quarter(Floats value) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// The sums of four vectors, in less than half the time of four times one.
+// Sums of four vectors, in less than half the time of four single sums.
 static WEFT_INLINE __m128 sums_of_four(Floats a, Floats b, Floats c, Floats d) {
     return _mm_hadd_ps(_mm_hadd_ps(quarter(a), quarter(b)), _mm_hadd_ps(quarter(c), quarter(d)));
 }
 
 static WEFT_INLINE float sum(Floats value) { return sums_of_four(value, value, value, value)[0]; }
 
-// The first `count` words of a vector, 1 to W of them.
+// Stores the first `count` words of a vector, 1 to W.
 static WEFT_INLINE void store_some(void* to, Words value, long count) {
 #if WEFT_WIDTH == 16
     _mm512_mask_storeu_epi32(to, __mmask16((1u << count) - 1), (__m512i)value);
@@ -119,7 +119,7 @@ static WEFT_INLINE void store_some(void* to, Words value, long count) {
 #endif
 }
 
-// W lines of W words change rows with columns.
+// Transposes W lines of W words.
 static WEFT_INLINE void transpose(Words* lines) {
 #if WEFT_WIDTH == 16
     constexpr Words LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -147,7 +147,7 @@ static WEFT_INLINE void transpose(Words* lines) {
 }
 
 #ifdef __AVX512BF16__
-// Two bfloat16 that are multiplied by two others, both products added to one float. Rows of bfloat16 are read as such.
+// Two bfloat16 that are multiplied by two others, with both products added to one float.
 #define WEFT_PAIRS
 typedef uint32_t __attribute__((may_alias)) Pair;
 
@@ -164,7 +164,7 @@ static WEFT_INLINE Words pairs_of(Floats first, Floats second) {
     return (Words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 }
 
-// 2^x within a ten-thousandth, which is less than rounding to bfloat16 takes from it.
+// 2^x within 1e-4, which is below the rounding error of bfloat16.
 static WEFT_INLINE Floats rough_power(Floats x) {
     Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, 0), rest = x - whole;
     Floats result = rest * 0.055838283f + 0.242639479f;

@@ -20,7 +20,7 @@ Both halves of a word are neighbouring columns, as tensor cores need them. The l
 BLOCK_ROWS = 64
 """Rows that share a base and a bound on their escapes."""
 ESCAPE_ROWS = 4
-"""Rows whose escapes are adjacent in the lists."""
+"""Rows with adjacent escapes in the lists."""
 NUM_CODES = 15
 MAX_BASE = 127
 """2^base must be a bfloat16, see `weft_kernels.packed.hopper`; larger bases occur only for weights of 4 and more."""
@@ -38,7 +38,8 @@ _KEPT = -0x78007801  # 0x87FF87FF: the bits of each word that are in place
 class F12:
     """[rows, columns] of bfloat16. `words`: [3, rows, words of a row] int32; `bases`: [blocks of rows] int32.
 
-    An escape is a weight whose exponent has no code; its half is 0. The escapes of four rows from row 4 i on are
+    An escape is a weight with an exponent outside the codes; its half is 0. The escapes of four rows from row 4 i on
+    are
     `starts[i]` to `starts[i + 1]` of `places` (row in the block << 26 | column, int32) and `values` (bfloat16).
     """
 

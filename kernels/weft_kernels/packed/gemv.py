@@ -56,7 +56,7 @@ def _gemv(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ) -> None:
-    """BLOCK_N is at most 4: rows whose escapes are adjacent. p_x: pairs of bfloat16 as int32, or single numbers.
+    """BLOCK_N is at most 4: rows with adjacent escapes. p_x: pairs of bfloat16 as int32, or single numbers.
 
     With USES_PDL, the previous launch may still run when this one starts.
     """

@@ -1,4 +1,4 @@
-"""Launchers of linear layers whose weights stay packed in memory and are unpacked in registers.
+"""Launchers of linear layers with packed weights, which are unpacked in registers.
 
 Rows are tiles of a product. F12 has special cases: one row uses a kernel without tiles; 2 to 1,024 rows use the Hopper
 kernel if tuning found it faster. Otherwise a prompt beyond MAX_FUSED_ROWS unpacks the weight once, and the result is

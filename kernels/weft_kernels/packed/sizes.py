@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Divide and round up."""
+    """Return number / divisor, rounded up."""
     return -(-number // divisor)
 
 

@@ -1,7 +1,7 @@
-// The same for bfloat16 by the matrix unit (AMX): 16 keys by 32 dimensions, or 16 dimensions of values by 32 keys, are
+// The same for bfloat16 with AMX: 16 keys by 32 dimensions, or 16 dimensions of values by 32 keys, are
 // multiplied by two tiles of 16 lanes, and what comes out lies as scores and sums do.
 //
-// Some groups of lanes go over the keys together, as values have to be turned round before.
+// Several groups of lanes share a pass over the keys, because values must be transposed first.
 #pragma once
 
 #include "../native/amx.h"
@@ -11,7 +11,7 @@ namespace weft {
 
 constexpr long GROUPS = 4, TILE_KEYS = 16, STEP = 32, TILE_DIMS = 16;
 
-// Keys and values of up to KEYS_AT_ONCE positions as the unit takes them.
+// Keys and values of up to KEYS_AT_ONCE positions in tile order.
 struct Turned {
     const Chunk& c;
     std::vector<uint16_t> copied, values;
@@ -22,7 +22,7 @@ struct Turned {
 
     uint16_t* tile(long step, long d) { return at_line(values.data()) + (step * c.value_dim + d) * STEP; }
 
-    // Keys stay where they lie, unless 16 of them end behind their block. What stands behind the last one is of no matter.
+    // Keys are used in place unless 16 of them cross their block. Content after the last key is ignored.
     void take_keys(const HeadLines<uint16_t>& lines, long at, long count) {
         for (long t = 0; t < count; t += TILE_KEYS) {
             keys[t / TILE_KEYS] = lines.at(at + t);
@@ -34,7 +34,7 @@ struct Turned {
         }
     }
 
-    // For each 32 keys and 16 dimensions a tile: rows are dimensions. Behind the last key stand zeros.
+    // One tile per 32 keys and 16 dimensions, with dimensions as rows; padding is zero.
     void take_values(const HeadLines<uint16_t>& lines, long at, long count) {
         static const uint16_t zeros[W] = {};
         const uint16_t* rows[STEP];

@@ -1,4 +1,4 @@
-// Attention of many query rows of one sequence over keys and values where they lie in the pool.
+// Attention of many query rows of one sequence over keys and values in the pool.
 
 #include "chunks.h"
 #ifdef __AMX_BF16__
@@ -96,8 +96,8 @@ void attend_chunk(const Chunk& c, const Item* q, const Item* memory, const int* 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && c.rows * c.heads * c.context > SERIAL_ITEMS)
     {
         Work<Number> work(c);
-        // The last rows see the most keys: they come first, and nobody waits for them in the end. One head after the
-        // other: its keys and values may still lie in a cache.
+        // The last rows see the most keys, so they run first and the end of the loop is short work. Heads run one after
+        // the other, because the keys and values of a head may still be cached.
 #pragma omp for schedule(dynamic) nowait
         for (long i = 0; i < pieces * c.kv_heads; i++) {
             long piece = pieces - 1 - i % pieces;

@@ -1,4 +1,4 @@
-// What attention of many query rows of one sequence is made of: its lanes of queries, and scores that become weights.
+// Parts of attention of many query rows of one sequence: lanes of queries, and softmax over their scores.
 //
 // One piece of work is one key head and as many queries as fill two vectors: a query is a row and one of the heads that
 // share the key head. Queries lie across the vectors, so that masks, maxima and sums need no sum across one, and a key
@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// Keys whose scores are weighed together: sums so far shrink, and go to memory, once for as many.
+// Keys per softmax step; the running sums are rescaled and stored once per step.
 constexpr long KEYS_AT_ONCE = 64;
 constexpr int LINE_BYTES = 64;
 constexpr float HIDDEN = -1e30f;
@@ -34,7 +34,7 @@ struct Chunk {
     }
 };
 
-// What one thread keeps for one piece of work.
+// State of one thread for one piece of work.
 template <typename Number>
 struct Work {
     std::vector<Number> queries, made;  // `made`: keys or values that are not multiplied as they lie
@@ -49,7 +49,7 @@ struct Work {
         : queries(c.dim * LANES), made(KEYS_AT_ONCE * c.dim), scores(KEYS_AT_ONCE * LANES), sums(c.value_dim * LANES),
           result(c.value_dim + W), runs(KEYS_AT_ONCE), zeros(c.value_dim), rows(KEYS_AT_ONCE + 1) {}
 
-    // In the place of the scores that they are made of, which are read before.
+    // Weights overwrite the scores that they are computed from.
     Number* weights() { return (Number*)scores.data(); }
 };
 
@@ -57,7 +57,7 @@ inline void ask_for(const void* memory, long size) {
     for (long at = 0; at < size; at += LINE_BYTES) __builtin_prefetch((const char*)memory + at, 0, 2);
 }
 
-// Keys, or values, of one head where they lie.
+// Keys or values of one head in the pool.
 template <typename Item>
 struct HeadLines {
     const Chunk& c;
@@ -86,7 +86,7 @@ WEFT_INLINE Floats power<float>(Floats x) {
 
 inline void store_weights(float* to, Floats weight, Floats) { store(to, weight); }
 
-// A query into its lane, number by number.
+// Writes a query into its lane.
 template <typename Item>
 void take_query(const Item* from, long dim, float scale, float* to) {
     for (long d = 0; d < dim; d++) to[d * LANES] = widen(from[d]) * scale;
@@ -105,8 +105,7 @@ inline void take_query(const uint16_t* from, long dim, float, Pair* to) {
 }
 #endif
 
-// Scores of `count` keys from position `at` on, taken times `scale`, become weights, and `shrink` what the sums so far
-// are to be taken times.
+// Turns the scores of `count` keys from position `at` on, times `scale`, into weights; `shrink` rescales the running sums.
 template <bool Masked, typename Number>
 void weigh(Work<Number>& work, long at, long count, float scale) {
     constexpr long STEP = std::is_same<Number, float>::value ? 1 : 2;

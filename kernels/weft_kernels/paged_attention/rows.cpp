@@ -1,4 +1,4 @@
-// Attention of single query rows over keys and values where they lie in the pool: nothing is gathered or copied.
+// Attention of single query rows over keys and values in the pool; nothing is gathered or copied.
 //
 // One piece of work is one row, one key head and at most PIECE keys. The heads that share the key head go over the keys
 // together, so that each key is read once; scores stay in a small buffer between the two products. Where a row sees more
@@ -38,7 +38,7 @@ WEFT_INLINE void each_run(const Pool& pool, const Row& row, Visit visit) {
     }
 }
 
-// The processor follows a run by itself, but not from one block to the next.
+// The hardware prefetcher follows a run, but not from one block to the next.
 template <typename Item>
 WEFT_INLINE void fetch(const Item* from, long count) {
     for (long i = 0; i < count; i += 64 / long(sizeof(Item))) __builtin_prefetch(from + i);

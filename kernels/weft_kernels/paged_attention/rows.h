@@ -1,4 +1,4 @@
-// Attention of single rows as a part of other kernels.
+// Attention of single rows for use inside other kernels.
 #pragma once
 
 #include "../native/vector.h"
@@ -13,11 +13,11 @@ struct Pool {
     long keys(long block, long head) const {
         return ((block * kv_heads + head) * layers + layer) * parts * block_tokens * dim;
     }
-    // Values stand behind the keys, or are their first part.
+    // Values follow the keys, or are their first part.
     long values(long block, long head) const { return keys(block, head) + (parts - 1) * block_tokens * dim; }
 };
 
-// What the scores of one head and piece were: the highest, and the sum of all exponentials relative to it.
+// Highest score of one head and piece, and the sum of all exponentials relative to it.
 struct Scale {
     float highest, total;
 };
@@ -42,7 +42,7 @@ struct Works {
     Works(const int* blocks, const int* spans, long num_rows, long num_heads, const Pool& pool);
 };
 
-// All threads of a team take part, and do not meet at the end.
+// All threads of a team call it, without a barrier at the end.
 template <typename Item>
 void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale);
 

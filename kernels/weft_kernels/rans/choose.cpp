@@ -1,5 +1,5 @@
-// How a tensor is coded: with scales of rows and columns where they pay, else with one table for all. A sample tells. See
-// codec_choice.py and coding.py for the meaning.
+// Chooses the coding of a tensor from a sample: with scales of rows and columns if they pay, else with one table.
+// codec_choice.py and coding.py define the meaning.
 
 #include "scales.h"
 
@@ -98,7 +98,7 @@ struct Candidate {
     }
 };
 
-// In several tables, since adding to one place twice in a row has to wait.
+// Counts in several tables, because two additions to one counter in a row stall.
 WEFT_INLINE void add_to(std::vector<uint32_t>& counted, const uint16_t* places, long count) {
     static_assert(COPIES == 4, "as many as are written here");
     const size_t size = counted.size() / COPIES;

@@ -1,4 +1,4 @@
-// From words and packed bits back to 16-bit floats, some chunks side by side. See format.h for what a weight is made of.
+// Decodes words and packed bits to 16-bit floats, several chunks side by side. format.h defines the parts of a weight.
 
 #include "decode_vbmi.h"
 #include "decode_avx2.h"
@@ -59,7 +59,7 @@ void finish(Stream& stream) {
 // a processor that cannot permute bytes.
 WEFT_EXPORT void weft_rans_decode(void* first_of_chunks, long num_chunks, int is_plain) {
     is_plain |= !can_permute();
-    Stream streams[MOST] = {};  // turns look ahead, at what nobody may have filled
+    Stream streams[MOST] = {};  // steps read ahead into parts that may be unfilled
     int num_streams = 0;
     for (long begun = 0; begun < num_chunks || num_streams;) {
         for (; begun < num_chunks && num_streams < MOST; begun++) {

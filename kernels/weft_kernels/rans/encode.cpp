@@ -1,4 +1,4 @@
-// From 16-bit floats to words and packed bits. See format.h for what a weight is made of.
+// Encodes 16-bit floats to words and packed bits. format.h defines the parts of a weight.
 
 #include "encode_vbmi.h"
 

@@ -31,7 +31,7 @@ struct Shape {
     int symbols() const { return SYMBOLS >> class_bits; }
 };
 
-// Sixteenths of an octave by which the row and the column of each element are louder than the tensor.
+// Sum of row and column scale of each element, in sixteenths of an octave.
 inline void fill_contexts(int16_t* to, long first, long count, const int8_t* rows, const int8_t* columns, const Shape& shape) {
     for (long done = 0; done < count;) {
         long row = (first + done) / shape.columns, column = (first + done) % shape.columns;

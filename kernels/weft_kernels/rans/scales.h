@@ -1,4 +1,4 @@
-// How loud the rows and columns of a tensor are. See codec_choice.py for the meaning of a sample.
+// Scales (root mean squares) of the rows and columns of a tensor. codec_choice.py defines the sample.
 
 #pragma once
 
@@ -42,7 +42,7 @@ WEFT_INLINE float square(uint16_t value) {
     float wide;
     std::memcpy(&wide, &word, 4);
     if (Low == 8) wide *= 0x1p112f;
-    return wide < 1e15f ? wide * wide : 0.0f;  // infinities and NaN say nothing about a scale
+    return wide < 1e15f ? wide * wide : 0.0f;  // infinities and NaN do not count
 }
 
 // Of W values.
@@ -90,7 +90,7 @@ inline float median(std::vector<float> sums) {
     return sums.size() % 2 ? *middle : *middle / 2 + *std::max_element(sums.begin(), middle) / 2;
 }
 
-// Nothing weighs more than 2^30 times the usual, so that no sum overflows on rows of zeros.
+// Weights are capped at 2^30 times the median, so that no sum overflows on rows of zeros.
 inline std::vector<float> inverse(const std::vector<float>& sums) {
     double middle = std::max(double(median(sums)), 1e-30);
     std::vector<float> weights;
@@ -99,7 +99,7 @@ inline std::vector<float> inverse(const std::vector<float>& sums) {
     return weights;
 }
 
-// Half the logarithm of sums against the usual one, in sixteenths of octaves.
+// Half the logarithm of sums relative to the median, in sixteenths of octaves.
 inline void scales_from(const std::vector<float>& sums, int8_t* scales) {
     const float usual = std::log2(std::max(median(sums), 1e-37f));
     for (size_t i = 0; i < sums.size(); i++) {
@@ -108,7 +108,7 @@ inline void scales_from(const std::vector<float>& sums, int8_t* scales) {
     }
 }
 
-// Of each row with the columns' loudness evened out, and of each column with the rows'.
+// Scales of each row after dividing by the columns' scales, and the reverse.
 template <int Low>
 void find_scales(const Sample& sample, int8_t* row_scales, int8_t* column_scales) {
     std::vector<float> line_sums(size_t(sample.lines())), column_sums(size_t(sample.columns)), row_sums(size_t(sample.rows));

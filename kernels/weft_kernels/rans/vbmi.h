@@ -1,4 +1,4 @@
-// What processors that permute bytes (AVX-512 VBMI and VBMI2) look up without loading it: tables of 256 bytes.
+// Look-ups in tables of 256 bytes held in registers, for processors with AVX-512 VBMI and VBMI2.
 
 #pragma once
 

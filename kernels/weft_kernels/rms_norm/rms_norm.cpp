@@ -8,7 +8,7 @@ using namespace weft;
 
 namespace {
 
-// `total`, where it is asked for, takes x + residual, which is then normed in the place of x.
+// If `total` is given it receives x + residual, and that sum is normed instead of x.
 template <typename Item>
 void norm_one(const Parts& parts, const Item* x, const Item* residual, const Item* weight, Item* total, Item* out) {
     Floats squares[2] = {};

@@ -1,4 +1,4 @@
-// Root mean square normalisation as a part of other kernels.
+// Root mean square normalisation for use inside other kernels.
 #pragma once
 
 #include "../native/vector.h"
@@ -13,7 +13,7 @@ struct Parts {
 };
 
 // out = weight * norm(x), which may be x. With a `residual`: of total = residual + x, which may be residual; there is
-// one head then, and all strides are the size. All threads of a team take part, and do not meet at the end.
+// one head then, and all strides are the size. All threads of a team call it, without a barrier at the end.
 template <typename Item>
 void norm(const Parts& parts, const Item* x, const Item* residual, const Item* weight, Item* total, Item* out);
 

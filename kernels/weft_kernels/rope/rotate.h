@@ -1,4 +1,4 @@
-// One head turned by the angles of its row, in the rotate-half convention.
+// Rotates one head by the angles of its row, in the rotate-half convention.
 #pragma once
 
 #include "../native/vector.h"

@@ -1,4 +1,4 @@
-// Rotary embedding of queries and keys with new keys and values written where they stay, floats or bfloat16.
+// Rotary embedding of queries and keys, and writes of new keys and values into the pool; float or bfloat16.
 
 #include "../rope/rotate.h"
 #include "rope_kv.h"
@@ -7,7 +7,7 @@ using namespace weft;
 
 namespace {
 
-// A head to where it belongs, turned if there are angles.
+// Copies a head to its place, rotated if there are angles.
 template <typename Item>
 WEFT_INLINE void place_head(const Item* from, const Item* cos, const Item* sin, Item* to, long dim) {
     if (cos)

@@ -1,4 +1,4 @@
-// Rotation and KV write as a part of other kernels.
+// Rotation and KV write for use inside other kernels.
 #pragma once
 
 #include "../native/vector.h"
@@ -11,7 +11,7 @@ struct KvSizes {
 };
 
 // Queries to q, keys and values into the pool, see `weft_kernels.rope_kv`; with null for cos nothing is rotated.
-// All threads of a team take part, and do not meet at the end.
+// All threads of a team call it, without a barrier at the end.
 template <typename Item>
 void rope_kv(const KvSizes& sizes, const Item* qkv, const Item* cos, const Item* sin, Item* pool, const int64_t* slots,
              Item* q);

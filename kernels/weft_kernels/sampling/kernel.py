@@ -193,7 +193,7 @@ def _draw(
         b_sum = tl.load(p_sums + i_row * num_slices + o_slice, mask=m_slice, other=0.0)
         b_end = tl.cumsum(b_sum, 0)
         target = _uniform(tl.load(p_seeds + i_row), tl.load(p_positions + i_row)) * tl.sum(b_sum, 0)
-        # The first slice whose end exceeds the target; rounding must not select a slice without mass.
+        # The first slice that ends beyond the target; rounding must not select a slice without mass.
         i_last = tl.max(tl.where(b_sum > 0.0, o_slice, 0), 0)
         i_slice = tl.min(tl.where((b_end > target) & (b_sum > 0.0), o_slice, i_last), 0)
         before = tl.sum(tl.where(o_slice < i_slice, b_sum, 0.0), 0)

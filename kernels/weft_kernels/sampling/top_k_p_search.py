@@ -33,7 +33,7 @@ class Slices:
 
     @property
     def num_items(self) -> int:
-        """Vocabulary size V."""
+        """The vocabulary size V, from the logits."""
         return self.logits.shape[1]
 
     @property
@@ -51,7 +51,7 @@ def cut(slices: Slices, wanted: Tensor, sums: Tensor | None) -> Slices:
     """Return the slices with new limits; items that tie with the last kept one stay.
 
     Without `sums` the limits keep the best `wanted` [R] items. With `sums` [R, S], the masses of the slices, they
-    keep the fewest items whose mass is the share `wanted`.
+    keep the fewest items that hold the share `wanted` of the mass.
     """
     (num_rows, num_slices), device = slices.grid, slices.logits.device
     # Known prefix of each row's threshold before each digit; and two alternating buffers of sums by digit.
@@ -231,7 +231,7 @@ def _sums_by_digit(
     """Return [16] for a slice: count or mass of the items that begin with `found`, by their next digit.
 
     Bins are rows and items are columns: each thread holds all bins of its items and exchanges data only at the end.
-    A slice whose best item is already past has no matching items.
+    If the best item of a slice is already past, no item matches.
     """
     above = tl.minimum(shift + 4, 31)  # keys have 31 bits, so no bits are above the first digit
     o_bin = tl.arange(0, 16)[:, None]

@@ -8,7 +8,7 @@ using namespace weft;
 
 namespace {
 
-// Items that a thread takes at a time: a single row is shared out too.
+// Items that a thread takes at once; a single row is split too.
 constexpr long PIECE = 512;
 
 template <typename Item>

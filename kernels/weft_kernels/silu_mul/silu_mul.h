@@ -1,4 +1,4 @@
-// The gate of a SwiGLU layer as a part of other kernels.
+// The activation of a SwiGLU layer for use inside other kernels.
 #pragma once
 
 #include "../native/vector.h"

@@ -110,7 +110,7 @@ def check_samples(layout: ImageLayout, theirs: RunReader, ours: RunReader, num_t
 
 
 def check_digests(run: PieceRun, data: memoryview, leaves: Mapping[str, bytes]) -> None:
-    """Raise Incompatible with the first tensor and piece whose digest differs."""
+    """Compare the digests of a run; raise Incompatible with the first tensor and piece that differ."""
     done = 0
     for part in run.pieces:
         expected = leaves[part.entry.name][DIGEST_BYTES * part.number : DIGEST_BYTES * (part.number + 1)]

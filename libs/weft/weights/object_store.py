@@ -190,7 +190,7 @@ class ObjectOrigin(Origin):
         self._files: dict[str, ObjectFile] = {}
 
     def files(self) -> list[ObjectFile]:
-        """List all objects, once."""
+        """List all objects once; later calls reuse the listing."""
         from obstore import list_with_delimiter
 
         if not self._files:

@@ -1,4 +1,4 @@
-"""The output matrix of a model whose config.json ties it to the embedding although its files hold a separate one.
+"""The output matrix of a model that is tied in config.json although the files hold a separate one.
 
 transformers then uses the files, and so does Weft. Both matrices are compared whole, because training may have changed
 only a few rows.

@@ -29,7 +29,7 @@ class ImageHolder(Protocol):
 
     @property
     def name(self) -> str:
-        """Model name for messages."""
+        """Name of the model, for messages."""
 
     @property
     def image(self) -> Image | None:
@@ -54,7 +54,7 @@ class ShmBudget:
         self._promised: dict[ImageHolder, int] = {}
 
     def register(self, holder: ImageHolder) -> None:
-        """Add a holder whose image has not been requested."""
+        """Add a holder; its image counts as never requested."""
         self._asked_at[holder] = -math.inf
 
     def touch(self, holder: ImageHolder) -> None:

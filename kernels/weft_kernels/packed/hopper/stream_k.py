@@ -31,7 +31,7 @@ def first_step(program: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.t
 
 @gluon.jit
 def program_of_step(step: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.tensor:
-    """Return the program whose share contains the step."""
+    """Return the program that the step is assigned to."""
     return ((step + 1) * sharers + total - 1) // total - 1
 
 

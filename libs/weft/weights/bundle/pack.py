@@ -95,7 +95,7 @@ class _Packer:
         return coded or self._keep(entry, values)
 
     def _keep(self, entry: TensorEntry, values: Bytes) -> PackedTensor:
-        """Store the tensor raw."""
+        """Store the tensor without coding it."""
         offset = self._file.tell()
         self._write_chunks(b"", values, lambda first, size: _raw(values[first : first + size]), math.inf)
         return PackedTensor(entry.name, entry.dtype, entry.shape, "raw", offset, self._file.tell() - offset)

@@ -24,7 +24,7 @@ from weft_kernels.rans.coding import SYMBOLS
 CHUNKS_AT_ONCE = 4
 """Chunks decoded side by side, and hashed while they are still in the processor's caches."""
 MAX_OPENED = 64
-"""Most recently used tensors whose tables and scales stay in memory."""
+"""Number of recently used tensors that keep their tables and scales in memory."""
 
 
 class BundleFile:
