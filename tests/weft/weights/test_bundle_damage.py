@@ -159,9 +159,7 @@ def test_damage_to_a_file_that_is_being_written_anew_is_not_final(bundle: Path) 
     _, at = a_coded_chunk(path)
     flip(path, at)
     os.utime(path, (1, 1))
-    with pytest.raises(
-        StorageUnavailable, match=rf"files changed while they were read: .*{path.name}: tensor .* is"
-    ):
+    with pytest.raises(StorageUnavailable, match=rf"files changed while they were read: .*{path.name}: tensor .* is"):
         write_image(checkpoint, lambda size, file: None, 2)
 
 

@@ -200,9 +200,7 @@ def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tmp_path: Path) ->
     with pytest.raises(StorageUnavailable, match=said):
         write(checkpoint)
     file.unlink()
-    with pytest.raises(
-        StorageUnavailable, match=r"changed while they were read: .*model\.safetensors: no such file"
-    ):
+    with pytest.raises(StorageUnavailable, match=r"changed while they were read: .*model\.safetensors: no such file"):
         write(checkpoint)
 
 
