@@ -7,10 +7,10 @@ prefill split from decode or not, or the simulator's speed.
     python -m loadtest.fleet split   --trace mooncake_conversation.jsonl --workers 64 --loads 0.3,0.5,0.7,0.9
     python -m loadtest.fleet speed   --trace mooncake_conversation.jsonl
 
-Prints a table; `--out DIR` writes it as JSON, of `hits` beside what is there already, and as a page with plots.
-Everything is a simulation of workers; the routing is the scheduler's own code. Same trace, same options, same figures:
-rules that break ties by chance are run with several seeds in `compare`, which prints their mean. `overload` ends with
-status 1 when goodput past capacity falls below its bar.
+Prints a table. `--out DIR` also writes it as JSON and as a page with plots; `hits` adds to an existing file. Workers
+are simulated; the routing is the scheduler's own code. Same trace and options give the same figures: `compare` runs
+rules that break ties by chance with several seeds and prints their mean. `overload` exits with status 1 if goodput
+past capacity falls below its bar.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--cache", default="32", help="a prefill worker's cache, in millions of tokens; several for `hits`"
     )
     parser.add_argument("--requests", type=int, default=12_000)
-    parser.add_argument("--draws", type=int, default=5, help="of `compare`: others' rules draw ties so many times")
+    parser.add_argument(
+        "--draws", type=int, default=5, help="of `compare`: number of seeds for baselines that draw ties"
+    )
     parser.add_argument(
         "--machine", default="h100-8b", help="or a JSON file with the fields of loadtest.fleet.machine.Machine"
     )
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _with_earlier(file: Path, of: Mapping[str, object], figures: object) -> object:
-    """What is there already of the same conditions stays: other fleets and caches are added to it."""
+    """Merge with an existing file of the same conditions: other fleets and caches are added to it."""
     if not file.exists() or not isinstance(figures, dict):
         return figures
     record = json.loads(file.read_text())

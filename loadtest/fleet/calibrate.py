@@ -4,14 +4,14 @@
     python -m loadtest.fleet.calibrate --prefill 2 --decode 2     on a machine with four cores or more
     python -m loadtest.fleet.calibrate --machine this.json        keeps the model for `python -m loadtest.fleet`
 
-Starts a mesh of its own with 30 million random weights. Prompts of several lengths, one at a time: what one takes, and
-what it takes besides. Answers to next to no prompt, a few at a time: how long a step is with how many sequences. Then
-as many requests as the mesh can do: its capacity, and how much slower steps and prompts are beside other workers, with
-whom they share cores and caches. Workers count for themselves, the scheduler is asked every second what. That makes the
-model. Loads in turns with all that are the comparison: the very same arrivals and lengths go through the simulator with
-the scheduler's own policy. The table has the medians of the rounds.
-A load is of the capacity, so that a slow machine is asked no more than a quick one: close to 1 a percent of speed is a
-multiple of the queue.
+Starts a mesh with 30 million random weights and measures three things. Single prompts of several lengths give the
+cost of a prompt and of everything else. Answers to tiny prompts, a few at a time, give the step time by batch size. A
+load at capacity gives the request rate, and how much workers slow one another on shared cores and caches. Workers
+count for themselves; the scheduler is polled every second. The model is fitted to that.
+
+Then the loads run in rounds with all of these. The same arrivals and lengths go through the simulator with the
+scheduler's policy, and the table has the medians of the rounds. A load is relative to capacity, so a slow machine
+gets no more than a fast one: close to 1, a percent of speed is a multiple of the queue.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LENGTHS = (32, 128, 256, 512, 1024)
 REPEATS = 3
 BATCHES = (1, 2, 4)
 ANSWERS, ANSWER_TOKENS = 10, 128
-# clients for each prefill worker while the mesh does what it can
+# clients per prefill worker during the capacity measurement
 WAITING = 12
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Loads of what the mesh can do, seconds, tokens."""
+    """Loads relative to the mesh's capacity, durations in seconds, and token counts."""
 
     loads: tuple[float, ...]
     seconds: float
@@ -67,8 +67,11 @@ class Options:
 
 @dataclass(slots=True)
 class Measured:
-    """Of a mesh: tokens in its workers' pools, prompts and the ITL of answers that had it to themselves, requests a
-    second at most, what workers counted, and the requests at each load, a list for each round."""
+    """Measurements of a mesh. `alone`: prompts that had it to themselves. `itl_alone`: ITL of such answers.
+
+    `capacity`: highest request rate. `windows`: counters of the workers. `runs`: requests at each load, a list per
+    round.
+    """
 
     pool_tokens: int
     alone: list[tuple[int, float]] = field(default_factory=list)
@@ -79,7 +82,7 @@ class Measured:
 
 
 def simulate(records: Sequence[Record], machine: Machine, options: Options) -> tuple[float, float]:
-    """TTFT and ITL p50 of the same requests in the simulator."""
+    """Return TTFT and ITL p50 of the same requests in the simulator."""
     requests = [
         Request(number, record.due, record.prompt_tokens, record.output_tokens, (), b"")
         for number, record in enumerate(sorted(records, key=lambda record: record.due))
@@ -90,27 +93,27 @@ def simulate(records: Sequence[Record], machine: Machine, options: Options) -> t
 
 
 def real(records: Sequence[Record]) -> tuple[float, float]:
-    """TTFT and ITL p50 as their clients saw them."""
+    """Return TTFT and ITL p50 as the clients measured them."""
     between = [gap for record in records for gap in gaps(record)]
     return percentile([record.first_token for record in records], 50), percentile(between, 50)
 
 
 async def offer(target: Target, rate: float, options: Options, seed: int) -> list[Record]:
-    """So many requests a second, by chance."""
+    """Send requests at this rate with random arrivals."""
     count = max(round(rate * options.seconds), 8)
     recipe = WorkloadSpec(count, options.prompt_tokens, 0, options.output_tokens, spread=0.5, rate=rate, seed=seed)
     return checked(await Load(target, from_recipe(recipe)).run(0, 4 * options.seconds + 60))
 
 
 def checked(records: list[Record]) -> list[Record]:
-    """The same. Raises RuntimeError when one failed."""
+    """Return the records. Raises RuntimeError if a request failed."""
     if failed := [record.error for record in records if record.error]:
         raise RuntimeError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
     return records
 
 
 async def answers_alone(target: Target) -> float:
-    """A few at a time, whose prompts are next to nothing. Returns the ITL p50 of those that are alone."""
+    """Run a few answers at a time with tiny prompts; return the ITL p50 of those that run alone."""
     records = []
     for clients in BATCHES:
         recipe = WorkloadSpec(ANSWERS * clients, 8, 0, ANSWER_TOKENS, concurrency=clients, seed=clients)
@@ -119,7 +122,7 @@ async def answers_alone(target: Target) -> float:
 
 
 async def prompts_alone(target: Target, seed: int) -> list[tuple[int, float]]:
-    """Tokens and seconds to the first token, for each length the quickest of some."""
+    """Return tokens and seconds to the first token, for each length the fastest of REPEATS."""
     quickest = []
     for length in LENGTHS:
         recipe = WorkloadSpec(REPEATS, length, 0, 1, concurrency=1, seed=1000 * seed + length)
@@ -130,7 +133,7 @@ async def prompts_alone(target: Target, seed: int) -> list[tuple[int, float]]:
 
 
 async def capacity(target: Target, options: Options, seed: int) -> float:
-    """Requests a second that come out when there are always some that wait."""
+    """Return completed requests per second while some always wait."""
     clients = WAITING * options.prefill
     sizes = (4 * clients, options.prompt_tokens, 0, options.output_tokens, 0.5)
     recipe = WorkloadSpec(*sizes, concurrency=clients, seed=seed)
@@ -140,7 +143,7 @@ async def capacity(target: Target, options: Options, seed: int) -> float:
 
 
 async def watched(mesh: LocalMesh, found: Measured, load: Coroutine[None, None, Result]) -> Result:
-    """A load, and what the workers counted under it from second to second."""
+    """Run a load and record what the workers counted, second by second."""
     looks = []
     async with asyncio.TaskGroup() as group:
         running = group.create_task(load)
@@ -152,7 +155,7 @@ async def watched(mesh: LocalMesh, found: Measured, load: Coroutine[None, None, 
 
 
 async def measure(mesh: LocalMesh, options: Options) -> Measured:
-    """Everything, with progress on standard output."""
+    """Run all measurements; prints progress."""
     target = await open_target(mesh.url, "", "", is_chat=False)
     found, seeds = Measured(mesh.pool_tokens()), itertools.count(1)
     try:
@@ -171,7 +174,7 @@ async def measure(mesh: LocalMesh, options: Options) -> Measured:
 
 
 def print_table(found: Measured, machine: Machine, options: Options) -> None:
-    """Medians of the rounds."""
+    """Print the medians of the rounds."""
     print(
         f"a step {1000 * machine.base:.2f} ms + {1000 * machine.sequence:.2f} ms a sequence "
         f"+ {1000 * machine.step_beside:.2f} ms for another worker at work; a prompt token "
@@ -195,7 +198,7 @@ def _medians(rows: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def parse_options() -> tuple[Options, Path | None]:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="The simulator against a real mesh.")
     parser.add_argument("--loads", default="0.3,0.5,0.7", help="of what the mesh can do, a comparison each")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each load")
@@ -212,7 +215,7 @@ def parse_options() -> tuple[Options, Path | None]:
 
 
 def main() -> None:
-    """Measure, simulate, print."""
+    """Measure, simulate and print."""
     options, path = parse_options()
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_checkpoint(Path(folder) / "llama-30M"))

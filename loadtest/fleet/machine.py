@@ -1,5 +1,4 @@
-"""A worker as a machine: how long its steps take, how much it holds. Numbers only; what they were taken from is said
-there.
+"""Cost model of a worker: step times and capacity. `source` names the origin of the numbers.
 
 seconds of a step = base + sequence * B + kv_token * tokens they hold + prompt_token * chunk + pair * chunk * context
                     + (step_beside + token_beside * chunk) * other workers at work on the same machine

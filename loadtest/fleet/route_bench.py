@@ -1,11 +1,12 @@
-"""`python -m loadtest.fleet.route_bench`: what a placement costs, in the policy alone and over gRPC.
+"""`python -m loadtest.fleet.route_bench`: the cost of a placement, in the policy alone and over gRPC.
 
-256 workers and 100,000 sessions with prompts of their own behind shared system prompts. The router's own CPU time for
-one placement, as the scheduler calls it: index, policy, booking, and the settlements of the request. And one scheduler
-process beside a Valkey of its own, which has served every session once, under many routes at once from a client's
-process: a call each, over the one stream that gateways use, and that without sessions, which Valkey is not asked about.
-Ends are told as gateways tell them, those of 20 ms in one call. Every session's preference is read from Valkey and
-written there. The scheduler's CPU is what counts on a shared machine. Ends with status 1 when a bar is not met.
+The fleet has 256 workers and 100,000 sessions, each with its own prompt behind a shared system prompt. Policy: CPU time
+of one placement as the scheduler calls it, with index, policy, reservation and settlements.
+
+gRPC: one scheduler process next to its own Valkey, which has served every session once, under many concurrent routes
+from a client process. Three ways: one call per route, the stream that gateways use, and the stream without sessions, so
+without Valkey. Settlements of 20 ms form one call, as gateways send them. Every session's affinity is read from Valkey
+and written back. The scheduler's CPU time counts on a shared machine. Exits with status 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tup
         await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
         helpers = [group.create_task(_member(fleet, number)) for number in range(options.workers)]
         async with asyncio.timeout(JOIN_SECONDS):
-            while not await _all_ready(fleet, options.workers):  # noqa: ASYNC110 - told by nobody
+            while not await _all_ready(fleet, options.workers):  # noqa: ASYNC110 - polls an RPC
                 await asyncio.sleep(0.2)
         stream, ends = RouteStream(channel), SchedulerClient(address)
         settler = SettlementQueue(ends)
@@ -253,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sessions", type=int, default=100_000)
     parser.add_argument("--routes", type=int, default=20_000, help="placements in this process")
     parser.add_argument("--calls", type=int, default=10_000, help="calls over gRPC in one turn")
-    parser.add_argument("--turns", type=int, default=5, help="of each way, one after another; medians are told")
+    parser.add_argument("--turns", type=int, default=5, help="of each way, one after another; medians are printed")
     parser.add_argument("--out", type=Path, help="a JSON file")
     values = vars(parser.parse_args(arguments))
     out = values.pop("out")

@@ -179,8 +179,8 @@ class Simulation:
 
     def _visit(self, worker: SimulatedWorker, now: float) -> None:
         """Advance a worker to `now` and process what ended there."""
-        told = worker.advance(now)
-        for job in told.computed:
+        finished = worker.advance(now)
+        for job in finished.computed:
             if self._store is not None:
                 self._store.put(job.request.keys)
             if job.prefill is job.decode:
@@ -189,11 +189,11 @@ class Simulation:
                 moved = job.request.prompt_tokens - job.decode.cache.match(job.request.keys) * BLOCK_TOKENS
                 at = now + worker.machine.handoff + worker.machine.handoff_token * max(moved, 0)
                 heapq.heappush(self._events, (at, next(self._order), None, 0, job))
-        for job in told.ended:
+        for job in finished.ended:
             job.ended_at = now
             self._policy.ended(job, now)
         self._watch(worker, now)
-        if told.ended:
+        if finished.ended:
             for job in worker.admit_waiting():
                 self._compute(job, now)
 

@@ -173,7 +173,7 @@ class SimulatedWorker:
 
     def advance(self, now: float) -> Finished:
         """Advance to `now`; return what ended."""
-        told = Finished()
+        finished = Finished()
         if self._step > 0.0:
             self.busy_seconds += now - self._now
             self._turn((now - self._now) / self._step)
@@ -182,11 +182,11 @@ class SimulatedWorker:
             job = self.prompts.pop(0)
             self.queued_tokens -= _uncached(job)
             self.cache.put(job.request.keys)
-            told.computed.append(job)
+            finished.computed.append(job)
         while self.batch and self.batch[0][0] <= self._turns + EPSILON:
-            told.ended.append(self._end(heapq.heappop(self.batch)[2]))
+            finished.ended.append(self._end(heapq.heappop(self.batch)[2]))
         self._plan()
-        return told
+        return finished
 
     def _turn(self, turns: float) -> None:
         self._turns += turns

@@ -43,7 +43,7 @@ end
 return found
 """
 MAX_QUEUED_WRITES = 1024
-# of a session after its last request
+# an entry expires this long after the session's last request
 TTL_SECONDS = 3600
 MAX_BATCH = 256
 MAX_DIGITS = 10

@@ -83,8 +83,8 @@ class LoadingWorkers:
 
     def end(self, announcement: Announcement) -> None:
         """Remove a worker that has joined or is gone."""
-        if (told := announcement.arrival) is not None and self._announcements.get(told.worker_id) is announcement:
-            del self._announcements[told.worker_id]
+        if (loading := announcement.arrival) is not None and self._announcements.get(loading.worker_id) is announcement:
+            del self._announcements[loading.worker_id]
 
     def is_loading(self, model: str) -> bool:
         """Return whether a worker loads this model."""
