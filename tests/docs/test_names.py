@@ -21,8 +21,8 @@ from weft.worker.config import WorkerConfig
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.dialects.answer_format import GUIDED
 from weft_services.gateway.mesh.routing_hints import CLASSES
-from weft_services.kvstore.config import Config as KvStoreConfig
-from weft_services.scheduler.config import Config as SchedulerConfig
+from weft_services.kvstore.config import KvStoreConfig as KvStoreConfig
+from weft_services.scheduler.config import SchedulerConfig as SchedulerConfig
 from weft_services.weights.config import WeightsConfig as WeightsConfig
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

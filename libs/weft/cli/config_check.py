@@ -13,7 +13,7 @@ from weft.config import ConfigError, read_config
 
 # Not the scheduler: its Config takes ten times as long to import as the others together, and it starts first.
 CLASSES = {
-    "weft_services.kvstore": ("weft_services.kvstore.config", "Config"),
+    "weft_services.kvstore": ("weft_services.kvstore.config", "KvStoreConfig"),
     "weft_services.weights": ("weft_services.weights.config", "WeightsConfig"),
     "weft_services.worker": ("weft.worker.config", "WorkerConfig"),
     "weft_services.gateway": ("weft_services.gateway.config", "GatewayConfig"),

@@ -11,7 +11,7 @@ from weft.config import ConfigError, format_config, read_config
 from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
-from weft_services.kvstore.config import Config
+from weft_services.kvstore.config import KvStoreConfig
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
 from weft_services.kvstore.node import NodeStore, StoreAddress
@@ -25,7 +25,7 @@ TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EM
 
 async def main() -> None:
     """Serve until SIGTERM or SIGINT; ready while the store is."""
-    config = read_config(Config)
+    config = read_config(KvStoreConfig)
     logging.info(format_config(config))
     raise_fd_limit()  # a segment and a connection each take a file descriptor
     trace.setup("kvstore")
@@ -57,7 +57,7 @@ async def _sweep(places: PoolIndex, store: NodeStore) -> None:
         await asyncio.sleep(SWEEP_SECONDS)
 
 
-async def _lock_disk(config: Config) -> DiskTier | None:
+async def _lock_disk(config: KvStoreConfig) -> DiskTier | None:
     """Lock the disk directory.
 
     A wrong directory raises ConfigError. A full or broken disk is logged, and the store serves from memory alone.

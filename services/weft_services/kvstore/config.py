@@ -13,7 +13,7 @@ MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's allocation unit
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class KvStoreConfig:
     """Settings of the kvstore; port 0 means any free port.
 
     `advertise_host`: the address workers use, `host` if empty. Empty `disk_path`: no disk tier. `cache_ttl_seconds` 0:

@@ -9,7 +9,7 @@ from weft.rpc.server import RpcServer, freeze_startup_objects, run, until_signal
 from weft.stall_clock import StallAwareClock
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.config import Config
+from weft_services.scheduler.config import SchedulerConfig
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.kvstore_client import KvStoreClient, PrefixLocator, StoreUsagePoller
 from weft_services.scheduler.leader_lease import LeaderLease
@@ -19,7 +19,7 @@ from weft_services.scheduler.service import NAMES, register
 from weft_services.scheduler.slo import parse_targets
 
 
-async def main(config: Config) -> None:
+async def main(config: SchedulerConfig) -> None:
     """Serve until SIGTERM. Memberships end with the process, so there is nothing to drain."""
     logging.info(format_config(config))
     trace.setup("scheduler")
@@ -50,4 +50,4 @@ async def main(config: Config) -> None:
 
 if __name__ == "__main__":
     log.setup("scheduler")
-    run(lambda: main(read_config(Config)))
+    run(lambda: main(read_config(SchedulerConfig)))

@@ -15,7 +15,7 @@ MAX_QUEUE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class SchedulerConfig:
     """Settings from WEFT_* variables.
 
     Empty `redis_url`: no session affinity. Empty `kvstore_addr`: the prefix index knows only what this scheduler

@@ -44,7 +44,7 @@ class RoleChange:
 
     worker: Worker
     role: WorkerRole
-    why: str
+    reason: str
 
 
 def prefill_pressure(members: ModelWorkers, limits: BalancerLimits, without: int = 0) -> float:

@@ -16,7 +16,7 @@ from weft import metrics
 from weft.config import ConfigError
 from weft_services.kvstore import segment_space
 from weft_services.kvstore.__main__ import _lock_disk
-from weft_services.kvstore.config import Config
+from weft_services.kvstore.config import KvStoreConfig
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
 from weft_services.kvstore.segment import HEADER_BYTES
@@ -248,7 +248,7 @@ async def test_a_disk_that_cannot_be_taken_now_is_done_without(
     target, name, replacement = places.get(what, (segment_space, "sized_segments", refuse))
     with monkeypatch.context() as patch:
         patch.setattr(target, name, replacement)
-        assert await _lock_disk(Config(disk_path=tmp_path)) is None
+        assert await _lock_disk(KvStoreConfig(disk_path=tmp_path)) is None
     assert failures.get() == before + 1
     assert [entry.levelname for entry in caplog.records] == ["ERROR"]
     assert str(tmp_path) in caplog.text
@@ -260,7 +260,7 @@ async def test_a_directory_that_is_another_ones_or_cannot_be_is_a_setting_to_cor
 ) -> None:
     disk = await opened(tmp_path)
     with pytest.raises(ConfigError, match=r"WEFT_DISK_PATH=.* in use by another"):
-        await _lock_disk(Config(disk_path=tmp_path))
+        await _lock_disk(KvStoreConfig(disk_path=tmp_path))
     disk.close()
     for code in (errno.EROFS, errno.EACCES, errno.ENOENT):
 
@@ -269,4 +269,4 @@ async def test_a_directory_that_is_another_ones_or_cannot_be_is_a_setting_to_cor
 
         monkeypatch.setattr(os, "mkdir", refuse)
         with pytest.raises(ConfigError, match=os.strerror(code)):
-            await _lock_disk(Config(disk_path=tmp_path / "other"))
+            await _lock_disk(KvStoreConfig(disk_path=tmp_path / "other"))

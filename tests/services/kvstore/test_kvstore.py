@@ -20,7 +20,7 @@ from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore import master as master_module
-from weft_services.kvstore.config import Config
+from weft_services.kvstore.config import KvStoreConfig
 from weft_services.kvstore.node import NodeStore, StoreAddress
 
 MODEL = b"m" * 16
@@ -183,7 +183,7 @@ async def test_a_master_that_cannot_be_started_now_is_a_store_that_is_away(monke
 )
 def test_settings_that_cannot_work_are_named(settings: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Config(**settings)  # type: ignore[arg-type]
+        KvStoreConfig(**settings)  # type: ignore[arg-type]
 
 
 async def test_a_tenant_over_its_share_of_memory_loses_its_oldest_there_and_nobody_else_loses_anything() -> None:

@@ -20,13 +20,13 @@ from weft_services.scheduler.admission_queue import (
     AdmissionQueue,
     QueuedRequest,
 )
-from weft_services.scheduler.config import Config
+from weft_services.scheduler.config import SchedulerConfig
 
 BUSY = Overloaded("full", 1.0)
 INTERACTIVE, DEFAULT, BATCH = Priority.INTERACTIVE, Priority.DEFAULT, Priority.BATCH
 SECONDS = 60.0
 PROMPT_TOKENS = 1000
-QUEUE_SECONDS = Config().max_queue_wait_seconds
+QUEUE_SECONDS = SchedulerConfig().max_queue_wait_seconds
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def query(name: str, tenant: bytes = b"", priority: Priority = DEFAULT) -> Route
     return RouteQuery(RequestKey(name), MODEL, PROMPT_TOKENS, 0, tenant=tenant, priority=priority)
 
 
-def default_room(max_waiting: int = Config().max_queue) -> AdmissionQueue:
+def default_room(max_waiting: int = SchedulerConfig().max_queue) -> AdmissionQueue:
     return AdmissionQueue(max_waiting, QUEUE_SECONDS)
 
 
@@ -95,7 +95,7 @@ class Minute:
         become[queued.query.key.request_id.split("/")[0]] += 1
 
 
-@pytest.mark.parametrize("max_waiting", [Config().max_queue, 12])
+@pytest.mark.parametrize("max_waiting", [SchedulerConfig().max_queue, 12])
 def test_a_tenant_that_asks_for_less_than_its_share_gets_it_beside_a_flood(max_waiting: int) -> None:
     minute = Minute(default_room(max_waiting), {"flood": Clients(100, b"flood"), "small": Clients(2, b"small")})
     assert minute.placed["small"] >= 0.95 * minute.asked["small"]

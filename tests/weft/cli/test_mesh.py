@@ -16,7 +16,7 @@ from weft.cli.mesh import mesh_specs, with_memory
 from weft.cli.up import ending_signals
 from weft.config import ConfigError, read_config, read_models
 from weft.worker.config import WeightFormat, WorkerConfig
-from weft_services.kvstore.config import Config
+from weft_services.kvstore.config import KvStoreConfig
 
 ONE = {"m": Path("/m")}
 AT = Addresses(
@@ -71,9 +71,9 @@ def test_peers_are_told_each_others_addresses() -> None:
 
 
 def test_the_store_is_told_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(options: MeshOptions) -> Config:
+    def told(options: MeshOptions) -> KvStoreConfig:
         specs = {spec.name: spec for spec in mesh_specs(options, AT)}
-        return read_config(Config, specs["kvstore"].environ)
+        return read_config(KvStoreConfig, specs["kvstore"].environ)
 
     options = MeshOptions(ONE, disk=tmp_path / "kv", disk_gib=3)
     assert (told(options).disk_path, told(options).disk_bytes) == (tmp_path / "kv", 3 << 30)
