@@ -272,7 +272,9 @@ class Router:
         for move in self._role_balancer.plan(self.fleet.models, now) if self._role_balancer is not None else ():
             try:
                 self.fleet.set_role(move.worker.worker_id, move.role)
-                logger.info("role change requested role=%s id=%s reason=%s", move.role, move.worker.worker_id, move.reason)
+                logger.info(
+                    "role change requested role=%s id=%s reason=%s", move.role, move.worker.worker_id, move.reason
+                )
             except InvalidRequest as error:  # an impossible request must not end the sweep
                 logger.warning("role change rejected id=%s error=%s", move.worker.worker_id, error)
         return lost
