@@ -3,7 +3,7 @@ the router knows, and time between tokens of two workers that do both against th
 
     python -m loadtest.fleet hits --trace mooncake_conversation.jsonl --workers 8,64,1000 --load 0.95 --out docs/results
     python -m loadtest.fleet hits --trace mooncake_conversation.jsonl --workers 8,64 --cache 0.3,1,4 --load 0.95 ...
-    python -m loadtest.split --out docs/results
+    python -m loadtest.disaggregation --out docs/results
     python -m loadtest.headlines
 
 The last one makes routing.html there of fleet-hits.json and split.json, or of the one of them that there is; `--folder`
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest import split
+from loadtest import disaggregation
 from loadtest.fleet import page
 
 HITS, SPLIT, PAGE = "fleet-hits.json", "split.json", "routing.html"
@@ -91,7 +91,7 @@ def _hits_table(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[
 
 def split_parts(text: str) -> list[str]:
     """Experiment (b): medians of the rounds, and each round's p90."""
-    options, results = json.loads(text)["options"], split.recorded(text)
+    options, results = json.loads(text)["options"], disaggregation.recorded(text)
     chats, longs = options["chat_tokens"], options["long_tokens"]
     rate, load = options["long_rate"], options["long_load"]
     asked = f"{rate:g} a second" if rate else f"{load:.0%} of one worker's time"
@@ -105,7 +105,7 @@ def split_parts(text: str) -> list[str]:
             f"{longs[0]} ({asked}). Steps of {options['chunk_tokens']} prompt tokens at most. Medians of "
             f"{options['rounds']} rounds of {options['seconds']:g} s."
         ),
-        page.table(("", *results, "ratio"), split.rows(results)),
+        page.table(("", *results, "ratio"), disaggregation.rows(results)),
         page.lines("chats: p90 between tokens, by round", ("round", "ms"), rounds, p90),
     ]
 

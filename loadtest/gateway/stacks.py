@@ -77,7 +77,7 @@ def weft(num_gateways: int = 1, gateway_cores: Sequence[int] = (), other_cores: 
         quiet = {"WEFT_LOG_LEVEL": "WARNING", "GRPC_VERBOSITY": "ERROR"}
         own = {"WEFT_PORT": str(scheduler_port)}
         placing = processes.start([sys.executable, "-m", "weft_services.scheduler"], quiet | own, other_cores)
-        source = [sys.executable, "-m", "loadtest.gateway.source", "--scheduler", scheduler, "--name", MODEL.name]
+        source = [sys.executable, "-m", "loadtest.gateway.fake_worker", "--scheduler", scheduler, "--name", MODEL.name]
         source += ["--model", str(MODEL), "--steps-per-second", str(steps_per_second)]
         source += ["--metrics-port", str(source_port), *([] if steps_per_second else ["--at-once", str(AT_ONCE)])]
         working = processes.start(source, cores=other_cores)
@@ -108,7 +108,7 @@ def weft(num_gateways: int = 1, gateway_cores: Sequence[int] = (), other_cores: 
 def bare(processes: Processes, steps_per_second: float) -> Stack:
     """The mock server that stands behind other people's routers, asked without any of them."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "loadtest.gateway.backend", "--port", str(port)]
+    command = [sys.executable, "-m", "loadtest.gateway.fake_openai", "--port", str(port)]
     backend = processes.start([*command, "--steps-per-second", str(steps_per_second)])
     processes.wait("backend", answers(port, "/health"))
     return Stack(port, "mock", [backend])

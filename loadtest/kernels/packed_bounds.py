@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loadtest.made import made_at
+from loadtest.provenance import made_at
 from weft_kernels.packed import F12, Fp8, Int4, gemv
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed.product import form_constants, operands

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.kv.first_token import Row, measure_ttft
-from loadtest.kv.lender import shared_pool
+from loadtest.kv.kv_source import shared_pool
 from loadtest.local_mesh import ROOT, LocalMesh
 from loadtest.verdict import verdict
 from weft.kv.local_transport import LocalTransport
@@ -50,7 +50,7 @@ BLOCK_TOKENS, POOL_BLOCKS = 16, 1024  # four of the longest prompts: soon used, 
 
 async def bandwidth(rounds: int) -> Table:
     """A row a size: GB/s of both, and the ratio."""
-    command = [sys.executable, "-m", "loadtest.kv.lender", str(MEMORY_BYTES)]
+    command = [sys.executable, "-m", "loadtest.kv.kv_source", str(MEMORY_BYTES)]
     lender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert lender.stdout is not None

@@ -29,9 +29,9 @@ import psutil
 from rich.console import Console
 
 from loadtest.gateway.processes import NoStart, Processes
-from loadtest.made import made_at
 from loadtest.mesh_bench import Options, cut_prompts, read_text, run_cell
 from loadtest.openai_client import ServerError, open_server
+from loadtest.provenance import made_at
 from loadtest.servers.contestants import Contestant, llama, ours, vllm
 from loadtest.servers.report import Round, Rounds, render, render_starts
 from loadtest.small_model import SMALL, make_checkpoint

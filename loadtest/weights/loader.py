@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from loadtest.weights.checkpoints import make_checkpoint
-from loadtest.weights.held import HeldMemory, can_hold
+from loadtest.weights.memory_hog import HeldMemory, can_hold
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.checkpoint_files import FileBlob

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from loadtest import split
+from loadtest import disaggregation
 from loadtest.fleet.figures import Figures
 from loadtest.headlines import FOLDER, HITS, PAGE, SPLIT, main
 
@@ -17,17 +17,17 @@ def simulated(policy: str, of_ideal: float) -> dict[str, float | str]:
     return Figures(**{**numbers, "policy": policy, "of_ideal": of_ideal}).as_dict()  # type: ignore[arg-type]
 
 
-def measured(itl_p90: float) -> split.Figures:
-    return split.Figures((5.0, itl_p90, 50.0), 100.0, 900.0, 190.0, 700.0, 0)
+def measured(itl_p90: float) -> disaggregation.Figures:
+    return disaggregation.Figures((5.0, itl_p90, 50.0), 100.0, 900.0, 190.0, 700.0, 0)
 
 
 def test_the_page_holds_both_experiments_and_needs_nothing_else(tmp_path: Path) -> None:
     figures = {"8/32": [simulated("weft", 0.987)], "64/32": [simulated("weft", 0.971), simulated("load only", 0.21)]}
     record = {"trace": "t.jsonl", "machine": "m", "load": 0.95, "figures": figures}
     (tmp_path / HITS).write_text(json.dumps(record))
-    options = split.Options(2, 60.0, 3.0, (64, 64), 0.8, 0.0, (2048, 8), 128)
+    options = disaggregation.Options(2, 60.0, 3.0, (64, 64), 0.8, 0.0, (2048, 8), 128)
     sides = {"2 combined": [measured(60.0), measured(64.0)], "prefill + decode": [measured(12.0), measured(12.4)]}
-    (tmp_path / SPLIT).write_text(split.record(sides, options))
+    (tmp_path / SPLIT).write_text(disaggregation.record(sides, options))
     main(["--folder", str(tmp_path)])
     page = (tmp_path / PAGE).read_text()
     for cell in ("98.7%", "97.1%", "21.0%", "62.0", "12.2", "0.20x"):
@@ -58,11 +58,11 @@ def test_the_committed_page_is_made_of_the_committed_figures(tmp_path: Path) -> 
 
 
 def test_rounds_are_read_as_they_were_written() -> None:
-    options = split.Options(1, 60.0, 3.0, (64, 64), 0.8, 0.0, (2048, 8), 128)
+    options = disaggregation.Options(1, 60.0, 3.0, (64, 64), 0.8, 0.0, (2048, 8), 128)
     sides = {"a": [measured(1.5)], "b": [measured(2.5)]}
-    assert split.recorded(split.record(sides, options)) == sides
+    assert disaggregation.recorded(disaggregation.record(sides, options)) == sides
     with pytest.raises(KeyError):
-        split.recorded("{}")
+        disaggregation.recorded("{}")
 
 
 def test_with_no_figures_there_is_no_page(tmp_path: Path) -> None:

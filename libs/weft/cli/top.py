@@ -133,7 +133,7 @@ def _title(role: WorkerRole) -> Text:
 
 def _side(role: WorkerRole, workers: Sequence[pb.WorkerStatus], history: RateHistory, most: int) -> RenderableType:
     if not workers:
-        return Group(_title(role), Text("none", style="red"))
+        return Group(_title(role), Text("no workers", style="red"))
     cards: list[RenderableType] = [_card(role, worker, history.of(worker)) for worker in workers[:most]]
     if left := len(workers) - len(cards):
         cards.append(Text(f"and {left:,} more, for which there is no room: `weft status` has them", style="yellow"))

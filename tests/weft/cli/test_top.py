@@ -63,7 +63,7 @@ def test_an_empty_fleet_is_a_map_too() -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(render(pb.ListWorkersResponse(), RateHistory(), 120))
     assert isinstance(console.file, io.StringIO)
-    assert "none" in console.file.getvalue()
+    assert "no workers" in console.file.getvalue()
     assert "no shared store" in console.file.getvalue()
 
 
@@ -94,7 +94,7 @@ def test_workers_that_do_both_compute_prompts() -> None:
     both = worker("worker-0")
     both.hello.role = common_pb2.WORKER_ROLE_BOTH
     text = printed(pb.ListWorkersResponse(workers=[both]), 120)
-    assert "│ none" not in text
+    assert "no workers" not in text
     assert "by those that write answers" in text
 
 

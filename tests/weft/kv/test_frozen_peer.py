@@ -24,7 +24,7 @@ LEASE = RequestKey("r")
 @asynccontextmanager
 async def start_lender() -> AsyncIterator[tuple[asyncio.subprocess.Process, Endpoint]]:
     """Another process, whose memory is full of 7s."""
-    command = [sys.executable, "-m", "loadtest.kv.lender", str(SIZE)]
+    command = [sys.executable, "-m", "loadtest.kv.kv_source", str(SIZE)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""`python -m loadtest.gateway.hostile`: requests that nobody should send, many times over.
+"""`python -m loadtest.gateway.adversarial_requests`: requests that nobody should send, many times over.
 
 For each: the status that it gets and the one that it should, how long that takes, how long others wait meanwhile for
 `/health`, and what the gateway's memory does: its most, and what is left when it is over.
@@ -205,7 +205,7 @@ async def run(stack: Stack, times: int) -> tuple[list[str], int]:
 
 def main() -> int:
     """Attack and print. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.hostile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.adversarial_requests", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="each, four at a time")
     options = parser.parse_args()
     with Processes() as processes:

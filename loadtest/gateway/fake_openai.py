@@ -1,6 +1,7 @@
-"""`python -m loadtest.gateway.backend`: an OpenAI server without a model, for routers that speak HTTP on both sides.
+"""An OpenAI server without a model, for routers with HTTP on both sides: `python -m loadtest.gateway.fake_openai`.
 
-The twin of `source`: a chunk a token at a set pace, or as fast as the connection takes them. Its cost does not count.
+The counterpart of `fake_worker`: one chunk per token at a set pace, or as fast as the connection takes them. The
+benchmark does not count its cost.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ async def serve(port: int, steps_per_second: float) -> None:
 
 def main() -> None:
     """Options, then serve."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.backend", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.fake_openai", description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--steps-per-second", type=float, default=0.0, help="0: as fast as they are taken")
     options = parser.parse_args()

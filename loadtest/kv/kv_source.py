@@ -1,4 +1,4 @@
-"""The other process of the hand-off benchmark: registers memory, says where it lies, waits to be killed."""
+"""The sending process of the hand-off benchmark: registers memory, prints its address, waits until it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a page of results was made, and from which code. Knows no figures."""
+"""The date and commit of a results page."""
 
 from __future__ import annotations
 

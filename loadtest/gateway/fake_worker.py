@@ -1,4 +1,4 @@
-"""`python -m loadtest.gateway.source`: a worker without a model. It joins a scheduler, and answers in step frames.
+"""`python -m loadtest.gateway.fake_worker`: a worker without a model. It joins a scheduler, and answers in step frames.
 
 Below the gateway's seam: token ids come out at a set pace, or as fast as the gateway takes them. It says what a text
 says, from its beginning again and again, whatever it is asked. What its frames held is to be read at `--metrics-port`.
@@ -194,7 +194,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Options, then serve."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.source", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.fake_worker", description=__doc__)
     parser.add_argument("--scheduler", required=True, help="host:port")
     parser.add_argument("--model", required=True, help="directory of the tokenizer")
     parser.add_argument("--name", required=True, help="served name")

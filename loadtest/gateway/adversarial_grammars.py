@@ -1,7 +1,8 @@
-"""`python -m loadtest.gateway.bombs`: grammars, expressions and schemas that would take seconds, or all memory.
+"""Grammars, expressions and schemas that would take seconds to compile, or all memory.
 
-Each is sent to a gateway over HTTP, one at a time; the table has the median and the longest time to the refusal, beside
-the bar of 50 ms. What is not refused has to be harmless: for it the table has the longest mask of an answer by it.
+`python -m loadtest.gateway.adversarial_grammars` sends each to a gateway over HTTP, one at a time. The table has the
+median and longest time to the rejection; the bar is 50 ms. An accepted grammar must be harmless: the table has its
+longest mask.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def measure(stack: Stack, times: int) -> list[str]:
 
 def main() -> None:
     """Send and print."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.bombs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.adversarial_grammars", description=__doc__)
     parser.add_argument("--times", type=int, default=10)
     options = parser.parse_args()
     with Processes() as processes:

@@ -8,25 +8,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from loadtest.weights import held, loader
+from loadtest.weights import loader, memory_hog
 
 PATIENCE_SECONDS = 10.0
 
 
 def test_what_is_missing_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(held, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(held, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(held, "FREE_BYTES", 40_960)
-    monkeypatch.setattr(held, "LARGE_BYTES", 0)
-    memory, taken, is_given = held.HeldMemory(), 0, threading.Event()
+    monkeypatch.setattr(memory_hog, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(memory_hog, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(memory_hog, "FREE_BYTES", 40_960)
+    monkeypatch.setattr(memory_hog, "LARGE_BYTES", 0)
+    memory, taken, is_given = memory_hog.HeldMemory(), 0, threading.Event()
 
     def free_bytes() -> int:
         free = 409_600 - memory._held - taken
-        if taken and free >= held.FREE_BYTES:
+        if taken and free >= memory_hog.FREE_BYTES:
             is_given.set()
         return free
 
-    monkeypatch.setattr(held, "free_bytes", free_bytes)
+    monkeypatch.setattr(memory_hog, "free_bytes", free_bytes)
     with memory:
         assert memory._held >= 409_600 - 40_960 - 8192
         taken = 100_000

@@ -1,8 +1,8 @@
 """Does splitting pay: two workers that compute prompts and tokens, against the same two as prefill and decode.
 
-    python -m loadtest.split                                three rounds, a minute each and side
-    python -m loadtest.split --chunk-tokens 512 --rounds 5  other steps, more rounds
-    python -m loadtest.split --out docs/results             split.json, of which loadtest.headlines makes its page
+    python -m loadtest.disaggregation                                three rounds, a minute each and side
+    python -m loadtest.disaggregation --chunk-tokens 512 --rounds 5  other steps, more rounds
+    python -m loadtest.disaggregation --out docs/results     writes split.json, which loadtest.headlines reads
 
 Short chats stream while long prompts arrive, both by chance at a fixed rate, the same requests for both sides. A worker
 that does both writes no token while a chunk of a prompt computes; a decode worker of a pair never waits for one. How
