@@ -1,6 +1,6 @@
-"""Which pages a sequence holds in each group of layers: found, had, given back as it goes on. Pure bookkeeping.
+"""Page tables of sequences, one for each group of layers: prefix matching, allocation, release behind windows.
 
-Knows sequences and block numbers; knows neither tensors nor turns.
+Pure bookkeeping on sequences and block numbers: no tensors, no scheduling.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.kv.layer_groups import PageRange, PagingPolicy, page_key
 
 
 class BlockTables:
-    """Changes `runs` of sequences, and nothing else of them."""
+    """Changes `page_ranges` of sequences, and no other field."""
 
     def __init__(self, paging: PagingPolicy, pool: BlockPool) -> None:
         self._paging = paging
@@ -22,9 +22,10 @@ class BlockTables:
         self._bounded = [group for group in self._groups if paging.spans[group].width]
 
     def allocate_prompt(self, sequence: Sequence, num_growing: int) -> int | None:
-        """Pages to begin with, found ones first; returns the found blocks of the prefix, None when there is no room.
+        """Give a sequence its first pages, cached ones first. Returns the cached blocks of its prefix.
 
-        One more page a group stays free for each of `num_growing` sequences.
+        Returns None if the pool has too few pages. One page of each group stays free for each of `num_growing`
+        sequences.
         """
         paging, size = self._paging, self._paging.block_tokens
         keys = sequence.reusable_keys(size)
@@ -40,26 +41,26 @@ class BlockTables:
         return num_hit
 
     def num_prompt_blocks(self, sequence: Sequence, num_growing: int) -> int:
-        """Pages that must be available for `seat`, when none are found."""
+        """Return the pages that `allocate_prompt` needs if none are cached."""
         num_blocks = self._paging.num_blocks(len(sequence.token_ids))
         return sum([self._paging.num_new_pages(group, 0, num_blocks) + num_growing for group in self._groups])
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Pages that it takes to go on."""
+        """Return the pages that its next token needs beyond those it has."""
         num_blocks = self._paging.num_blocks(sequence.num_tokens)
         return sum([num_blocks - run.end for run in sequence.page_ranges])
 
     def append_blocks(self, sequence: Sequence) -> None:
-        """Pages for its next token; they must be available."""
+        """Append the pages of its next token; they must be available."""
         num_blocks = self._paging.num_blocks(sequence.num_tokens)
         for group, run in enumerate(sequence.page_ranges):
             if num_blocks > run.end:
                 sequence.page_ranges[group] = self._extend(run, num_blocks - run.end)
 
     def release_out_of_window(self, sequence: Sequence) -> None:
-        """After a step: pages that no later token looks at go back, and their like come for the rest of the prompt.
+        """After a step, release pages that no later token can see, and allocate pages for the rest of the prompt.
 
-        A step under way is later: it looks at nothing that goes.
+        A step in flight is later, so it sees no page that is released here.
         """
         for group in self._bounded:
             run = sequence.page_ranges[group]
@@ -68,16 +69,16 @@ class BlockTables:
                 self._shift_window(sequence, group, run.end)
 
     def map_received(self, sequence: Sequence, num_hit: int) -> None:
-        """KV came from elsewhere: pages behind the `num_hit` found blocks come to lie where they were filled."""
+        """After received KV, map the pages behind the `num_hit` cached blocks to the positions that they hold."""
         for group in self._bounded:
             self._shift_window(sequence, group, num_hit)
 
     def capacity_tokens(self, sequence: Sequence) -> int:
-        """Tokens that have pages in all groups; with pages short in the pool, fewer than a step may want."""
+        """Return the tokens that have pages in all groups. It is less than a chunk if the pool lacks pages."""
         return min([run.end for run in sequence.page_ranges]) * self._paging.block_tokens
 
     def replace_suspect_blocks(self, sequence: Sequence, suspect: set[int]) -> bool:
-        """Swap the suspect pages. False: not enough others, and the sequence has given all back."""
+        """Quarantine and replace suspect pages. Returns False, with all pages released, if the pool lacks others."""
         self._pool.quarantine(suspect)
         try:
             fresh = iter(self._pool.reserve(len(suspect)))
@@ -93,7 +94,7 @@ class BlockTables:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """All of them."""
+        """Release all pages of a sequence."""
         for run in sequence.page_ranges:
             self._pool.release(run.blocks)
         sequence.page_ranges = []
@@ -111,8 +112,12 @@ class BlockTables:
         sequence.page_ranges[group] = self._extend(kept, min(max(0, wanted), self._pool.num_available))
 
     def _visible_from(self, sequence: Sequence, group: int) -> int:
-        """In its text, and where it was found to begin later than that, what the next token looks at. Of one that was
-        preempted, more than a token of its text may be left at its prompt's end: it needs the room for them."""
+        """Return the position up to which earlier pages may be released.
+
+        Inside the prompt it is the retention point. While decoding, and if the cached pages begin later than that, it
+        is what the next token sees. A preempted sequence may have more than one generated token to recompute at its
+        prompt's end, and needs the pages for them.
+        """
         sight = self._paging.retention_point(sequence.num_computed, sequence.num_prompt)
         is_in_prompt = sequence.num_computed + sequence.is_prefilling <= sequence.num_prompt
         has_them = self._paging.first(group, sight) >= sequence.page_ranges[group].first

@@ -1,4 +1,4 @@
-"""Put an engine together: model, pool, runner, thread. Knows the parts and none of their work."""
+"""Builds an engine from model, pool, runner and thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_engine(
     is_resident: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """An engine that `start` sets going. dtype: "float32" or "bfloat16", of weights, activations and KV alike.
+    """Build an engine that is not started. dtype: "float32" or "bfloat16", for weights, activations and KV.
 
     `is_resident`: see `Decoder`. Tensors of another dtype or device are copied; `weights` is not kept.
     Raises BadCheckpoint for missing tensors.
@@ -45,6 +45,6 @@ def assemble(
     listener: Callable[[StepOutput], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """The same, around a model that this thread has loaded already, and now leaves to the engine's own."""
+    """Build an engine around a loaded model. This thread must not use the model afterwards."""
     release_threads()
     return Engine(ModelRunner(model, config, dtype, model.device), config, listener, clock)

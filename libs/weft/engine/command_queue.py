@@ -1,4 +1,4 @@
-"""Where other threads leave work for the engine's thread. Knows when to refuse, not what the work means."""
+"""Thread-safe queue of new sequences and commands for the engine's thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Command = Callable[[], None]
 
 
 class CommandQueue:
-    """New sequences are bounded by `max_waiting`; commands about them are few per sequence, and so bounded too."""
+    """Bounded: `max_waiting` limits the sequences, and each sequence has only a few commands."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
@@ -25,11 +25,11 @@ class CommandQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Nothing more is taken in."""
+        """True after `close`: the queue accepts nothing more."""
         return self._is_closed
 
     def submit(self, sequence: Sequence) -> None:
-        """A new sequence. Raises Overloaded when too many wait, EngineFailed after `close`."""
+        """Add a new sequence. Raises Overloaded if too many wait, EngineFailed after `close`."""
         with self._changed:
             if self._is_closed:
                 raise EngineFailed("the engine has ended")
@@ -40,31 +40,31 @@ class CommandQueue:
             self._changed.notify()
 
     def post(self, command: Command) -> None:
-        """A command; after `close` it is dropped, as there is nothing left that it could be about."""
+        """Add a command. After `close` it is dropped, because no sequence is left."""
         with self._changed:
             if not self._is_closed:
                 self._items.append(command)
                 self._changed.notify()
 
     def take(self, timeout: float | None) -> list[Sequence | Command]:
-        """Everything there is, in order; with none, wait for some or for `close`, `timeout` seconds at most."""
+        """Return all items in order. If there are none, wait for one or for `close`, up to `timeout` seconds."""
         with self._changed:
             if not self._items and not self._is_closed:
                 self._changed.wait(timeout)
             items = list(self._items)
             self._items.clear()
-            # until the engine's thread has counted them among its own
+            # Counted here until the engine's thread reports its own count.
             self._num_waiting += self._num_submitted
             self._num_submitted = 0
             return items
 
     def set_num_waiting(self, num_waiting: int) -> None:
-        """The engine's thread tells how many of those it took have not been admitted."""
+        """Set how many of the taken sequences wait for admission. Called by the engine's thread."""
         with self._changed:
             self._num_waiting = num_waiting
 
     def close(self) -> None:
-        """Take in nothing more and wake the thread."""
+        """Accept nothing more and wake the engine's thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: what is copied is kept until the copy is done. Knows no batches."""
+"""Copies between host and device that do not wait. The source stays alive until its copy is done."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class DeviceEvent:
-    """A place in the device's work; on a CPU everything before it has happened."""
+    """A point in the device's queue of work. On a CPU all work before it is already done."""
 
     event: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Until the device has come so far; the thread sleeps meanwhile."""
+        """Sleep until the device has reached this point."""
         if self.event is not None:
             self.event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopier:
-    """To one device. Copies take their turn in its work."""
+    """Copies to and from one device, in order with its other work."""
 
     device: torch.device
 
     @property
     def is_direct(self) -> bool:
-        """The device computes in the host's memory."""
+        """True if the device computes in host memory."""
         return self.device.type == "cpu"
 
     def upload(self, array: Array) -> Tensor:
-        """Onto the device; the array may change afterwards."""
+        """Copy an array to the device. The caller may change the array afterwards."""
         return pinned_upload(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """To be read on the host after a later `mark`."""
+        """Copy a tensor to the host. Its values are valid after a later event."""
         if self.is_direct:
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     def record_event(self) -> DeviceEvent:
-        """Behind all that was launched so far."""
+        """Return an event behind all work launched so far."""
         if self.is_direct:
             return DeviceEvent(None)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

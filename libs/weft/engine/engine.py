@@ -1,7 +1,4 @@
-"""The engine's thread: what anyone may ask of it, from any thread, and how it lives and dies.
-
-Knows threads and who may enter. What happens in a turn is the loop's matter.
-"""
+"""The engine's thread and its public, thread-safe interface. `weft.engine.loop` does the work of each step."""
 
 from __future__ import annotations
 
@@ -36,9 +33,9 @@ STOP_PERIOD_SECONDS = 0.5
 
 
 class Engine:
-    """Public methods may be called from any thread and return at once; only `stop` waits, for the step under way.
+    """Public methods are thread-safe and return at once, except `stop`, which waits for the step in flight.
 
-    `listener` is called on the engine's thread and must not block. Commands about unknown keys change nothing.
+    `listener` is called on the engine's thread and must not block. Commands with unknown keys change nothing.
     """
 
     def __init__(
@@ -58,13 +55,13 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Once."""
+        """Start the thread; call it only once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step and wait for that; sequences still alive fail with Cancelled.
+        """Stop after the current step and wait for it. Live sequences fail with Cancelled.
 
-        A step that will not end is not waited for: its thread dies with the process.
+        Does not wait for a hung step: its thread ends with the process.
         """
         self._commands.close()
         if self._thread.ident is None:
@@ -74,34 +71,34 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """The thread takes work: not before `start`, not after `stop` or a crash."""
+        """True between `start` and `stop` or a crash."""
         return self._thread.is_alive() and not self._commands.is_closed
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """Where the block pool lies in this process."""
+        """Location of the block pool in this process."""
         return self._runner.pool_memory
 
     @property
     def paging(self) -> PagingPolicy:
-        """How the pages of sequences lie."""
+        """How the pages of sequences are laid out."""
         return self._config.paging
 
     @property
     def load(self) -> EngineLoad:
-        """The load as of the last StepOutput."""
+        """Load at the last StepOutput."""
         return self._loop.load
 
     def submit(self, spec: SequenceSpec) -> None:
-        """Run a sequence. Raises InvalidRequest, Overloaded or EngineFailed; then nothing was begun."""
+        """Run a sequence. Raises InvalidRequest, Overloaded or EngineFailed before anything has begun."""
         validate_spec(spec, self._config)
         self._commands.submit(Sequence(spec, list(spec.token_ids), self._clock()))
 
     def set_first_token(self, key: RequestKey, first: FirstToken) -> None:
-        """The first token of a reserved sequence whose KV is still on its way: it is told at once.
+        """Emit the first token of a reserved sequence at once, before its KV has arrived.
 
-        It stands, whatever becomes of the KV. One that ends the sequence is not told before `filled`: until then its
-        blocks are being written.
+        The token stays valid if the KV transfer fails. A token that ends the sequence is emitted only by
+        `complete_kv`, because transfers write the blocks until then.
         """
         self._commands.post(partial(self._loop.set_first_token, key, first))
 
@@ -112,28 +109,28 @@ class Engine:
         first: FirstToken | None = None,
         suspect_blocks: Iterable[int] = (),
     ) -> None:
-        """A reserved sequence's first `num_ready_tokens` prompt tokens have their KV; the rest is computed here.
+        """Start a reserved sequence that has the KV of its first `num_ready_tokens` prompt tokens.
 
-        With the whole prompt ready and its `first` token it goes straight on to generate. `suspect_blocks` may still
-        be written by a transfer: they are swapped for others and untouchable until `unquarantine`. To give up a
-        sequence whose transfers may be under way, call this with 0 tokens and the blocks in question, then `cancel`.
+        The engine computes the rest. With the whole prompt and its `first` token, the sequence decodes at once.
+        `suspect_blocks` may still be written by a transfer: they are replaced, and quarantined until `unquarantine`. To
+        abort a sequence with transfers in flight, call this with 0 tokens and its blocks, then `cancel`.
         """
         self._commands.post(partial(self._loop.complete_kv, key, num_ready_tokens, first, tuple(suspect_blocks)))
 
     def cancel(self, key: RequestKey) -> None:
-        """End a sequence in whatever state; nothing more is said about it."""
+        """End a sequence in any state. No more events follow for it."""
         self._commands.post(partial(self._loop.cancel, key))
 
     def release(self, key: RequestKey) -> None:
-        """A prefill sequence's blocks have been read; they become cache."""
+        """Release the blocks of a prefill sequence after a peer has read them; they stay cached."""
         self._commands.post(partial(self._loop.cancel, key))
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Blocks of SealedBlocks were copied or declined."""
+        """Release full blocks that were copied or declined."""
         self._commands.post(partial(self._loop.unpin, tuple(blocks)))
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
-        """No transfer touches these suspect blocks any more."""
+        """Return suspect blocks to the pool: no transfer writes them any more."""
         self._commands.post(partial(self._loop.unquarantine, tuple(blocks)))
 
     def _run(self) -> None:
@@ -149,12 +146,12 @@ class Engine:
                 self._commands.set_num_waiting(self._loop.num_waiting)
             self._loop.drain()
         except Exception as cause:
-            logger.exception("the engine's step failed; every live sequence fails with it")
+            logger.exception("engine step failed, failing all live sequences")
             error = EngineFailed(f"the engine's step failed: {cause!r}")
         self._fail_all(error)
 
     def _fail_all(self, error: WeftError) -> None:
-        """Fail all that lives; the books are not touched, they may be what broke."""
+        """Fail all live sequences, without touching scheduler and pool: their state may be what broke."""
         self._commands.close()
         entering = [item.spec.key for item in self._commands.take(0) if isinstance(item, Sequence)]
         failures = [SequenceFailed(key, error) for key in [*self._loop.keys, *entering]]
@@ -163,7 +160,7 @@ class Engine:
 
 
 def validate_spec(spec: SequenceSpec, config: EngineConfig) -> None:
-    """Raise InvalidRequest for what could never run here, or would take the others down with it."""
+    """Raise InvalidRequest for a sequence that can never run here or would break a step for others."""
     num_tokens = len(spec.token_ids)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty", "prompt")

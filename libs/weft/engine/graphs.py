@@ -1,6 +1,6 @@
-"""Decode steps as captured graphs: the model runs on buffers that stay where they are, and a replay is one launch.
+"""Decode steps as captured CUDA graphs: the model runs on fixed buffers, and a replay is one launch.
 
-A step is padded to the next of a few sizes. Knows rows and pages by number; whose they are is the packer's matter.
+A step is padded to the next of a few sizes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from weft.model.step import TokenBatch
 from weft_kernels.cuda_graphs import GraphRecorder
 from weft_kernels.paged_attention import PagedTensors, aligned, resident_batch
 
-# Beyond it a step's launches take less time than its work.
+# Beyond this many rows a step's launches take less time than its work.
 MAX_SIZE = 256
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """How many rows there are graphs for: dense where padding costs most, the largest first of all a step can have."""
+    """Return the numbers of rows that have graphs, in ascending order: dense where padding costs most."""
     largest = min(max_num_seqs, MAX_SIZE)
     steps = (1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, MAX_SIZE, 32))
     return (*(size for size in steps if size < largest), largest)
 
 
 def num_scratch_blocks(config: EngineConfig) -> int:
-    """Pages behind the pool that padding writes to, and nobody else: a slot for every row."""
+    """Return the pages behind the pool that only padding writes to: a slot for every row."""
     return -(-graph_sizes(config.max_num_seqs)[-1] // config.block_tokens) if config.decode_graphs else 0
 
 
 def static_bytes(config: EngineConfig, block_bytes: int) -> int:
-    """What stays beside the pool, for graphs alone: scratch pages and block tables."""
+    """Return the bytes that graphs keep in addition to the pool: scratch pages and block tables."""
     if not config.decode_graphs:
         return 0
     widths = [aligned(each) for each in config.paging.table_widths(config.context_tokens)]
@@ -61,7 +61,7 @@ class DecodeGraphs:
         slots = config.num_blocks * config.block_tokens + at
         self._padding = np.stack([0 * at, 0 * at, *[slots] * num_groups])
         self._pages: Tables = [(int(slot) // config.block_tokens,) for slot in slots]
-        # what lies in each row of the tables now: most rows are those of the step before
+        # The table now in each row of the buffers. Most rows keep the table of the step before.
         self._held: list[Tables] = [[()] * largest for _ in range(num_groups)]
         widths = [aligned(each) for each in config.paging.table_widths(config.context_tokens)]
         self._rows = link.upload(self._padding).clone()
@@ -74,13 +74,13 @@ class DecodeGraphs:
             self._fill_tables(group, self._pages)
 
     def fits(self, packed: StepInput) -> bool:
-        """There is a graph for such a step."""
+        """Return True if a graph can run this step."""
         return packed.is_decode and packed.rows.shape[1] <= self.sizes[-1]
 
     def forward(self, packed: StepInput, fill_in: Callable[[Tensor], None]) -> Tensor:
-        """Logits, until the next step. `fill_in` puts the tokens that the host does not know among the ids."""
+        """Return the logits, valid until the next step. `fill_in` writes pending tokens into the ids."""
         if not self._replays:
-            # On padding alone. The graphs of smaller steps find their memory in that of the largest.
+            # Capture the largest on padding alone: the graphs of smaller steps reuse its memory.
             self._record(self.sizes[-1])
         num_rows = packed.rows.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._replays[size] = self._recorder.capture(lambda: self._run(size))
 
     def _run(self, size: int) -> None:
-        """Nothing here depends on what is in the buffers, but for where the device reads it."""
+        """Run the model on the buffers. No host code here may depend on their contents."""
         batches = []
         for lens, tables in zip(self._lens, self._tables, strict=True):
             tensors = PagedTensors(self._starts[: size + 1], lens[:size], tables[:size], max_rows=1)
@@ -121,7 +121,7 @@ class DecodeGraphs:
         changed = [row for row, blocks in enumerate(tables) if blocks is not held[row]]
         if not changed:
             return
-        # a table may go on with pages for tokens to come
+        # A table may continue with pages for later tokens.
         fitting = [tables[row][: buffer.shape[1]] for row in changed]
         filled = np.zeros((len(changed), max(map(len, fitting))), dtype=np.int32)
         for line, blocks in zip(filled, fitting, strict=True):

@@ -44,7 +44,7 @@ class LogitsProcessor:
         self._upload = copier.upload
 
     def apply(self, rows: Items[SampledPosition], logits: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """Return the logits to sample from, and the reason for each row whose grammar has failed.
+        """Return the logits to sample from, and the reason for each row with a failed grammar.
 
         `logits` is not changed. Rows with a failed grammar keep their logits.
         """

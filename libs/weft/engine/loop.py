@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepHandle(Protocol):
-    """A launched step."""
+    """A launched step that may still run on the device."""
 
     def collect(self) -> Items[Items[SampledToken]]:
         """Wait for the step; return each chunk's tokens, one for each of its sampled positions."""

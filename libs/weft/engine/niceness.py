@@ -1,20 +1,19 @@
-"""How a thread that computes for long behaves on cores that others need for a moment. Knows the kernel's scheduler
-only."""
+"""Lowers the priority of compute threads, so that event loops on the same cores stay responsive."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# of what computes on the cores that event loops, gateway and scheduler run on. Whoever only answers has a tenth of a
-# core to ask for and goes first; steps share what is left. A GPU's thread must not wait, it keeps the device busy
+# On a CPU, steps share cores with event loops, gateway and scheduler, which need a tenth of a core and must
+# run first. A GPU's thread keeps niceness 0, because a delay would leave the device idle.
 CPU_NICENESS, MAX_NICENESS = 10, 19
 
 
 def set_thread_niceness(niceness: int) -> None:
-    """From here on this thread, and those that it starts, run when threads that are nicer by less do not want to.
+    """Set the niceness of the calling thread and of the threads that it starts later.
 
-    Only Linux can tell threads apart; elsewhere nothing happens.
+    Only Linux has niceness per thread; elsewhere nothing happens.
     """
     if niceness and sys.platform == "linux":
-        os.nice(niceness)  # of the calling thread there
+        os.nice(niceness)  # on Linux this changes only the calling thread

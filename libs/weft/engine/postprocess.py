@@ -82,7 +82,7 @@ class Postprocessor:
         return sequence.end_with(token_id, self._config.eos_token_ids, self._config.context_tokens)
 
     def seal(self, sequence: Sequence, events: StepOutput) -> None:
-        """Publish the blocks whose KV has become complete, and report those that should be copied."""
+        """Publish the blocks that have become complete, and report those that should be copied."""
         assert sequence.state is SequenceState.RUNNING
         size = self._config.block_tokens
         while sequence.num_sealed < sequence.num_computed // size:

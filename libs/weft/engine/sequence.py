@@ -44,7 +44,7 @@ class Sequence:
     num_computed: int = 0
     num_launched: int = 0
     num_expected: int = 0
-    last_token_pending: bool = False  # the expected token is the last one, whatever its id
+    last_token_pending: bool = False  # the expected token is the last one, for any id
     num_cached: int = 0
     has_received_kv: bool = False
     admitted_at: float | None = None

@@ -28,7 +28,7 @@ class StepInput:
     - `pending_tokens`: pairs (row, index). The host does not know the row's token yet; it is at this index among the
       tokens that the previous step sampled.
     - `logit_rows` [R]: rows to compute logits for, one for each sampled position.
-    - `hidden_rows` [H]: rows whose hidden states are returned.
+    - `hidden_rows` [H]: rows that an observer wants the hidden states of.
     - `starts` [S + 1]: first row of each chunk. `lens` [G][S], `tables` [G][S]: contexts, see `PagedBatch`.
     - `new_pages`: pages that this step begins and does not fill. They must be zeroed first, because attention reads
       the rest of the page under a mask, and numbers of the last owner may be NaN.

@@ -1,13 +1,9 @@
-"""Who goes first: sequences that wait for room, and prompts that wait for a step. Knows neither blocks nor steps.
+"""Priority queue of sequences that wait for blocks.
 
-A sequence's turn is the time at which it came, less LEVEL_SECONDS for each level of its priority. So of those who come
-together the higher priority goes first, and nobody starves: a sequence is overtaken by those a level higher only if
-they come within LEVEL_SECONDS after it, by those two levels higher within twice that. Turns never change, so the same
-order says who is preempted: whoever's turn is last.
-
-Prompts that have room are computed by how long they have waited for each token that they lack: a short one does not
-wait for all of a long one, and costs it next to nothing. A long one's wait counts more the longer it lasts and the
-less it lacks, and after LEVEL_SECONDS nobody overtakes it any more. What a priority is worth counts as time waited.
+A sequence's queue key is its submission time minus LEVEL_SECONDS for each priority level. Of sequences submitted
+together, the higher priority runs first. No sequence starves: one that is a level higher overtakes it only if submitted
+within LEVEL_SECONDS, one that is two levels higher within twice that. Keys never change, so the same order decides
+preemption: the sequence with the last key is the victim.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ MAX_PRIORITY = 10
 
 
 class WaitQueue:
-    """Cost does not depend on how many wait, but for a shift of pointers: some microseconds for ten thousand."""
+    """Insertion is O(log n) plus a shift of pointers, a few microseconds at 10,000 sequences."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -35,21 +31,21 @@ class WaitQueue:
 
     @property
     def first(self) -> Sequence:
-        """Whose turn it is. There must be one."""
+        """The sequence with the smallest key. The queue must not be empty."""
         return self._sequences[0]
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence that has never been here: it gets its turn."""
+        """Add a new sequence and assign its queue key."""
         sequence.queue_key = (sequence.submitted_at - LEVEL_SECONDS * sequence.spec.priority, next(self._numbers))
         self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """A sequence that had its turn already; it keeps it."""
+        """Add a preempted sequence with the key that it has."""
         insort(self._sequences, sequence, key=_queue_key)
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no longer, whatever the reason. Its tokens are still those that it came with."""
+        """Remove a sequence. Its tokens must be the same as when it was added."""
         at = bisect_left(self._sequences, sequence.queue_key, key=_queue_key)
         assert self._sequences[at] is sequence
         del self._sequences[at]
