@@ -39,7 +39,7 @@ class Loader:
         is_resident: bool = False,
         slices: Mapping[str, TensorSlice] | None = None,
     ) -> None:
-        """With `is_resident`, matrices take the form that `weft_kernels.packed.resident` gives them, or on a CPU
+        """With `is_resident`, matrices take the form that `weft_kernels.packed.as_f12` gives them, or on a CPU
         `weft_kernels.linear.pack`.
 
         `config` and `weights` are those of the whole model. `slices` names the tensors of which only a part is loaded,
