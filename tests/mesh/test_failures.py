@@ -45,7 +45,11 @@ def assert_works(mesh: Mesh) -> None:
 def test_a_stream_goes_on_when_its_only_decode_worker_is_back(mesh: Mesh) -> None:
     prompt = list(text_ids()[:40])
     body = stream_body(prompt, NUM_TOKENS) | {"return_token_ids": True}
-    boots, worker, num_moves = mesh.boots(), mesh.child("decode-0"), mesh.log().count("goes on at worker=decode-0")
+    boots, worker, num_moves = (
+        mesh.boots(),
+        mesh.child("decode-0"),
+        mesh.log().count("sequence migrated worker=decode-0"),
+    )
     with mesh.client.stream("POST", "/v1/completions", json=body, timeout=httpx.Timeout(60, read=45)) as response:
         frames = lines(response)
         received = [next(frames) for _ in range(3)]
@@ -56,7 +60,7 @@ def test_a_stream_goes_on_when_its_only_decode_worker_is_back(mesh: Mesh) -> Non
     assert [token for choice in choices for token in choice["token_ids"]] == greedy(prompt, NUM_TOKENS)
     assert choices[-1]["finish_reason"] == "length"
     mesh.wait_for_return(boots, "decode-0")
-    assert mesh.log().count("goes on at worker=decode-0") > num_moves
+    assert mesh.log().count("sequence migrated worker=decode-0") > num_moves
     assert_works(mesh)
 
 

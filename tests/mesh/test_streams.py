@@ -99,7 +99,7 @@ async def has_moved(fleet: Mesh, undisturbed: list[Answer], role: str, number: s
     name, boots = f"{role}-{random.randrange(2)}", fleet.boots()
     # prompts are still being computed while the first pieces come; we read on after a worker has written its last one
     trigger = Trigger(fleet.child(name), number, random.randint(1, TOKENS if role == "decode" else 20))
-    moves = fleet.log().count("goes on at worker")
+    moves = fleet.log().count("sequence migrated worker")
     process = fleet.child(name)
     try:
         check(ASKS, undisturbed, await ask_all(fleet, trigger))
@@ -111,4 +111,4 @@ async def has_moved(fleet: Mesh, undisturbed: list[Answer], role: str, number: s
         fleet.wait_for_return(boots, name)
     wait_until("all have joined again", lambda: len(fleet.workers()) == 4)
     fleet.wait_idle()
-    return fleet.log().count("goes on at worker") > moves
+    return fleet.log().count("sequence migrated worker") > moves

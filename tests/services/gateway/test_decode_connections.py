@@ -19,7 +19,7 @@ from weft_services.gateway.mesh import decode_connection, scheduler_client
 from weft_services.gateway.mesh.decode_connection import (
     DecodeConnection,
     DecodeConnectionPool,
-    DeltaQueue,
+    UpdateQueue,
     to_start_message,
 )
 from weft_services.gateway.mesh.scheduler_types import Forecast, SequencePlacement, StartCommand
@@ -137,7 +137,7 @@ async def test_a_worker_that_cuts_off_a_slow_gateway_is_not_blamed_for_it() -> N
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     worker = WorkerAddress("decode-0", "boot", address)
-    inbox, key = DeltaQueue(), RequestKey("r")
+    inbox, key = UpdateQueue(), RequestKey("r")
     start, place = (
         to_start_message(StartCommand(key, (1,), SamplingParams(1), b"")),
         SequencePlacement(worker, None, Forecast()),

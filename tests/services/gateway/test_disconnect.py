@@ -16,7 +16,7 @@ from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, f
 from weft.errors import Overloaded
 from weft.request import RequestKey
 from weft_services.gateway.front import endpoints, http_server
-from weft_services.gateway.mesh.decode_connection import DeltaQueue, SequenceUpdate
+from weft_services.gateway.mesh.decode_connection import SequenceUpdate, UpdateQueue
 
 # of an answer that nobody reads to its end
 ENDLESS = 1 << 22
@@ -143,7 +143,7 @@ async def test_who_takes_a_long_answer_slowly_is_not_taken_for_one_that_does_not
 
 
 async def test_an_inbox_is_bounded() -> None:
-    inbox = DeltaQueue(max_deltas=2)
+    inbox = UpdateQueue(max_deltas=2)
     for _ in range(3):
         inbox.put(SequenceUpdate(RequestKey("a")))
     with pytest.raises(Overloaded):

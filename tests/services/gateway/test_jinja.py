@@ -56,7 +56,7 @@ def test_constructs_render_as_transformers_renders_them(construct: str) -> None:
         ("{% if true %}{{ 'a'|nosuch }}{% endif %}", "line 1: No filter named 'nosuch' found."),
         ("{{ 'a' + 1 }}", "line 1: can only concatenate str"),
         ("{{ 'a' * 10 ** 9 }}", "too large"),
-        ("{{ 'a'.rsplit() }}" + "{% for i in range(9999) %}" * 2 + "{% endfor %}" * 2, "turns of loops"),
+        ("{{ 'a'.rsplit() }}" + "{% for i in range(9999) %}" * 2 + "{% endfor %}" * 2, "loop iterations"),
     ],
 )
 def test_a_fault_of_the_template_is_the_servers(source: str, said: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from weft.request import RequestKey
 from weft_services.gateway.mesh import decode_connection as module
-from weft_services.gateway.mesh.decode_connection import DeltaQueue, SequenceUpdate, WakeBatcher
+from weft_services.gateway.mesh.decode_connection import SequenceUpdate, UpdateQueue, WakeBatcher
 
 WORK_SECONDS = 0.02
 
@@ -19,7 +19,7 @@ class Reader:
     """Takes from an inbox, and remembers how much came at a time. Each time takes it so long."""
 
     def __init__(self, work_seconds: float = 0.0) -> None:
-        self.inbox, self.counts = DeltaQueue(), list[int]()
+        self.inbox, self.counts = UpdateQueue(), list[int]()
         self._work_seconds = work_seconds
 
     async def read(self) -> None:
@@ -96,7 +96,7 @@ async def test_a_frame_for_many_is_told_to_all_of_them_with_the_loop_free_in_bet
 
 
 async def test_a_reader_that_is_told_nothing_comes_back_when_it_said() -> None:
-    inbox, loop = DeltaQueue(), asyncio.get_running_loop()
+    inbox, loop = UpdateQueue(), asyncio.get_running_loop()
     until = loop.time() + WORK_SECONDS
     assert await inbox.wait(until) == []
     assert loop.time() >= until
@@ -104,7 +104,7 @@ async def test_a_reader_that_is_told_nothing_comes_back_when_it_said() -> None:
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["sooner", "later"])
 async def test_a_later_wait_counts_whatever_the_one_before_it_was(earlier: bool) -> None:
-    inbox, loop = DeltaQueue(), asyncio.get_running_loop()
+    inbox, loop = UpdateQueue(), asyncio.get_running_loop()
     first, second = (10.0, WORK_SECONDS) if earlier else (WORK_SECONDS, 3 * WORK_SECONDS)
     loop.call_soon(inbox.wake)
     await inbox.wait(loop.time() + first)

@@ -63,7 +63,7 @@ def test_a_tool_format_that_there_is_not_and_keys_that_cannot_be_read_are_told(
             check(dataclasses.replace(OPTIONS, keys=str(tmp_path / keys)))
     check(dataclasses.replace(OPTIONS, keys="redis://127.0.0.1:1/0"))
     monkeypatch.setenv("WEFT_TOOL_FORMAT", "hermess")
-    with pytest.raises(BadCheckpoint, match="WEFT_TOOL_FORMAT is 'hermess', known are auto"):
+    with pytest.raises(BadCheckpoint, match="WEFT_TOOL_FORMAT: 'hermess' is unknown; choose one of auto"):
         check()
 
 

@@ -1,4 +1,4 @@
-"""AnswerFormat -> a grammar in llguidance's own form, as workers get it. Compiles nothing."""
+"""Converts an AnswerFormat to a grammar in llguidance's own form, which workers compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.grammar import first_line
 from weft_services.gateway.generation import AnswerFormat, FormatKind
 from weft_services.gateway.grammar.schema_rewrite import supported_schema, without_look_ahead
 
-# models left to themselves may pad JSON with white space without end
+# Unconstrained models may pad JSON with white space without end.
 WHITE_SPACE = r"[ \t\n\r]{0,16}"
 # any text
 TEXT = r"/(.|\n)*/"
@@ -23,10 +23,10 @@ TEXT = r"/(.|\n)*/"
 
 @dataclass(frozen=True, slots=True)
 class GrammarPart:
-    """A grammar with a name, by which others refer to it: Lark with llguidance's additions, or a JSON schema.
+    """A named grammar, to which others can refer: Lark with llguidance's additions, or a JSON schema.
 
-    `field` is the client's name for what it was made of, `regex` the client's regex in it. Of a lenient schema, what
-    cannot be kept is left out.
+    `field`: the client's name for its source. `regex`: the client's regex in it. A lenient schema drops constraints
+    that llguidance does not support.
     """
 
     name: str
@@ -37,7 +37,7 @@ class GrammarPart:
     regex: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """As llguidance reads it; a schema with bounded white space."""
+        """Return the grammar as llguidance reads it; a schema allows bounded white space only."""
         if self.schema is None:
             return {"name": self.name, "lark_grammar": self.lark}
         options = {"whitespace_pattern": WHITE_SPACE, "lenient": self.is_lenient}
@@ -45,12 +45,12 @@ class GrammarPart:
 
 
 def join_parts(parts: Iterable[GrammarPart]) -> str:
-    """Parts refer to one another by name; the first one is where an answer begins."""
+    """Serialize parts that refer to one another by name; an answer begins with the first."""
     return orjson.dumps({"grammars": [part.as_json() for part in parts]}).decode()
 
 
 def format_parts(answer: AnswerFormat, name: str = "answer") -> list[GrammarPart]:
-    """The first part has that name."""
+    """Return the parts of an answer format; the first has the given name."""
     match answer.kind:
         case FormatKind.SCHEMA:
             return [schema_part(answer.value, name, answer.field)]
@@ -67,22 +67,25 @@ def format_parts(answer: AnswerFormat, name: str = "answer") -> list[GrammarPart
 
 
 def schema_part(schema: dict[str, Any], name: str, field: str, is_lenient: bool = False) -> GrammarPart:
-    """JSON by a schema, in the form that llguidance keeps."""
+    """Return a part for JSON by a schema, rewritten to what llguidance supports."""
     return GrammarPart(name, schema=supported_schema(schema), is_lenient=is_lenient, field=field)
 
 
 def lark_part(text: str, name: str) -> GrammarPart:
-    """Lark with llguidance's additions."""
+    """Return a part in Lark with llguidance's additions."""
     return GrammarPart(name, lark=text)
 
 
 def quote(text: str) -> str:
-    """A literal in Lark."""
+    """Quote a literal for Lark."""
     return json.dumps(text)
 
 
 def _escape_slashes(regex: str) -> str:
-    """A slash or the end of a line ends a regex in Lark. Either may be escaped already, as by Python's re.escape."""
+    """Escape slashes and line ends, which end a regex in Lark.
+
+    Some may be escaped already, as by Python's re.escape.
+    """
     out, is_escaped = [], False
     for letter in regex:
         written = {"/": "\\/", "\n": "\\n"}.get(letter, letter)
@@ -92,7 +95,7 @@ def _escape_slashes(regex: str) -> str:
 
 
 def _as_lark(answer: AnswerFormat) -> str:
-    if "::=" not in answer.value:  # Lark; the library takes some of it for GBNF, as where rules begin with a ?
+    if "::=" not in answer.value:  # Lark; the library mistakes some of it for GBNF, such as rules that begin with `?`
         return str(answer.value)
     try:
         text: str = any_to_lark(answer.value)

@@ -1,4 +1,4 @@
-"""Whether a value can fit two of several JSON schemas. Answers no only where that is certain."""
+"""Decides whether a value can match two of several JSON schemas. Disjoint means certainly disjoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = {bool: "boolean", str: "string", int: "number", float: "number", list: "
 
 
 def resolve_reference(reference: Any, root: Any) -> Any:
-    """What a `$ref` within the root leads to, None if nothing."""
+    """Return the target of a `$ref` within the root; None if there is none."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     found = root
@@ -23,25 +23,25 @@ def resolve_reference(reference: Any, root: Any) -> Any:
 
 
 def required_names(schema: Any) -> list[str]:
-    """Of the properties that an object needs."""
+    """Return the names of the required properties."""
     required = schema.get("required") if isinstance(schema, dict) else None
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
 class DisjointCheck:
-    """Compares the branches of unions in one whole schema, within a budget for all of them."""
+    """Compares branches of unions within one schema. All comparisons share one budget."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._num_left = MAX_COMPARED
 
     def are_disjoint(self, options: list[Any]) -> bool:
-        """No value fits two of them."""
+        """True if no value matches two of the options."""
         resolved = [self._resolved(each) for each in options]
         return self._have_tags(resolved) or all(self._differ(*pair, 0) for pair in combinations(resolved, 2))
 
     def _have_tags(self, options: list[Any]) -> bool:
-        """All are objects, and a property that all require has other values in each."""
+        """True if all options are objects with a required property whose values differ between all of them."""
         if not all(isinstance(each, dict) and _kinds(each) == {"object"} for each in options):
             return False
         for name in set[str].intersection(*(set(required_names(each)) for each in options)) if options else ():
@@ -82,7 +82,7 @@ class DisjointCheck:
 
 
 def _by_values_and_types(one: dict[str, Any], other: dict[str, Any]) -> bool | None:
-    """None: they do not tell."""
+    """Compare by listed values and by types; None if they do not decide."""
     values = _values(one), _values(other)
     if values[0] is not None and values[1] is not None:
         return not values[0] & values[1]
@@ -91,24 +91,24 @@ def _by_values_and_types(one: dict[str, Any], other: dict[str, Any]) -> bool | N
 
 
 def _values(schema: dict[str, Any]) -> set[bytes] | None:
-    """Those that it names, where it names them."""
+    """Return the values that a schema lists; None if it lists none."""
     named = [schema["const"]] if "const" in schema else schema.get("enum")
     return {_key(each) for each in named} if isinstance(named, list) else None
 
 
 def as_whole(value: Any) -> Any:
-    """2.0 as 2, where a double keeps it exactly."""
+    """Return 2.0 as 2, if a double represents it exactly."""
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return int(value) if is_whole else value
 
 
 def _key(value: Any) -> bytes:
-    """Equal for equal values: 1.0 is 1, and true is not."""
+    """Return equal keys for equal values: 1.0 equals 1, true does not."""
     return orjson.dumps(as_whole(value), option=orjson.OPT_SORT_KEYS)
 
 
 def _kinds(schema: dict[str, Any]) -> set[str] | None:
-    """Types that a value may have, an integer being a number; None: any."""
+    """Return the types a value may have, with integer as number; None for any type."""
     kind = schema.get("type")
     if isinstance(kind, str | list):
         kinds = [kind] if isinstance(kind, str) else kind

@@ -1,10 +1,8 @@
-"""Regexes that take long where no limit of the compiler sees it: wide classes that ignore case.
+"""Builds the grammar of a request from its answer format, its tools, and thoughts before either.
 
-To ignore case a compiler goes through each character of a class. One of all there are takes some 5 ms, costs no fuel,
-and fits into five characters. Elsewhere classes are ranges, and cost nothing however wide they are.
-
-
-The one grammar of a request: its answer format, the tools it must or may call, thoughts before either.
+Rejects regexes whose cost no limit of the compiler covers: wide classes that ignore case. The compiler visits every
+character of such a class. A class of all characters takes about 5 ms, costs no fuel, and needs only five characters of
+source. Other classes are ranges and cost nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK
 
-# in all of a request's grammar
+# limit for all grammars of a request
 MAX_WIDE_CLASSES = 16
-# (?i), (?s-i:...) in a regex, /.../i in Lark; more flags than there are would be wrong
+# (?i), (?s-i:...) in a regex, /.../i in Lark; longer lists of flags are invalid.
 IGNORES_CASE = re.compile(r"\?[a-zA-Z-]{0,16}i[a-zA-Z-]{0,16}[:)]|/[imslux]*i")
-# without any of these, and without a negation, no class has more than ASCII in it
+# Without any of these, and without negation, a class contains only ASCII.
 WIDE = re.compile(r"[^\x00-\x7f]|\\[xuUpPwWDSB]")
-# each is gone through by itself, and so is what comes of two
+# Each of these is expanded separately, and so is the result of combining two.
 CLASS = re.compile(r"\[|\\[pP]|&&|--|~~")
 
 
 def regex_cost_error(parts: Iterable[GrammarPart]) -> str | None:
-    """What is too much about them."""
+    """Return what is wrong if the regexes of the parts are too expensive; None if they are not."""
     number = sum(
         len(CLASS.findall(text))
         for part in parts
@@ -49,12 +47,12 @@ def regex_cost_error(parts: Iterable[GrammarPart]) -> str | None:
 
 
 def _is_wide(text: str) -> bool:
-    """There may be white space and comments between a bracket and what negates it."""
+    """True if a class may exceed ASCII. White space and comments may separate a bracket from its negation."""
     return WIDE.search(text) is not None or "^" in text.partition("[")[2]
 
 
 def _texts(part: GrammarPart) -> Iterator[str]:
-    """A Lark grammar as it is, and each pattern of a JSON schema."""
+    """Return the Lark source, and every pattern of a JSON schema."""
     yield part.lark
     waiting: list[Any] = [part.schema]
     while waiting:
@@ -75,7 +73,10 @@ MAX_DROPPED_REGEXES = 8
 
 
 def request_grammar(generation: Generation, model: ServedModel, is_thinking: bool) -> Grammar | None:
-    """Compiled here to be refused here; workers get the text. Raises InvalidRequest naming the field."""
+    """Return the grammar of a request; None if it has none. Raises InvalidRequest naming the field.
+
+    It is compiled here only to report errors; workers get the text and compile it again.
+    """
     field, parts = _parts(generation, model)
     if not parts:
         return None
@@ -87,7 +88,7 @@ def request_grammar(generation: Generation, model: ServedModel, is_thinking: boo
 
 
 def _compiled(field: str, parts: list[GrammarPart], model: ServedModel) -> str:
-    """The text of a grammar that workers can compile. Regexes of tools that are not strict are left out if need be."""
+    """Return the text of a grammar that compiles. Unsupported regexes of tools that are not strict are dropped."""
     for _ in range(MAX_DROPPED_REGEXES):
         text = join_parts(parts)
         try:
@@ -100,7 +101,7 @@ def _compiled(field: str, parts: list[GrammarPart], model: ServedModel) -> str:
             parts = loose
         except InvalidRequest as error:
             raise InvalidRequest(f"{field}: {error}", field, "invalid_value") from error
-    message = f"{field}: more than {MAX_DROPPED_REGEXES} regexes that cannot be kept; leave them out"
+    message = f"{field}: more than {MAX_DROPPED_REGEXES} unsupported regexes; leave them out"
     raise InvalidRequest(message, field, "invalid_value")
 
 
@@ -121,7 +122,7 @@ def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Gramma
 
 
 def _thoughts(model: ServedModel, is_thinking: bool) -> GrammarPart:
-    """Free text up to the end of thoughts, where the answer begins."""
+    """Return the part for thoughts: free text up to their end, then the answer."""
     end = f"TEXT <[{model.marks[END_THINK]}]>" if END_THINK in model.marks else "until"
     begin = f"<[{model.marks[THINK]}]>" if THINK in model.marks else quote(THINK)
     start = f"start: {end} SPACE? @{NAME}" if is_thinking else f"start: ({begin} {end} SPACE?)? @{NAME}"

@@ -1,4 +1,4 @@
-"""Which place of a request's schemas the compiler complains of. It names a keyword or a regex, and no place."""
+"""Finds the place in a request's schemas that caused a compiler error. The compiler names a keyword or regex only."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from weft_services.gateway.grammar.schema_rewrite import VALUES, without_pattern
 
 MAX_SHOWN = 200
 DEFINITIONS = ("$defs", "definitions")
-# the compiler's words -> the keywords of which one is meant, what is wrong, what to do
+# the compiler's words -> candidate keywords, what is wrong and what to do
 COMPILER_MESSAGES = (
     ("oneOf constraints are not supported", ("oneOf",), "a value may fit two of these schemas; write anyOf"),
     (
         "min/maxProperties only supported",
         ("minProperties", "maxProperties"),
-        "not kept unless all properties are required; leave it out or require them",
+        "not supported unless all properties are required; leave it out or require them",
     ),
     ("patternProperty regexes", ("patternProperties",), "a key may match two of these patterns; write one for both"),
 )
-# what the compiler writes of a regex for these, which look around
+# assertions by the compiler's names
 ASSERTIONS = {"WordUnicode": r"\b", "WordUnicodeNegate": r"\B", "Start": "^", "End": "$"}
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9a-zA-Z_]", "W": "[^0-9a-zA-Z_]"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A keyword with its value. `field` is the client's name for the whole schema, `path` for the keyword."""
+    """A keyword and its value. `field` is the client's name for the schema, `path` for the keyword."""
 
     field: str
     path: str
@@ -43,13 +43,13 @@ class _Place:
 
     @property
     def pattern(self) -> str | None:
-        """A regex, the client's own."""
+        """The client's regex, if the keyword is one."""
         is_regex = self.keyword in ("pattern", "patternProperties") and isinstance(self.value, str)
         return self.value if is_regex else None
 
 
 def locate_error(error: UnusableGrammar, parts: list[GrammarPart], field: str) -> InvalidRequest:
-    """The same complaint, by the place that it is about; by `field` where that is not known."""
+    """Return the error with the place it refers to, or with `field` if the place is unknown."""
     places = [place for part in parts for place in _places(part)]
     place, message = _of_keyword(error.details, places) or _of_regex(error.details, places) or (None, "")
     if place is None:
@@ -58,7 +58,7 @@ def locate_error(error: UnusableGrammar, parts: list[GrammarPart], field: str) -
 
 
 def drop_rejected_regex(error: UnusableGrammar, parts: list[GrammarPart]) -> list[GrammarPart] | None:
-    """Without the regex that it is about, where only lenient schemas have it; None elsewhere."""
+    """Return the parts without the regex in question; None if a schema that is not lenient has it."""
     found = _of_regex(error.details, [place for part in parts for place in _places(part)])
     pattern = found and found[0].pattern
     holders = [part for part in parts if any(place.pattern == pattern for place in _places(part))] if pattern else []
@@ -67,46 +67,49 @@ def drop_rejected_regex(error: UnusableGrammar, parts: list[GrammarPart]) -> lis
     return [replace(part, schema=without_pattern(part.schema, pattern)) if part in holders else part for part in parts]
 
 
-def _of_regex(told: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
-    """The compiler repeats the regex; of several that it might be, the longest is meant."""
-    if "regex" not in told:
+def _of_regex(details: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
+    """Find the regex that the error quotes; of several candidates the longest."""
+    if "regex" not in details:
         return None
-    found = [place for place in places if place.pattern and _is_in(place.pattern, told)]
+    found = [place for place in places if place.pattern and _is_in(place.pattern, details)]
     if not found:
         return None
     place = max(found, key=lambda each: len(str(each.pattern)))
-    return place, f"{str(place.pattern)[:MAX_SHOWN]!r} is not kept: {_reason(told)}; write it without, or leave it out"
+    return (
+        place,
+        f"{str(place.pattern)[:MAX_SHOWN]!r} is not supported: {_reason(details)}; write it without, or leave it out",
+    )
 
 
-def _is_in(pattern: str, told: str) -> bool:
-    """As it is, or as the compiler writes it."""
+def _is_in(pattern: str, details: str) -> bool:
+    """True if the error quotes the pattern, unchanged or as the compiler rewrites it."""
     forms = (pattern, _in_lark(pattern, {}), _in_lark(pattern, CLASSES), orjson.dumps(pattern).decode()[1:-1])
-    return any(each in told for each in forms)
+    return any(each in details for each in forms)
 
 
 def _in_lark(pattern: str, classes: dict[str, str]) -> str:
     return re.sub(r"\\(.)|/", lambda found: classes.get(found[1], found[0]) if found[1] else "\\/", pattern)
 
 
-def _reason(told: str) -> str:
-    """Of the regex crate: its last line; of its other limits: what it found."""
-    if found := re.search(r"^error: (.*)$", told, re.MULTILINE):
+def _reason(details: str) -> str:
+    """Return the regex crate's last line, or what another limit found."""
+    if found := re.search(r"^error: (.*)$", details, re.MULTILINE):
         return found[1]
-    if found := re.search(r"lookarounds not supported yet; (\w+)", told):
+    if found := re.search(r"lookarounds not supported yet; (\w+)", details):
         return f"look-around is not supported ({ASSERTIONS.get(found[1], found[1])})"
-    return told.partition("\n")[0][:MAX_SHOWN]
+    return details.partition("\n")[0][:MAX_SHOWN]
 
 
-def _of_keyword(told: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
+def _of_keyword(details: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
     for words, keywords, message in COMPILER_MESSAGES:
-        if words in told:
+        if words in details:
             return _first(places, keywords, message)
-    if found := re.search(r"Unimplemented keys: (\[.*\])", told):
-        return _first(places, orjson.loads(found[1]), "this keyword cannot be kept; leave it out")
-    if found := re.search(r"Invalid type: (.*)", told):
+    if found := re.search(r"Unimplemented keys: (\[.*\])", details):
+        return _first(places, orjson.loads(found[1]), "this keyword is not supported; leave it out")
+    if found := re.search(r"Invalid type: (.*)", details):
         named = [place for place in places if place.keyword == "type" and _names(place.value, found[1])]
         return _first(named, ("type",), f"{found[1][:MAX_SHOWN]!r} is no type; write one of JSON Schema's seven")
-    if found := re.search(r"Expected (.*) for '(\w+)', got (.{0,99})", told):
+    if found := re.search(r"Expected (.*) for '(\w+)', got (.{0,99})", details):
         named = [place for place in places if orjson.dumps(place.value).decode().startswith(found[3])]
         return _first(named, (found[2],), f"expected {found[1]}, got {found[3]}")
     return None
@@ -122,7 +125,7 @@ def _names(value: Any, kind: str) -> bool:
 
 
 def _places(part: GrammarPart) -> Iterator[_Place]:
-    """All keywords in the order of the schema; definitions where something refers to them."""
+    """Yield all keywords in the order of the schema; definitions at their first reference."""
     if part.regex:
         yield _Place(part.field, part.field, "pattern", part.regex)
     waiting: list[tuple[str, Any]] = [(part.field, part.schema)]

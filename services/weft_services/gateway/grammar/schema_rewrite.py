@@ -1,12 +1,11 @@
-"""The patterns that pydantic 2.12 writes for decimals, in a form without look-ahead.
+"""Rewrites JSON schemas to what llguidance supports: drops what constrains nothing, replaces unsupported keywords.
 
-Theirs begin with `(?!^[-+.]*$)`, for at least one digit. Two of the four forms then bound nothing, as one branch has no
-`$`: those become what they are meant to say, which is narrower.
+Every answer that matches the result matches the schema. The result may be narrower where a comment says so, never
+wider.
 
-
-JSON schemas in the form that llguidance keeps: without what binds nothing, and with other words for what it lacks.
-
-Every answer that fits the result fits the schema. The result may be narrower where a comment says so, never wider.
+pydantic 2.12 writes patterns for decimals that begin with the look-ahead `(?!^[-+.]*$)`, to require a digit. They are
+rewritten without it. Two of their four forms constrain nothing, because one branch lacks `$`; the rewritten patterns
+mean what those intend, which is narrower.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BOUNDED = re.compile(
 
 
 def without_look_ahead(pattern: str) -> str:
-    """The same texts, or fewer: see above. A pattern of another form comes back as it is."""
+    """Return a pattern for the same texts or fewer, without look-ahead. Unknown patterns are returned unchanged."""
     if not pattern.startswith(PREFIX):
         return pattern
     rest = pattern[len(PREFIX) :]
@@ -48,12 +47,12 @@ def without_look_ahead(pattern: str) -> str:
 
 
 def _fractions(places: int) -> tuple[str, str]:
-    """What may follow a point: at all, and with at least one digit."""
+    """Return patterns for the digits after a point: optional, and at least one."""
     return rf"\d{{0,{places}}}0*", rf"\d{{1,{places}}}0*" if places else "0+"
 
 
 def _any_places(digits: int) -> str:
-    """That many digits on both sides of the point together, zeros at either end not counted."""
+    """Return a pattern for `digits` digits before and after the point together, without leading and trailing zeros."""
     forms = [rf"0*\d{{1,{digits}}}(?:\.0*)?"]
     forms += [rf"0*\d{{{whole}}}\.\d{{1,{digits - whole}}}0*" for whole in range(digits)]
     return rf"^[+-]?(?:{'|'.join(forms)})$"
@@ -61,19 +60,19 @@ def _any_places(digits: int) -> str:
 
 Schema = dict[str, Any]
 
-# where keys are names of the client's own, and where what follows is no schema
+# keywords whose keys are client names, and keywords whose values are not schemas
 NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 VALUES = frozenset(("enum", "const", "default", "examples", "example"))
-# the formats that llguidance knows; any other only says what a text is
+# Formats that llguidance enforces; all others are annotations.
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-# the keywords of drafts 4 to 2020-12 that a value can fail
+# keywords of drafts 4 to 2020-12 that can reject a value
 BINDING = frozenset(
     "$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies "
     "dependentRequired dependentSchemas enum exclusiveMaximum exclusiveMinimum format if items maxItems maxLength "
     "maxProperties maximum minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties "
     "prefixItems properties propertyNames required type unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
-# with none of these next to it, `unevaluatedProperties` means `additionalProperties`
+# Without any of these, `unevaluatedProperties` means `additionalProperties`.
 IN_PLACE = frozenset(
     "$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if then else dependentSchemas dependencies".split()
 )
@@ -81,21 +80,21 @@ COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxPrope
 DRAFTS = {f"draft-0{number}": f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 6, 7)} | {
     f"draft/{year}": f"https://json-schema.org/draft/{year}/schema" for year in ("2019-09", "2020-12")
 }
-# what keys of these formats look like: `propertyNames` becomes a pattern, which has no formats
+# Keys of these formats: `propertyNames` becomes a pattern, and patterns have no formats.
 NAME_PATTERNS = {
     "uuid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
-    "date": "^[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])$",  # narrower: no month has fewer days
+    "date": "^[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])$",  # narrower: ends at day 28, which every month has
 }
 
 
 def supported_schema(schema: Schema) -> Schema:
-    """The whole schema of an answer or of a tool's arguments."""
+    """Rewrite the schema of an answer or of a tool's arguments."""
     made = _SchemaRewriter(schema).whole()
-    return made if isinstance(made, dict) else {"not": {}}  # no answer fits: the compiler says so
+    return made if isinstance(made, dict) else {"not": {}}  # no answer matches; the compiler reports it
 
 
 def without_pattern(value: Any, pattern: str) -> Any:
-    """The same without that `pattern`, and without properties of which it says the names."""
+    """Return the schema without that `pattern`, and without properties whose names match it."""
     if isinstance(value, list):
         return [without_pattern(each, pattern) for each in value]
     if not isinstance(value, dict):
@@ -108,12 +107,12 @@ def without_pattern(value: Any, pattern: str) -> Any:
 
 
 class _SchemaRewriter:
-    """One schema, whose parts may refer to one another. Its depth is limited before, see `schema_limits`."""
+    """Rewrites one schema, whose parts may refer to one another. `schema_limits` bounds its depth beforehand."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._comparison = DisjointCheck(root)
-        # properties that tell the branches of a union apart, by the reference to each branch
+        # reference to a branch of a union -> the property that distinguishes it
         self._tags: dict[str, str] = {}
         self._find_tags(root)
 
@@ -126,7 +125,10 @@ class _SchemaRewriter:
         return made
 
     def _find_tags(self, value: Any) -> None:
-        """Of `discriminator`, which OpenAPI takes for required; pydantic leaves out `required` beside a default."""
+        """Find the tags of `discriminator`.
+
+        OpenAPI implies that they are required; pydantic omits `required` with a default.
+        """
         if isinstance(value, list):
             for each in value:
                 self._find_tags(each)
@@ -159,9 +161,9 @@ class _SchemaRewriter:
         return False if _is_open(made.get("not", False)) else made
 
     def _is_idle(self, key: str, value: Any, schema: Schema) -> bool:
-        """Does it bind nothing, here."""
+        """True if the keyword constrains nothing in this schema."""
         if value is None and key not in ("const", "type"):
-            return True  # as serializers write what is not set
+            return True  # serializers write unset keywords as null
         rule = NO_OPS.get(key)
         return rule is not None and rule(value, schema)
 
@@ -170,7 +172,7 @@ class _SchemaRewriter:
         return value if reference is None else resolve_reference(reference, self._root)
 
     def _one_of(self, schema: Schema) -> Schema:
-        """What no value fits twice is `anyOf`; llguidance does not look into references."""
+        """Replace `oneOf` by `anyOf` if its options are disjoint; llguidance does not follow references itself."""
         options = schema.get("oneOf")
         if not isinstance(options, list) or "anyOf" in schema:
             return schema
@@ -179,13 +181,13 @@ class _SchemaRewriter:
         return {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
 
     def _tagged(self, option: Any) -> Any:
-        """With the tag that `whole` makes required."""
+        """Return the option with the tag that `whole` makes required."""
         branch = self._resolved(option)
         tag = self._tags.get(str(option["$ref"])) if branch is not option else None
         return option if tag is None else {**branch, "required": [*required_names(branch), tag]}
 
     def _names(self, schema: Schema) -> Schema:
-        """Keys that are listed, of a known format or of a certain length, as patterns of properties."""
+        """Replace `propertyNames` by patterns: listed names, known formats, or length limits."""
         names = schema.get("propertyNames")
         if names is None:
             return schema
@@ -213,7 +215,7 @@ def _without(schema: Schema, *keys: str) -> Schema:
 
 
 def _is_open(schema: Any) -> bool:
-    """Every value fits it."""
+    """True if every value matches."""
     return schema is True or (isinstance(schema, dict) and not BINDING & schema.keys())
 
 
@@ -232,7 +234,7 @@ def _are_met(dependencies: Any, schema: Schema) -> bool:
 
 
 def _is_whole_anyway(multiple: Any, schema: Schema) -> bool:
-    """Every integer is a multiple of 1, of 0.5 and of 0.01."""
+    """True if every integer is a multiple, as of 1, 0.5 and 0.01."""
     if schema.get("type") != "integer" or isinstance(multiple, bool) or not isinstance(multiple, int | float):
         return False
     return multiple > 0 and Fraction(str(multiple)).numerator == 1
@@ -242,7 +244,7 @@ def _branches_are_open(schema: Schema) -> bool:
     return all(_is_open(schema.get(branch, True)) for branch in ("then", "else"))
 
 
-# keyword -> whether that value of it binds nothing in that schema
+# keyword -> whether a value of it constrains nothing in a schema
 NO_OPS: dict[str, Callable[[Any, Schema], bool]] = {
     "$dynamicAnchor": lambda value, schema: True,
     "$recursiveAnchor": lambda value, schema: True,
@@ -269,12 +271,12 @@ NO_OPS: dict[str, Callable[[Any, Schema], bool]] = {
 
 
 def _counts(schema: Schema) -> Schema:
-    """2.0 is an integer to JSON Schema, and none to the compiler."""
+    """Convert counts such as 2.0, an integer in JSON Schema, which the compiler rejects."""
     return {key: as_whole(value) if key in COUNTS else value for key, value in schema.items()}
 
 
 def _draft(schema: Schema) -> Schema:
-    """The compiler looks for dialects that it does not know on the web. Others only add what binds nothing."""
+    """Drop unknown `$schema` values, which the compiler would fetch. Unknown dialects only add annotations."""
     said = schema.get("$schema")
     if said is None:
         return schema
@@ -288,7 +290,7 @@ def _pattern(schema: Schema) -> Schema:
 
 
 def _unevaluated(schema: Schema) -> Schema:
-    """Without other schemas for the same object, everything beyond `properties` is unevaluated."""
+    """Replace `unevaluatedProperties`; without other schemas for the object it means `additionalProperties`."""
     if "unevaluatedProperties" not in schema or IN_PLACE & schema.keys():
         return schema
     made = _without(schema, "unevaluatedProperties")
@@ -303,7 +305,7 @@ def _fits_all_names(names: Any) -> bool:
 
 
 def _listed(names: Schema) -> list[str] | None:
-    """The keys that there may be, where the schema lists them. A key is a string: others are never there."""
+    """Return the keys that the schema lists; None if it lists none. Values that are not strings cannot be keys."""
     values = [names["const"]] if "const" in names else names.get("enum")
     if not isinstance(values, list):
         return None
@@ -312,7 +314,7 @@ def _listed(names: Schema) -> list[str] | None:
 
 
 def _name_pattern(names: Schema, properties: Mapping[str, Any]) -> str | None:
-    """What keys beside `properties` look like; empty where there are none, None where no pattern says it."""
+    """Return the pattern of keys besides `properties`; empty if there are none, None if no pattern expresses them."""
     binding = BINDING & names.keys()
     if binding <= {"type", "enum"} or binding <= {"type", "const"}:
         listed = [name for name in _listed(names) or () if name not in properties]
@@ -320,7 +322,7 @@ def _name_pattern(names: Schema, properties: Mapping[str, Any]) -> str | None:
     if properties or names.get("type", "string") != "string":
         return None
     if binding <= {"type", "format"} and isinstance(names["format"], str):
-        return NAME_PATTERNS.get(names["format"], "^")  # a format is no bound where there is no pattern for it
+        return NAME_PATTERNS.get(names["format"], "^")  # without a pattern for it, a format constrains nothing
     least, most = names.get("minLength", 0), names.get("maxLength", "")
     if binding <= {"type", "minLength", "maxLength"} and isinstance(least, int) and isinstance(most, int | str):
         return f"^[\\s\\S]{{{least},{most}}}$"

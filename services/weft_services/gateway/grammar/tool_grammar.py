@@ -1,6 +1,6 @@
-"""Arguments as Qwen3-Coder writes them, each in tags of its own, as a grammar. Compiles nothing.
+"""Builds grammars that allow only calls of the given tools, in the model family's own format.
 
-A grammar under which a model can write nothing but calls of the tools it was given, in its own family's format.
+Qwen3-Coder's format puts each argument into its own tags; the other formats write arguments as JSON.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_te
 
 END = f"\n{END_PARAMETER}\n"
 ROOT = "arguments"
-# what a schema may ask of a text that stands free between its tags
+# Constraints that cannot be enforced on free text between tags.
 UNKEPT = ("pattern", "minLength", "maxLength", "format")
 
 
 def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -> list[GrammarPart]:
-    """In the order of the schema's properties, those that are required always. A text is any, or one that is named;
-    other values are JSON by their schemas. `field` is the client's name for the schema. Raises InvalidRequest for what
-    cannot be kept, unless lenient."""
+    """Return the grammar of arguments in tags, in the order of the schema's properties.
+
+    Required ones always appear. A text is free or one of the listed values; other values are JSON. `field` is the
+    client's name for the schema. Raises InvalidRequest for unsupported constraints, unless lenient.
+    """
     whole = resolved(schema, schema)
     properties, required = (whole.get(name) if isinstance(whole, dict) else None for name in ("properties", "required"))
     properties = properties if isinstance(properties, dict) else {}
@@ -49,13 +51,13 @@ def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -
 
 
 def _alone(own: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of one value by itself, with what its references lead to."""
+    """Return the schema of one value with the definitions that its references need."""
     moved = _moved(own)
     return own if moved == own else {**moved, "$defs": {ROOT: _moved(schema)}}
 
 
 def _moved(value: Any) -> Any:
-    """The same, references to the root leading to where the root is now."""
+    """Return the value with references to the root redirected to the root's new place."""
     if isinstance(value, list):
         return [_moved(each) for each in value]
     if not isinstance(value, dict):
@@ -75,7 +77,9 @@ def _check_free(schema: Any, path: str, field: str) -> None:
         if not isinstance(each, dict):
             continue
         if (name := next((name for name in UNKEPT if name in each), None)) is not None:
-            message = f"{path}.{name}: not kept, as this model writes texts in tags and not as JSON; leave it out"
+            message = (
+                f"{path}.{name}: not supported, because this model writes texts in tags and not as JSON; leave it out"
+            )
             raise InvalidRequest(message, field, "invalid_value")
         for inner in (each.get(branch) for branch in ("anyOf", "oneOf", "allOf")):
             waiting += inner if isinstance(inner, list) else []
@@ -90,25 +94,25 @@ def _texts(schema: Any) -> list[str]:
 
 MAX_CALLS = 16
 
-Marks = Mapping[str, int]  # markers that the vocabulary has as tokens of their own
+Marks = Mapping[str, int]  # markers that are single tokens of the vocabulary -> ids
 
 
 def call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
-    """Calls and nothing else; the first part has the name."""
+    """Return the grammar of calls only; the first part has the given name."""
     rules = ["start: calls", *_calls(use, tool_format, marks, name)]
     return [lark_part("\n".join(rules), name), *_argument_parts(use, tool_format, name)]
 
 
 def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
-    """Any text, then perhaps calls: what is free is the choice, not the form."""
+    """Return the grammar of any text, then optional calls. Calling is optional; the form of a call is not."""
     first = (*tool_format.opening, *tool_format.call)[0]
-    if first in marks:  # text has no such token in it
+    if first in marks:  # text cannot contain this token
         rules = ["start: TEXT calls?", *_calls(use, tool_format, marks, name)]
     elif first in tool_format.markers:
         rules = ["start: FREE | until calls", f"until[lazy]: TEXT {quote(first)}"]
         rules += _calls(use, tool_format, marks, name, num_written=1)
         rules.append(f"FREE: TEXT & ~/(.|\\n)*{_pattern(first)}(.|\\n)*/")
-    else:  # an answer is calls or it is none, and its first letters tell
+    else:  # an answer is either calls or text, decided by its first characters
         names = "|".join(_pattern(f"[{name}(") for name in use.schemas)
         rules = ["start: FREE | calls", *_calls(use, tool_format, marks, name)]
         rules.append(f"FREE: TEXT & ~/[ \\t\\r\\n]*(\\{{|{names})(.|\\n)*/")
@@ -116,18 +120,18 @@ def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name
 
 
 def _pattern(text: str) -> str:
-    """The text itself, as a part of a regex in Lark."""
+    """Escape the text for a regex in Lark."""
     return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
 def written(pieces: Iterable[str], marks: Marks, places: Mapping[str, str]) -> str:
-    """Pieces of a call as Lark: markers as tokens where the vocabulary has them, as text elsewhere."""
+    """Write the pieces of a call as Lark: markers as tokens if the vocabulary has them, otherwise as text."""
     words = {SPACE: "SPACE?", NUMBER: "NUMBER", **places}
     return " ".join(words.get(piece) or (f"<[{marks[piece]}]>" if piece in marks else quote(piece)) for piece in pieces)
 
 
 def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_written: int = 0) -> list[str]:
-    """The rule `calls` and what it needs; the first `num_written` pieces of it are there already."""
+    """Return the rule `calls` and its helpers. The first `num_written` pieces are written already."""
     opening, num_left = tool_format.opening[num_written:], max(0, num_written - len(tool_format.opening))
     more = f"({written(tool_format.between, marks, {})} call){{0,{MAX_CALLS - 1}}}"
     is_single = use.only is not None or not use.is_parallel
@@ -157,7 +161,7 @@ def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[Gr
 
 
 _TERMINALS = ("SPACE: /[ \\n]{1,2}/", "NUMBER: /[0-9]{1,2}/")
-# what a schema that names no parameter may say of them; anything else asks for some, or lets the model name its own
+# Keyword values of a schema without parameters. Any other value requires parameters, or lets the model invent some.
 _NO_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "additionalProperties": (False,),
     "patternProperties": ({},),
@@ -169,7 +173,7 @@ _NO_PARAMETERS: dict[str, tuple[Any, ...]] = {
 
 
 def _takes_nothing(schema: dict[str, Any]) -> bool:
-    """No parameter is named: an empty list of them, as OpenAI has it for a function without a schema."""
+    """True if no parameter is named; OpenAI treats a function without a schema this way."""
     whole = resolved(schema, schema)
     return isinstance(whole, dict) and all(
         any(whole[keyword] == each for each in _NO_PARAMETERS.get(keyword, ())) for keyword in BINDING & whole.keys()
@@ -177,5 +181,5 @@ def _takes_nothing(schema: dict[str, Any]) -> bool:
 
 
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object in any case."""
+    """Require an object, which arguments always are."""
     return schema if "$ref" in schema else {**schema, "type": "object"}

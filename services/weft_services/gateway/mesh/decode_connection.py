@@ -1,15 +1,9 @@
-"""What decode workers send back for one client request: deltas of all its sequences, in a bounded inbox.
+"""The Attach streams to decode workers, and the updates they deliver to client requests.
 
-When readers of inboxes are woken: at once while there is time for that, else for several frames together.
-
-Waking everybody whose tokens a frame brings takes longer than taking a frame in. So after a delivery as much time
-belongs to frames as it has taken itself: on a loop that keeps up nothing waits, on one that does not, answers are
-written less often and longer each.
-
-
-The streams to decode workers: sequences go out, what they say comes back. Their wire messages are seen here only.
-
-The Attach streams of this gateway: one a live decode worker, opened on first use, opened anew after a loss.
+Each live boot of a worker has one stream, opened on first use and reopened after a loss. `WakeBatcher` decides when
+tasks that wait for updates run: immediately while the event loop keeps up, otherwise for several frames together.
+Waking the readers of a frame takes longer than decoding it, so after each delivery the loop decodes frames for as long
+as the delivery took.
 """
 
 from __future__ import annotations
@@ -36,13 +30,14 @@ from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_services.gateway.mesh.scheduler_types import SequencePlacement, StartCommand
 
-# of a request of few sequences, and of each of many: nobody reads while the last of them wait for their places
+# Bounds of a request's queue: in total, and for each sequence of a request with many. Nothing reads the queue until the
+# last sequence is placed.
 MAX_DELTAS, DELTAS_PER_SEQUENCE = 4096, 512
 
 
-@dataclass(slots=True)  # not frozen: there is one a token, and a frozen one takes three times as long to make
+@dataclass(slots=True)  # Not frozen: one is created per token, and creating a frozen one takes three times as long.
 class SequenceUpdate:
-    """One sequence's part of an engine step. `worker_id` names who is at fault when there is an error."""
+    """What one engine step reports of one sequence. With an `error`, `worker_id` names the worker at fault."""
 
     key: RequestKey
     token_ids: tuple[int, ...] = ()
@@ -54,25 +49,29 @@ class SequenceUpdate:
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class DeltaQueue:
-    """Filled by the Attach streams, emptied by the request's one task. A reader that is too slow loses the request.
+class UpdateQueue:
+    """Bounded queue of updates for one client request, filled by Attach streams and read by the request's task.
 
-    `on_overflow` is called when that has happened: the reader may not come back for long.
+    A reader that falls too far behind loses the request. `on_overflow` runs at that moment, because the reader may not
+    return soon.
     """
 
     def __init__(self, on_overflow: Callable[[], None] = lambda: None, max_deltas: int = MAX_DELTAS) -> None:
         self._on_overflow = on_overflow
         self._deltas: list[SequenceUpdate] = []
         self._max_deltas = max_deltas
-        self._has_news = False
+        self._is_ready = False
         self._overflowed = False
         self._reader: asyncio.Future[None] | None = None
         self._until = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, delta: SequenceUpdate) -> None:
-        """Never blocks; beyond the bound the delta is dropped and the next `take` raises. Wakes nobody who waits."""
-        self._has_news = True
+        """Add an update without blocking or waking the reader.
+
+        Beyond the bound the update is dropped, and the next `wait` raises Overloaded.
+        """
+        self._is_ready = True
         if len(self._deltas) < self._max_deltas:
             self._deltas.append(delta)
         elif not self._overflowed:
@@ -80,37 +79,41 @@ class DeltaQueue:
             self._on_overflow()
 
     def wake(self) -> None:
-        """Let `take` return, also where there is nothing: something else has changed."""
-        self._has_news = True
+        """Make `wait` return even if the queue is empty."""
+        self._is_ready = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def wait(self, until: float = math.inf) -> list[SequenceUpdate]:
-        """Everything that has arrived; nothing after `wake`, and when it is `until` in the loop's time.
+        """Return all queued updates, waiting for the first.
 
-        Raises Overloaded when the bound was passed.
+        The list is empty after `wake`, and at `until` (event-loop time). Raises Overloaded if the bound was exceeded.
         """
-        if not self._has_news:
+        if not self._is_ready:
             self._watch_clock(until)
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-        self._has_news = False
+        self._is_ready = False
         if self._overflowed:
             raise Overloaded("the client reads its answer too slowly")
         taken, self._deltas = self._deltas, []
         return taken
 
     def close(self) -> None:
-        """Nobody will take from it any more."""
+        """Cancel the timer; the queue has no reader from here on."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _watch_clock(self, until: float) -> None:
-        """Nearly every wait ends long before its time: a timer that is set stays, and looks again when it goes off."""
+        """Arm the timer for `until`.
+
+        Nearly every wait ends long before its deadline. So an armed timer stays, and rearms itself if it fires too
+        early.
+        """
         is_sooner = until < self._until
         self._until = until
         if self._timer is not None and is_sooner:
@@ -126,28 +129,28 @@ class DeltaQueue:
             self.wake()
 
 
-# what held the loop up for longer was something else
+# A longer pause of the event loop has another cause than the delivery.
 MAX_WAKE_PAUSE_SECONDS = 0.02
-# woken in one turn of the loop: a frame for ten thousand streams must not keep everything else waiting
+# Readers woken per event-loop iteration: a frame for 10,000 streams must not delay everything else.
 MAX_WAKES_PER_ITERATION = 256
 
 
 class WakeBatcher:
-    """One for all streams of this gateway."""
+    """Decides when readers of updated queues run; shared by all streams of the gateway."""
 
     def __init__(self) -> None:
-        self._marked: dict[DeltaQueue, None] = {}
-        self._waking: dict[DeltaQueue, None] = {}  # those of the delivery under way
+        self._marked: dict[UpdateQueue, None] = {}
+        self._waking: dict[UpdateQueue, None] = {}  # queues of the delivery in progress
         self._began = 0.0
         self._not_before = 0.0
         self._is_due = False
 
-    def mark_ready(self, inbox: DeltaQueue) -> None:
-        """Something new lies in it; `settle` follows."""
-        self._marked[inbox] = None
+    def mark_ready(self, updates: UpdateQueue) -> None:
+        """Record that the queue has new updates; `flush` wakes its reader."""
+        self._marked[updates] = None
 
     def flush(self) -> None:
-        """Wake whom it concerns, now or soon."""
+        """Wake the readers of all marked queues, now or after the current pause."""
         if self._is_due or not self._marked:
             return
         loop = asyncio.get_running_loop()
@@ -163,10 +166,10 @@ class WakeBatcher:
         self._wake_some()
 
     def _wake_some(self) -> None:
-        for inbox in list(islice(self._waking, MAX_WAKES_PER_ITERATION)):
-            del self._waking[inbox]
-            inbox.wake()
-        asyncio.get_running_loop().call_soon(self._delivered)  # behind all that were woken
+        for updates in list(islice(self._waking, MAX_WAKES_PER_ITERATION)):
+            del self._waking[updates]
+            updates.wake()
+        asyncio.get_running_loop().call_soon(self._delivered)  # runs after all readers woken above
 
     def _delivered(self) -> None:
         if self._waking:
@@ -184,7 +187,7 @@ StartMessage = decode_pb.AttachRequest
 
 
 def to_start_message(command: StartCommand) -> StartMessage:
-    """What a worker is sent, but for where it goes."""
+    """Build the wire message that starts a sequence; `DecodeConnection.start` adds the destination."""
     message = StartMessage()
     message.start.MergeFrom(
         decode_pb.StartSequence(
@@ -203,30 +206,35 @@ def to_start_message(command: StartCommand) -> StartMessage:
 
 
 class DecodeConnection:
-    """The one Attach stream to one boot of a decode worker. When it ends, every sequence on it has failed."""
+    """The Attach stream to one boot of a decode worker.
+
+    When the stream ends, every sequence on it has failed.
+    """
 
     def __init__(self, worker: WorkerAddress, delivery: WakeBatcher) -> None:
         self.worker = worker
         self.is_closed = False
-        self._delivery = delivery
-        self._commands: deque[decode_pb.AttachRequest] = deque()  # starts are bounded, so cancels are
-        self._outgoing: EagerStreamWriter[decode_pb.AttachRequest] | None = None  # while the stream is open
-        self._inboxes: dict[str, tuple[RequestKey, DeltaQueue]] = {}  # of each request the latest attempt here
+        self._wake_batcher = delivery
+        # bounded: each cancel follows a start, and starts are bounded
+        self._commands: deque[decode_pb.AttachRequest] = deque()
+        self._outgoing: EagerStreamWriter[decode_pb.AttachRequest] | None = None  # set while the stream is open
+        # request id -> key and queue of its latest attempt on this worker
+        self._queues: dict[str, tuple[RequestKey, UpdateQueue]] = {}
         self._channel = open_channel(worker.address)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that wait for deltas from here."""
-        return len(self._inboxes)
+        """Number of sequences that expect updates from this worker."""
+        return len(self._queues)
 
     async def connect(self) -> None:
-        """Wait for the connection. Raises PeerLost, at once when it is refused."""
+        """Wait until the channel is connected. Raises PeerLost, immediately if the connection is refused."""
         is_ready = False
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 is_ready = await self._reach_ready()
         except TimeoutError:
-            pass  # told below
+            pass  # handled below
         finally:
             if not is_ready:
                 await self._channel.close()
@@ -234,7 +242,7 @@ class DecodeConnection:
             raise PeerLost(f"{self.worker.worker_id} cannot be reached", self.worker.worker_id)
 
     async def run(self) -> None:
-        """Speak until the stream ends, whatever the reason; then fail what was running. Never raises WeftError."""
+        """Exchange messages until the stream ends, then fail all sequences on it. Never raises WeftError."""
         reason, at_fault = "closed its stream", self.worker.worker_id
         try:
             attach = DecodeServiceStub(self._channel).Attach()
@@ -243,10 +251,11 @@ class DecodeConnection:
                 async for frame in call:
                     for delta in frame.deltas:
                         self._dispatch(delta)
-                    self._delivery.flush()
+                    self._wake_batcher.flush()
         except WeftError as error:
             reason = f"is lost: {error}"
-            at_fault = "" if isinstance(error, Overloaded) else at_fault  # then it is we who read too slowly
+            # the gateway read too slowly; the worker is not at fault
+            at_fault = "" if isinstance(error, Overloaded) else at_fault
         except asyncio.CancelledError:
             reason, at_fault = "was let go by this gateway", ""
             raise
@@ -261,31 +270,31 @@ class DecodeConnection:
         message: StartMessage,
         placement: SequencePlacement,
         remaining_seconds: float,
-        inbox: DeltaQueue,
+        updates: UpdateQueue,
     ) -> None:
-        """Send a sequence; its deltas go to the inbox until `forget`. Raises PeerLost or Overloaded at once."""
+        """Start a sequence; its updates go to `updates` until `forget`. Raises PeerLost or Overloaded."""
         if self.is_closed:
             raise PeerLost(f"{self.worker.worker_id} is lost", self.worker.worker_id)
         if len(self._commands) >= MAX_QUEUED_STARTS:
-            raise Overloaded("too many requests are on their way to a worker")
+            raise Overloaded(f"{MAX_QUEUED_STARTS} sequences are already waiting to be sent to {self.worker.worker_id}")
         start = message.start
         start.decode_boot_id = placement.decode.boot_id
         start.remaining_ms = max(1, int(remaining_seconds * 1000))
         if placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(placement.prefill))
-        self._inboxes[key.request_id] = (key, inbox)
+        self._queues[key.request_id] = (key, updates)
         self._send(message)
 
     def forget(self, key: RequestKey) -> bool:
-        """The sequence has ended by itself. Was it known."""
-        known = self._inboxes.get(key.request_id)
+        """Drop a sequence that has ended by itself. Return whether it was known."""
+        known = self._queues.get(key.request_id)
         if known is None or known[0] != key:
             return False
-        del self._inboxes[key.request_id]
+        del self._queues[key.request_id]
         return True
 
     def cancel(self, key: RequestKey) -> None:
-        """Stop a sequence and forget it."""
+        """Stop a sequence on the worker and drop it."""
         if self.forget(key) and not self.is_closed:
             cancel = decode_pb.CancelSequence(key=wire.key_to_wire(key))
             self._send(decode_pb.AttachRequest(cancel=cancel))
@@ -307,23 +316,24 @@ class DecodeConnection:
 
     def _dispatch(self, delta: decode_pb.SequenceDelta) -> None:
         key = delta.key
-        known = self._inboxes.get(key.request_id)
+        known = self._queues.get(key.request_id)
         if known is not None and known[0].generation == key.generation:
-            inbox = known[1]
-            inbox.put(_delta_from_wire(known[0], delta))
-            self._delivery.mark_ready(inbox)
+            updates = known[1]
+            updates.put(_delta_from_wire(known[0], delta))
+            self._wake_batcher.mark_ready(updates)
 
     def _fail_all(self, error: PeerLost) -> None:
-        for key, inbox in list(self._inboxes.values()):  # one that overflows takes its request's keys away
-            inbox.put(SequenceUpdate(key, error=error, worker_id=error.worker_id))
-            inbox.wake()
-        self._inboxes.clear()
+        # Iterate over a copy: an overflowing queue cancels its request, which removes entries.
+        for key, updates in list(self._queues.values()):
+            updates.put(SequenceUpdate(key, error=error, worker_id=error.worker_id))
+            updates.wake()
+        self._queues.clear()
 
 
 def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> SequenceUpdate:
     known = SequenceUpdate(
         key, tuple(delta.token_ids[:])
-    )  # a slice is a list at once; item by item takes three times as long
+    )  # Slicing returns a list at once; iterating takes three times as long.
     if logprobs := delta.logprobs:
         known.logprobs = tuple(map(wire.logprobs_from_wire, logprobs))
     if delta.HasField("prompt_logprobs"):
@@ -338,8 +348,10 @@ def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Sequenc
 
 
 def _failure_from_wire(failure: decode_pb.SequenceFailure) -> WeftError:
-    """For us a worker is as good as lost when it is another boot than the one routed to, or gives up by itself; but
-    then it is nobody's fault."""
+    """Convert a failure to an error.
+
+    A worker that restarted or cancelled by itself counts as lost, but carries no blame.
+    """
     if failure.code == PeerLost.code:
         return PeerLost(failure.message, failure.worker_id)
     if failure.code in (Incompatible.code, Cancelled.code):
@@ -351,7 +363,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeConnectionPool:
-    """Keyed by boot id, so that a restarted worker gets a stream of its own. The group owns their tasks."""
+    """All open connections by boot id, so that a restarted worker gets its own. The task group owns their tasks."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
@@ -359,21 +371,22 @@ class DecodeConnectionPool:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attached = set[
             DecodeConnection
-        ]()  # whose task has begun: until then a cancelled one would not end its link
+        ]()  # connections whose task runs; cancelling earlier would not end the connection
         self._opening: dict[str, asyncio.Task[DecodeConnection | PeerLost]] = {}
         self._lost = asyncio.Event()
-        self._delivery = WakeBatcher()
+        self._wake_batcher = WakeBatcher()
         self.is_closed = False
 
     async def get(self, worker: WorkerAddress) -> DecodeConnection:
-        """The open stream to this boot of the worker. Raises PeerLost when it cannot be reached."""
+        """Return the open connection to this boot of the worker. Raises PeerLost if it cannot be reached."""
         boot = worker.boot_id
-        link = self._connections.get(boot)
-        if link is not None and not link.is_closed:
-            return link
+        connection = self._connections.get(boot)
+        if connection is not None and not connection.is_closed:
+            return connection
         if self.is_closed:
             raise PeerLost("the gateway is shutting down")
-        # who comes while a peer is called shares the outcome: one after the other they would wait for a frozen one each
+        # Concurrent callers share one attempt to connect; in sequence, each would wait the full timeout for a frozen
+        # worker.
         if (opening := self._opening.get(boot)) is None:
             opening = self._opening[boot] = self._start_opening(worker)
         await asyncio.wait((opening,))
@@ -385,27 +398,27 @@ class DecodeConnectionPool:
         return outcome
 
     def close_absent(self, boot_ids: Iterable[str]) -> None:
-        """Close streams to workers that have left the fleet and owe us nothing any more."""
+        """Close idle connections to workers that have left the fleet."""
         alive = set(boot_ids)
-        for boot, link in self._connections.items():
-            if boot not in alive and link in self._attached and link.num_sequences == 0:
+        for boot, connection in self._connections.items():
+            if boot not in alive and connection in self._attached and connection.num_sequences == 0:
                 self._tasks[boot].cancel()
 
     def close(self) -> None:
-        """End all streams, which cancels what still runs on them, and open no more."""
+        """End all streams and open no more. This cancels the sequences that still run on them."""
         self.is_closed = True
         for task in (*self._opening.values(), *self._tasks.values()):
             task.cancel()
 
     async def wait_lost(self, seconds: float) -> None:
-        """Until a stream ends, but no longer than this."""
+        """Wait until a stream ends, for at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._lost.wait()
         self._lost.clear()
 
     def _start_opening(self, worker: WorkerAddress) -> asyncio.Task[DecodeConnection | PeerLost]:
-        # it outlives the request that began it, as the stream does, and their log lines are not that one's
+        # The task outlives the request that starts it, so it must not inherit that request's logging context.
         task = self._group.create_task(
             self._open(worker), name=f"open {worker.worker_id}", context=contextvars.Context()
         )
@@ -413,24 +426,26 @@ class DecodeConnectionPool:
         return task
 
     async def _open(self, worker: WorkerAddress) -> DecodeConnection | PeerLost:
-        link = DecodeConnection(worker, self._delivery)
+        connection = DecodeConnection(worker, self._wake_batcher)
         try:
-            await link.connect()
+            await connection.connect()
         except PeerLost as error:
             return error
-        self._connections[worker.boot_id] = link
-        self._tasks[worker.boot_id] = self._group.create_task(self._run(link), name=f"attach {worker.worker_id}")
-        return link
+        self._connections[worker.boot_id] = connection
+        self._tasks[worker.boot_id] = self._group.create_task(self._run(connection), name=f"attach {worker.worker_id}")
+        return connection
 
-    async def _run(self, link: DecodeConnection) -> None:
-        worker = link.worker
-        logger.info("attached worker=%s address=%s boot=%s", worker.worker_id, worker.address, worker.boot_id)
-        self._attached.add(link)
+    async def _run(self, connection: DecodeConnection) -> None:
+        worker = connection.worker
+        logger.info(
+            "decode worker attached worker=%s address=%s boot=%s", worker.worker_id, worker.address, worker.boot_id
+        )
+        self._attached.add(connection)
         try:
-            await link.run()
+            await connection.run()
         finally:
-            self._attached.discard(link)
-            logger.info("detached worker=%s boot=%s", worker.worker_id, worker.boot_id)
+            self._attached.discard(connection)
+            logger.info("decode worker detached worker=%s boot=%s", worker.worker_id, worker.boot_id)
             self._lost.set()
-            if self._connections.get(worker.boot_id) is link:
+            if self._connections.get(worker.boot_id) is connection:
                 del self._connections[worker.boot_id], self._tasks[worker.boot_id]

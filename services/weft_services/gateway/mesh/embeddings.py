@@ -1,7 +1,4 @@
-"""Calls of the gateway to prefill workers, which are those for embeddings; their wire messages are seen here alone.
-
-Embeddings over the mesh: each input goes to the prefill worker that has least to do. No wire, no HTTP.
-"""
+"""Runs embedding requests: each input goes to the prefill worker with the least work."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ from weft_services.gateway.mesh.scheduler_types import EmbedCommand
 
 
 class EmbeddingClient:
-    """One channel a worker."""
+    """Client of the prefill workers, with one channel per worker."""
 
     def __init__(self) -> None:
         self._channels = ChannelPool()
 
     async def embed(self, worker: WorkerAddress, order: EmbedCommand, seconds: float) -> tuple[float, ...]:
-        """The mean hidden state. Raises WeftError."""
+        """Return the mean hidden state of a prompt. Raises WeftError."""
         request = prefill_pb.PrefillServiceEmbedRequest(
             key=wire.key_to_wire(order.key),
             prefill_boot_id=worker.boot_id,
@@ -44,44 +41,44 @@ class EmbeddingClient:
             async with self._channels.channel(worker.address) as channel:
                 with rpc_errors_translated():
                     response = await PrefillServiceStub(channel).Embed(request, timeout=seconds)
-        except (BadCheckpoint, Cancelled) as error:  # it is another boot, or going away
+        except (BadCheckpoint, Cancelled) as error:  # the worker restarted or is shutting down
             raise PeerLost(str(error)) from error
         return tuple(response.values)
 
     async def close(self) -> None:
-        """Close the channels."""
         await self._channels.close()
 
 
 MAX_AT_A_TIME = 32  # inputs of one request
 MAX_ATTEMPTS = 3
-# in all, where workers that failed are tried again: an input that kills workers must not kill the fleet
+# Attempts in total, including retries of failed workers: an input that crashes workers must not take down the fleet.
 MAX_TRIES = 2 * MAX_ATTEMPTS
-# before that, and between two looks at a fleet that has no worker for an input: the fleet is asked for as often
+# Wait before retrying failed workers, and between looks at a fleet without a usable worker. The fleet is polled as
+# often.
 PAUSE_SECONDS = 1.0
 
 Vector = tuple[float, ...]
 
 
 class EmbeddingRunner:
-    """What is sent and not answered yet counts beside what workers last reported."""
+    """Distributes inputs over workers. Tokens in flight count in addition to the workers' last reports."""
 
     def __init__(
         self,
         watch: FleetWatcher,
         peers: EmbeddingClient,
-        move_seconds: float = 0.0,
+        migration_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`move_seconds` is how long an input waits for a worker that was there a moment ago."""
+        """`migration_seconds`: how long an input waits for a worker that was there recently."""
         self._watch = watch
         self._client = peers
-        self._migration_seconds = move_seconds
+        self._migration_seconds = migration_seconds
         self._clock = clock
-        self._sent: Counter[str] = Counter()  # tokens by boot id
+        self._sent: Counter[str] = Counter()  # tokens in flight by boot id
 
     async def embed(self, prepared: PreparedEmbedding, priority: int, seconds: float) -> list[Vector]:
-        """One vector of length 1 for each input. Raises DeadlineExceeded, Overloaded, PeerLost, EngineFailed."""
+        """Return one unit vector per input. Raises DeadlineExceeded, Overloaded, PeerLost, EngineFailed."""
         places = asyncio.Semaphore(MAX_AT_A_TIME)
         deadline = asyncio.get_running_loop().time() + seconds
 
@@ -95,7 +92,7 @@ class EmbeddingRunner:
         return [task.result() for task in tasks]
 
     async def _embed_with_retries(self, model: str, order: EmbedCommand, deadline: float) -> Vector:
-        """The same input gives the same vector anywhere, so a worker that fails is followed by another."""
+        """Embed one input, on another worker after a failure; the vector is the same on all."""
         failed = set[str]()
         problem: PeerLost | EngineFailed | Overloaded = NoWorker("no prefill worker is ready")
         give_up_at = self._clock() + self._migration_seconds
@@ -118,11 +115,11 @@ class EmbeddingRunner:
                 failed.add(boot_id)
             finally:
                 self._sent[boot_id] -= len(order.token_ids)
-                self._sent += Counter()  # forgets workers that nothing is sent to
+                self._sent += Counter()  # drops entries of 0
         raise problem
 
     def _may_wait(self, model: str, give_up_at: float, deadline: float) -> bool:
-        """A worker that was lost may be back: as sequences do, an input waits for it."""
+        """True if a lost worker may return in time."""
         now, loop_now = self._clock(), asyncio.get_running_loop().time()
         is_in_time = now + PAUSE_SECONDS <= give_up_at and loop_now + PAUSE_SECONDS < deadline
         return is_in_time and self._watch.was_served_recently(model, self._migration_seconds)
@@ -136,12 +133,12 @@ class EmbeddingRunner:
         return min(able, key=self._num_waiting, default=None)
 
     def _num_waiting(self, worker: WorkerStatus) -> tuple[bool, int]:
-        """At one whose pool is full even the first waits."""
+        """Sort key: workers with a full pool last, then by queued tokens."""
         return not worker.report.ready, max(worker.report.queued_prefill_tokens, self._sent[worker.address.boot_id])
 
 
 def _unit(vector: Vector) -> Vector:
     length = math.hypot(*vector)
     if not 0 < length < math.inf:
-        raise EngineFailed("the hidden states are no numbers")
+        raise EngineFailed("the hidden states are not finite or all zero")
     return tuple(value / length for value in vector)

@@ -1,6 +1,6 @@
-"""What happens in the mesh, told to whoever listens: bounded on both sides, and free while nobody does.
+"""The fleet as the scheduler reports it: polled here, and broadcast to subscribers.
 
-Each model's workers as the scheduler last described them: are we ready, and what do prompts have to look like.
+Both the number of subscribers and their unread items are bounded.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ ItemT = TypeVar("ItemT")
 
 
 class Subscription(Generic[ItemT]):
-    """One listener's unread items; of too many the oldest are lost, since newer ones say more."""
+    """One subscriber's unread items. When full, the oldest is dropped, because newer items supersede it."""
 
     def __init__(self) -> None:
         self._items: asyncio.Queue[ItemT | None] = asyncio.Queue(MAX_UNREAD)
 
     def put(self, item: ItemT | None) -> None:
-        """Never waits."""
+        """Add an item without waiting."""
         if self._items.full():
             self._items.get_nowait()
         self._items.put_nowait(item)
 
     async def next(self) -> ItemT | None:
-        """The next item; None when no more will come."""
+        """Return the next item; None after the last."""
         return await self._items.get()
 
 
 class Broadcaster(Generic[ItemT]):
-    """Every item goes to every listener."""
+    """Sends every item to every subscriber."""
 
     def __init__(self) -> None:
         self._subscriptions: set[Subscription[ItemT]] = set()
@@ -50,21 +50,21 @@ class Broadcaster(Generic[ItemT]):
 
     @property
     def has_subscribers(self) -> bool:
-        """Does anybody."""
+        """True if at least one subscription is open."""
         return bool(self._subscriptions)
 
     def publish(self, item: ItemT) -> None:
-        """Tell all."""
+        """Send `item` to all subscribers."""
         for listener in self._subscriptions:
             listener.put(item)
 
     @contextmanager
     def subscribed(self) -> Iterator[Subscription[ItemT]]:
-        """Listen inside the block. Raises Overloaded, or PeerLost once closed."""
+        """Subscribe for the duration of the block. Raises Overloaded, or PeerLost once closed."""
         if self._is_closed:
             raise PeerLost("the gateway is shutting down")
         if len(self._subscriptions) >= MAX_SUBSCRIBERS:
-            raise Overloaded(f"{MAX_SUBSCRIBERS} listeners are here already")
+            raise Overloaded(f"{MAX_SUBSCRIBERS} subscribers are connected already; retry later")
         listener = Subscription[ItemT]()
         self._subscriptions.add(listener)
         try:
@@ -73,7 +73,7 @@ class Broadcaster(Generic[ItemT]):
             self._subscriptions.discard(listener)
 
     def close(self) -> None:
-        """No more will come."""
+        """End all subscriptions and accept no more."""
         self._is_closed = True
         for listener in self._subscriptions:
             listener.put(None)
@@ -87,7 +87,10 @@ UNREACHABLE = "the scheduler cannot be reached"
 
 @dataclass(frozen=True, slots=True)
 class ModelFleet:
-    """The workers of one model in one answer of the scheduler, or none. `trouble` says why there is none."""
+    """The workers of one model in the scheduler's latest answer.
+
+    `unknown_reason` says why there is no such answer; None if there is one.
+    """
 
     workers: tuple[WorkerStatus, ...] = ()
     unknown_reason: str | None = "the scheduler has not been asked yet"
@@ -95,7 +98,7 @@ class ModelFleet:
 
     @property
     def reasons(self) -> list[str]:
-        """Why requests cannot be served now; empty when they can."""
+        """Why requests cannot be served now; empty if they can."""
         if self.unknown_reason is not None:
             return [self.unknown_reason]
         missing = []
@@ -108,27 +111,27 @@ class ModelFleet:
         return missing
 
     def serving(self, role: WorkerRole) -> frozenset[str]:
-        """Ids of the workers that take requests in a role."""
+        """Ids of the workers that accept requests in a role."""
         return frozenset(w.address.worker_id for w in self.workers if w.role.can(role) and w.is_serving)
 
     @property
     def withdrawn(self) -> frozenset[str]:
-        """Ids of the workers that an operator has taken out of service."""
+        """Ids of the workers that an operator has drained or put to sleep."""
         return frozenset(w.address.worker_id for w in self.workers if w.report.is_draining or w.report.is_parked)
 
     @property
     def block_tokens(self) -> int | None:
-        """Tokens per KV block; None while nobody has joined."""
+        """Tokens per KV block; None while no worker has joined."""
         return next((size for w in self.workers if (size := w.hello.fingerprint.block_tokens)), None)
 
     @property
     def max_context_tokens(self) -> int | None:
-        """What the smallest worker can hold; None while nobody has joined."""
+        """The smallest context limit among the workers; None while no worker has joined."""
         return min((size for w in self.workers if (size := w.hello.max_context_tokens)), default=None)
 
     @property
     def fingerprint(self) -> str | None:
-        """OpenAI's system_fingerprint: changes with the weights."""
+        """OpenAI's system_fingerprint; it changes with the weights."""
         hashes = (worker.hello.fingerprint.weights_hash for worker in self.workers)
         return next((f"fp_{each[:12]}" for each in hashes if each), None)
 
@@ -140,18 +143,18 @@ def _of_model(model: str, report: FleetReport) -> ModelFleet:
 
 @dataclass(frozen=True, slots=True)
 class _LastServed:
-    """When a model was last seen to be served, and by which workers in each role."""
+    """When a model was last served, and by which workers in each role."""
 
     at: float = float("-inf")
     by: Mapping[WorkerRole, frozenset[str]] = field(default_factory=dict)
 
 
 class FleetWatcher:
-    """Polls the scheduler. After a lost poll the last workers stay, for their limits. Who has handed off what to whom
-    is asked for while somebody listens.
+    """Polls the scheduler and publishes its answers.
 
-    `picture` is its latest answer, as far as it is about served models; `news` tells every one of them, and hand-offs
-    in between.
+    After a failed poll the last known workers stay, because requests need their limits. Transfer statistics are
+    requested only while a subscriber exists. `report` is the latest answer, reduced to served models; `events`
+    publishes reports and hand-offs.
     """
 
     def __init__(
@@ -166,12 +169,14 @@ class FleetWatcher:
         self._served = {model: _LastServed() for model in self._fleets}
 
     def of(self, model: str) -> ModelFleet:
-        """The latest picture of a served model's workers."""
+        """Return the latest state of a served model's workers."""
         return self._fleets[model]
 
     def was_served_recently(self, model: str, seconds: float) -> bool:
-        """The model was served within the last `seconds`, and a worker that served it may come back by itself: none
-        has joined in a role that it needs, or it lost its last one other than by an operator's wish."""
+        """True if the model was served within the last `seconds` and a worker may return by itself.
+
+        That holds if every role still has a worker, or if a role lost one that no operator withdrew.
+        """
         served, fleet = self._served[model], self._fleets[model]
         if self._clock() - served.at > seconds:
             return False
@@ -180,30 +185,30 @@ class FleetWatcher:
 
     @property
     def is_ready(self) -> bool:
-        """One model at least can be served."""
+        """True if at least one model can be served."""
         return any(not fleet.reasons for fleet in self._fleets.values())
 
     @property
     def reasons(self) -> list[str]:
-        """Why models cannot be served now, each with its name where there are several."""
+        """Why models cannot be served now; prefixed with the model's name if there are several."""
         if len(self._fleets) == 1 or any(fleet.unknown_reason for fleet in self._fleets.values()):
             return next(iter(self._fleets.values())).reasons
         return [f"{model}: {reason}" for model, fleet in self._fleets.items() for reason in fleet.reasons]
 
     @property
     def boot_ids(self) -> list[str] | None:
-        """Of all workers of served models; None while the scheduler does not say."""
+        """Boot ids of all workers of served models; None while the scheduler is unreachable."""
         if any(fleet.unknown_reason for fleet in self._fleets.values()):
             return None
         return [worker.address.boot_id for fleet in self._fleets.values() for worker in fleet.workers]
 
     async def poll(self) -> None:
-        """Ask once, and tell who listens. Never raises."""
+        """Poll once and publish the report. Never raises."""
         await self._refresh()
         self.events.publish(self.report)
 
     async def full_report(self) -> FleetReport:
-        """For somebody who has begun to listen: the latest, or a new one where that has no hand-offs. Never raises."""
+        """Return a report with transfer statistics for a new subscriber, polling if needed. Never raises."""
         if not self._has_hand_offs:
             await self._refresh()
         return self.report
@@ -215,9 +220,10 @@ class FleetWatcher:
             report = await self._scheduler.fleet(with_hand_offs)
         except (WeftError, KeyError) as error:
             if UNREACHABLE not in self.reasons:
-                logger.warning("%s: %s", UNREACHABLE, error)
+                logger.warning("scheduler unreachable error=%s", error)
             fleets = {model: ModelFleet(fleet.workers, UNREACHABLE) for model, fleet in self._fleets.items()}
-            self.report = replace(self.report)  # another one to whoever has put it into words: it is not ready now
+            # a new object, so that caches of its serialized form notice the changed readiness
+            self.report = replace(self.report)
         else:
             workers = tuple(worker for worker in report.workers if worker.model in self._fleets)
             loading = tuple(worker for worker in report.loading if worker.model in self._fleets)
@@ -230,12 +236,12 @@ class FleetWatcher:
                 by = {role: fleet.serving(role) for role in (WorkerRole.DECODE, WorkerRole.PREFILL)}
                 self._served[model] = _LastServed(self._clock(), by)
         if (self.is_ready, self.reasons) != before:
-            logger.info("ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")
+            logger.info("readiness changed ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")
 
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Take a worker out of service, or back. Raises NotFound, WeftError."""
         await self._scheduler.drain(worker_id, undo)
 
     async def set_role(self, worker_id: str, role: WorkerRole) -> None:
-        """What new work it takes. Raises NotFound, InvalidRequest, WeftError."""
+        """Change a worker's role. Raises NotFound, InvalidRequest, WeftError."""
         await self._scheduler.set_role(worker_id, role)

@@ -1,6 +1,6 @@
-"""One client request on the mesh: its sequences side by side, what they say in one stream, cleaned up at the end.
+"""One client request on the mesh: runs its sequences, merges their updates into one stream, and cleans up.
 
-Only here and in `runner` is anything tried again, since only here it is known what the client has received.
+Only this module and `sequence_runner` retry, because only they know what the client has received.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.ids import new_id
 from weft.request import PromptUsage
 from weft.request_stage import RequestStage
 from weft.rpc.status import as_weft_error
-from weft_services.gateway.mesh.decode_connection import DELTAS_PER_SEQUENCE, MAX_DELTAS, DeltaQueue, SequenceUpdate
+from weft_services.gateway.mesh.decode_connection import DELTAS_PER_SEQUENCE, MAX_DELTAS, SequenceUpdate, UpdateQueue
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.mesh.routing_hints import RoutingHints
 from weft_services.gateway.mesh.scheduler_types import Forecast
@@ -29,16 +29,16 @@ from weft_services.gateway.text.codec import Codec
 
 
 class GenerationRun:
-    """`async with Run(...) as run:` then `await run.next()` until None. Leaving early cancels in the engine."""
+    """Use as `async with GenerationRun(...) as run:`, then await `run.next()` until None. Leaving early cancels."""
 
     def __init__(
-        self, mesh: MeshContext, prepared: PreparedRequest, codec: Codec, standing: RoutingHints, deadline: float
+        self, mesh: MeshContext, prepared: PreparedRequest, codec: Codec, hints: RoutingHints, deadline: float
     ) -> None:
-        """`deadline` in the loop's time."""
+        """`deadline` is in event-loop time."""
         self.prepared = prepared
         max_deltas = max(MAX_DELTAS, DELTAS_PER_SEQUENCE * len(prepared.sequences))
-        self._shared = RequestContext(prepared, standing, deadline, DeltaQueue(self._cancel, max_deltas))
-        self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
+        self._shared = RequestContext(prepared, hints, deadline, UpdateQueue(self._cancel, max_deltas))
+        self._failure: WeftError | None = None  # raised after the updates before it are delivered
         self._runners = [
             SequenceRunner(
                 mesh,
@@ -76,24 +76,25 @@ class GenerationRun:
 
     @property
     def request_id(self) -> str:
-        """The first sequence's id inside the mesh, to find it in the workers' logs."""
+        """The first sequence's id in the mesh, as it appears in the workers' logs."""
         return self._runners[0].key.request_id
 
     @property
     def num_attempts(self) -> int:
-        """Starts on a worker over all sequences; more than there are sequences means moves."""
+        """Starts on workers over all sequences; more than the number of sequences means migrations."""
         return sum(runner.num_attempts for runner in self._runners)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Generated so far, end tokens included."""
+        """Tokens generated so far, end tokens included."""
         return sum(len(runner.choice.token_ids) for runner in self._runners)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were not computed, as prefill counted them; never more than there are.
+        """Prompt tokens that prefill took from the cache.
 
-        Of several choices that continue one prompt, the one that computed most of it counts, as the prompt counts once.
+        Each prompt counts once. Of several choices that continue one prompt, the one with the fewest cached tokens
+        counts.
         """
         cached = [len(prompt.token_ids) for prompt in self.prepared.prompts]
         for runner, spec in zip(self._runners, self.prepared.sequences, strict=True):
@@ -103,35 +104,36 @@ class GenerationRun:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices that have come to an end."""
+        """Finish reasons of the choices that have ended."""
         return [str(runner.choice.finish_reason) for runner in self._runners if runner.is_done]
 
     @property
     def decode_id(self) -> str:
-        """Where the first sequence is, or was last; empty before it was anywhere."""
+        """The decode worker of the first sequence; empty before its first start."""
         return self._runners[0].decode_id
 
     @property
     def worst_prompt(self) -> PromptUsage:
-        """The prompt that took longest, for the access log."""
+        """Usage of the prompt that took longest, for the access log."""
         usages = [runner.usage for runner in self._runners if runner.usage is not None]
         return max(usages, key=lambda usage: usage.queue_ms + usage.compute_ms, default=PromptUsage())
 
     @property
     def forecast(self) -> Forecast | None:
-        """What the scheduler expected of the sequence that was to wait longest, when it was first placed."""
+        """The scheduler's forecast for the sequence with the longest expected TTFT, at its first placement."""
         forecasts = [runner.forecast for runner in self._runners if runner.forecast is not None]
         return max(forecasts, key=lambda forecast: forecast.ttft_ms, default=None)
 
     async def next(self, idle_seconds: float) -> list[ChoiceUpdate] | None:
-        """Everything that has come since, one piece a choice; empty after `idle_seconds` of silence; None at the end.
+        """Return what has arrived, one update per choice.
 
-        Raises WeftError when a sequence has failed for good, DeadlineExceeded when time is up.
+        The list is empty after `idle_seconds` without updates; None means the end. Raises WeftError when a sequence has
+        failed for good, DeadlineExceeded when the deadline has passed.
         """
-        loop, inbox = asyncio.get_running_loop(), self._shared.updates
+        loop, updates = asyncio.get_running_loop(), self._shared.updates
         until = min(loop.time() + idle_seconds, self._shared.deadline)
         while self._failure is None and self._num_open:
-            if pieces := self._accept(await inbox.wait(until)):
+            if pieces := self._accept(await updates.wait(until)):
                 return pieces
             now = loop.time()
             if now >= self._shared.deadline:
@@ -150,13 +152,13 @@ class GenerationRun:
             runner = self._by_id.get(request_id)
             is_late = runner is None or runner.is_done or (delta.key is not runner.key and delta.key != runner.key)
             if is_late or request_id in broken:
-                continue  # late
+                continue  # from an earlier attempt
             if delta.error is not None:
                 broken[request_id] = delta
             else:
                 grouped.setdefault(request_id, []).append(delta)
         advanced = [self._advance(self._by_id[request_id], batch) for request_id, batch in grouped.items()]
-        # what is told of a prompt alone says nothing yet
+        # Updates with prompt logprobs only are held back until the first token.
         pieces = [piece for piece in advanced if piece.token_ids or piece.finish_reason is not None]
         for runner in self._runners:
             self._failure = self._failure or runner.failure

@@ -1,4 +1,4 @@
-"""The one path from a checked request to a run on the mesh, for REST and gRPC alike. Bounds how many are under way."""
+"""The path from a parsed request to a run on the mesh, for REST and gRPC. Bounds the requests in flight."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from weft_services.gateway.mesh.sequence_runner import MeshContext
 from weft_services.gateway.mesh.text_pool import FairThreadPool, ResultT
 from weft_services.gateway.model import ServedModel
 
-# a body of up to this is read sooner than a thread has been woken for it
+# Parsing a body up to this size is faster than waking a thread for it.
 SHORT_BYTES = 2048
 
 
 class Pipeline:
-    """Shared by all requests of the process."""
+    """Admits, prepares and starts requests; one per process."""
 
     def __init__(
         self, models: Catalog, mesh: MeshContext, embeddings: EmbeddingRunner, watch: FleetWatcher, max_requests: int
@@ -50,36 +50,37 @@ class Pipeline:
         self._max_requests = max_requests
         self._held: Counter[str] = Counter()
         self._in_flight: dict[asyncio.Task[object], Principal] = {}
-        self._abort_errors: dict[asyncio.Task[object], WeftError] = {}  # by us, and why
+        # tasks aborted here, and the error for the client
+        self._abort_errors: dict[asyncio.Task[object], WeftError] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._text_pool = FairThreadPool()
 
     @property
     def is_ready(self) -> bool:
-        """Are new requests wanted, for one model at least."""
+        """True if new requests are accepted for at least one model."""
         return self._watch.is_ready and not self.is_draining
 
     @property
     def reasons(self) -> list[str]:
-        """Why new requests are not wanted, or those for some model."""
+        """Why new requests are rejected, for all models or some."""
         return ["shutting down"] if self.is_draining else self._watch.reasons
 
     def max_context_tokens(self, model: ServedModel) -> int:
-        """Of a prompt and its answer, by the model and by what its workers have room for."""
+        """Limit of prompt and answer together, from the model and its workers."""
         return min(model.max_context_tokens, self._watch.of(model.name).max_context_tokens or model.max_context_tokens)
 
     def fingerprint(self, model: ServedModel) -> str | None:
-        """OpenAI's system_fingerprint; None while no worker has said what it runs."""
+        """OpenAI's system_fingerprint; None while no worker has reported its weights."""
         return self._watch.of(model.name).fingerprint
 
     @property
     def fleet_events(self) -> Broadcaster[FleetReport | HandOff]:
-        """The fleet's pictures as they come, and hand-offs."""
+        """Fleet reports as they arrive, and hand-offs."""
         return self._watch.events
 
     async def fleet_report(self) -> FleetReport:
-        """The latest of them, for somebody who listens."""
+        """Return the latest fleet report, for a new subscriber."""
         return await self._watch.full_report()
 
     async def drain(self, worker_id: str, undo: bool) -> None:
@@ -87,22 +88,24 @@ class Pipeline:
         await self._watch.drain(worker_id, undo)
 
     async def set_role(self, worker_id: str, role: WorkerRole) -> None:
-        """What new work it takes. Raises NotFound, InvalidRequest, WeftError."""
+        """Change a worker's role. Raises NotFound, InvalidRequest, WeftError."""
         await self._watch.set_role(worker_id, role)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """A place among the requests under way, for the rest of the task. Raises RateLimited, Overloaded, or PeerLost
-        while shutting down."""
+        """Count the current task as a request in flight.
+
+        Raises RateLimited, Overloaded, or PeerLost while shutting down.
+        """
         whose = current_principal.get()
         whose.check_quota()
         if self.is_draining:
             raise PeerLost("the gateway is shutting down")
         if self.num_in_flight >= self._max_requests:
-            # no better figure than a second is known here: of so many some end within it, whatever the fleet is like
-            raise Overloaded(f"{self._max_requests} requests are under way already")
+            # Retry-After stays at one second: with so many requests in flight, some end within it.
+            raise Overloaded(f"{self._max_requests} requests are in flight already; retry later")
         if whose.shares_capacity and (held := self._held[whose.tenant]) >= self._share(held):
-            raise Overloaded(f"{held} requests of this tenant are under way already")
+            raise Overloaded(f"{held} requests of this tenant are in flight already; retry later")
         self._held[whose.tenant] += 1
         self.num_in_flight += 1
         self._idle.clear()
@@ -113,7 +116,7 @@ class Pipeline:
         try:
             yield
         except asyncio.CancelledError:
-            # as a timeout does it: a cancellation that is not ours goes on
+            # Convert only our own cancellation; re-raise any other (same rule as asyncio.timeout).
             if (why := self._abort_errors.get(task)) is None or task.uncancel() > 0:
                 raise
             raise why from None
@@ -129,22 +132,22 @@ class Pipeline:
                 self._idle.set()
 
     def _share(self, held: int) -> int:
-        """What one tenant may hold where there are several: half of what the others leave, so that each finds some."""
+        """Requests one of several tenants may hold: half of what the others leave."""
         return max(1, (self._max_requests - (self.num_in_flight - held)) // 2)
 
     async def wait_idle(self, seconds: float) -> None:
-        """Until nothing is under way, but no longer than this."""
+        """Wait until no request is in flight, for at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
     def abort_all(self) -> None:
-        """What is under way ends now, wherever it waits, with an error that its client can read."""
+        """End all requests with an error that clients can read."""
         for task in self._in_flight:
             self._abort(task, PeerLost("the gateway is shutting down"))
 
     def abort_revoked(self) -> None:
-        """So does what was asked for with a key that counts no more."""
+        """End the requests of revoked API keys."""
         for task, whose in self._in_flight.items():
             if whose.is_revoked:
                 self._abort(task, Unauthenticated("this API key was revoked"))
@@ -157,10 +160,10 @@ class Pipeline:
     async def prepare(
         self, parse: Callable[[bytes], Generation], body: bytes, num_earlier_bytes: int = 0
     ) -> PreparedRequest:
-        """Validate, render, tokenize and hash. Raises InvalidRequest, NotFound or RateLimited.
+        """Parse, render, tokenize and hash. Raises InvalidRequest, NotFound or RateLimited.
 
-        A request counts against its key's limits whether it is right or wrong, its tokens only when it is right.
-        `num_earlier_bytes`: of what `parse` reads beside the body.
+        Every request counts against its key's request limit; only a valid one counts against the token limit.
+        `num_earlier_bytes`: size of what `parse` reads in addition to the body.
         """
         if len(body) + num_earlier_bytes > SHORT_BYTES:
             prepared = await self.compute_charged(lambda: self._prepare(parse(body)))
@@ -170,7 +173,7 @@ class Pipeline:
         return prepared
 
     async def count(self, parse: Callable[[bytes], Generation], body: bytes) -> tuple[ServedModel, int]:
-        """The model that is meant and the prompt's length, for requests that will not be run. Raises as `prepare`."""
+        """Return the model and the prompt length of a request that will not run. Raises as `prepare`."""
 
         def work() -> tuple[ServedModel, int]:
             generation = parse(body)
@@ -182,7 +185,7 @@ class Pipeline:
         return counted
 
     async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> PreparedRequest:
-        """Here and now, but for grammars: little text can mean a lot of work there."""
+        """Prepare on the event loop, except grammars, whose cost does not depend on their length."""
         with charge_on_error():
             generation = parse(body)
             if generation.answer_format is None and generation.tool_use is None:
@@ -196,7 +199,7 @@ class Pipeline:
         return prepare(generation, model, self._watch.of(model.name).block_tokens, self.max_context_tokens(model))
 
     async def prepare_embedding(self, parse: Callable[[], Embedding]) -> PreparedEmbedding:
-        """The same for texts of which vectors are wanted."""
+        """Prepare an embedding request; see `prepare`."""
 
         def work() -> PreparedEmbedding:
             asked = parse()
@@ -208,36 +211,35 @@ class Pipeline:
         return prepared
 
     async def compute_charged(self, work: Callable[[], ResultT]) -> ResultT:
-        """In a thread, as part of a request."""
+        """Run `work` in a thread; an error counts as a request."""
         with charge_on_error():
             return await self.compute(work)
 
     async def compute_counted(self, work: Callable[[], ResultT]) -> ResultT:
-        """Other work on texts, in the same threads."""
+        """Run `work` in a thread and count it as a request."""
         await current_principal.get().take_quota(0)
         return await self.compute(work)
 
     async def compute(self, work: Callable[[], ResultT]) -> ResultT:
-        """For a request that has been counted already."""
+        """Run `work` in a thread without counting it."""
         return await self._text_pool.run(work)
 
-    def start_run(self, prepared: PreparedRequest, session: ClientHints, timeout_seconds: float) -> GenerationRun:
-        """The request on the mesh; enter it to begin. What is said beside the request goes before its own."""
+    def start_run(self, prepared: PreparedRequest, client: ClientHints, timeout_seconds: float) -> GenerationRun:
+        """Return the run of a prepared request; entering it starts the sequences. Headers override the body's hints."""
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         is_chat = isinstance(prepared.generation.prompts[0], Conversation)
         codec = prepared.model.chat_codec if is_chat else prepared.model.codec
-        standing = session.with_principal(current_principal.get()).routing_hints(
+        hints = client.with_principal(current_principal.get()).routing_hints(
             prepared.generation.session, prepared.generation.priority
         )
-        return GenerationRun(self._mesh, prepared, codec, standing, deadline)
+        return GenerationRun(self._mesh, prepared, codec, hints, deadline)
 
     def close(self) -> None:
-        """Stop the threads."""
         self._text_pool.close()
 
 
 class charge_on_error:
-    """What is wrong counts as a request all the same, and so does what nobody waits for any more."""
+    """Counts a request that ends in an error or a cancellation against its key."""
 
     __slots__ = ()
 
@@ -252,6 +254,6 @@ class charge_on_error:
 
 
 def client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHints:
-    """What came beside a request that has its place. Raises InvalidRequest."""
+    """Read the hints of an admitted request. Raises InvalidRequest."""
     with charge_on_error():
         return read_client_hints(headers)

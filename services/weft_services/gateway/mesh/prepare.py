@@ -1,6 +1,7 @@
-"""How many logprobs one request may ask for: all of them lie in the gateway's memory at once.
+"""Turns a request into token ids, block keys and sampling parameters, and checks its limits.
 
-Generation -> token ids, block keys and sampling parameters of every sequence. CPU work, done in a few threads.
+The work is CPU-bound and runs in the threads of `text_pool`. Logprobs are limited because all of a request's lie in
+memory at once.
 """
 
 from __future__ import annotations
@@ -24,49 +25,51 @@ from weft_services.gateway.text.parts import Parts, new_call_id
 from weft_services.gateway.text.stop_strings import StopMatcher, StopScanner, VisibleStops
 from weft_services.gateway.text.tool_parsers import Parser, plain
 
-# logprobs of prompt tokens and of their alternatives, in one request: some 10 MB of JSON
+# Logprobs of prompt tokens and their alternatives in one request: about 10 MB of JSON.
 MAX_PROMPT_LOGPROBS = 262_144
-# of all answers to one request, where they are not streamed; as JSON some hundred bytes each
+# Logprobs of all answers to one request that is not streamed, each about a hundred bytes of JSON.
 MAX_ANSWER_LOGPROBS = 2_097_152
 
 
 def check_prompt_logprobs(generation: Generation, num_tokens: int) -> None:
-    """Those of prompts of so many tokens together. Raises InvalidRequest."""
+    """Check the logprobs of prompts with `num_tokens` in total. Raises InvalidRequest."""
     if generation.num_scored is None:
         return
-    num_scores = num_tokens * (1 + generation.num_scored)
-    if num_scores > MAX_PROMPT_LOGPROBS:
+    num_logprobs = num_tokens * (1 + generation.num_scored)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
         field = "logprobs" if generation.num_prompt_logprobs is None else "prompt_logprobs"
-        message = f"{field}: {num_scores} logprobs of prompts, at most {MAX_PROMPT_LOGPROBS} in one request"
+        message = (
+            f"{field}: {num_logprobs} logprobs of prompts exceed the limit of {MAX_PROMPT_LOGPROBS} in one request"
+        )
         raise InvalidRequest(message, field, "invalid_value")
 
 
 def max_logprob_tokens(generation: Generation, num_sequences: int) -> int:
-    """To how many tokens each of so many answers is bound by it."""
+    """Return how many tokens each of `num_sequences` answers may have with the requested logprobs."""
     if generation.stream or generation.in_pieces or generation.num_logprobs is None:
         return sys.maxsize
     return MAX_ANSWER_LOGPROBS // (num_sequences * (1 + generation.num_logprobs))
 
 
-def too_many_logprobs(generation: Generation, scored_tokens: int) -> InvalidRequest:
-    """For who asks for longer answers than that."""
+def too_many_logprobs(generation: Generation, token_limit: int) -> InvalidRequest:
+    """Return the error for answers longer than that."""
     field = generation.max_tokens_field
-    what = f"at most {scored_tokens} tokens for each of so many answers with so many logprobs, unless they are streamed"
+    what = f"at most {token_limit} tokens per answer with this many answers and logprobs; stream the answer"
     return InvalidRequest(f"{field}: {what}", field, "invalid_value")
 
 
-# of one request, as OpenAI has it
+# OpenAI's limit for one request.
 MAX_EMBEDDED_TOKENS = 300_000
-# a text of up to this is tokenized where nothing is run, however much less the model could read: by its length clients
-# decide what to leave out
+# Texts up to this length are tokenized even beyond the context, if nothing is run. Clients use the count to decide what
+# to drop.
 MAX_COUNTED_CHARS = 1 << 20
-# of a text that is gone on with, enough to begin with a whole character and a word
+# Enough to start with a whole character and a word.
 CONTEXT_TOKENS = 8
 Encode = Callable[[str], tuple[int, ...]]
 
 
 class TooLong(InvalidRequest):
-    """More than the context holds: a prompt of that size, and `max_tokens` of answer where they are too many."""
+    """The prompt, or prompt and `max_tokens` together, exceed the context. `size` describes the prompt."""
 
     def __init__(self, message: str, param: str, size: str, limit: int, max_tokens: int | None = None) -> None:
         super().__init__(message, param, "context_length_exceeded")
@@ -75,10 +78,10 @@ class TooLong(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends within thoughts.
+    """Token ids, and the keys of their full blocks in order.
 
-    `text`: of one that is to be repeated, as it was given, or what its token ids say, special ones included. `context`:
-    the last of its tokens, where an answer goes on with its text.
+    `is_thinking`: the prompt ends inside thoughts. `text`: the prompt as text, if the answer repeats it; special tokens
+    are included. `context`: the last tokens, if the answer continues the prompt's text.
     """
 
     token_ids: tuple[int, ...]
@@ -90,10 +93,10 @@ class PreparedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSequence:
-    """One choice of the answer: which prompt it continues, how, and by how many tokens at most.
+    """One choice of the answer: its prompt, sampling and token limit.
 
-    Workers generate one where the client wants none. `num_prompt_logprobs`: see `Generation.num_scored`; of choices
-    that come together one asks for all that continue the same prompt.
+    Workers generate one token even if `max_tokens` is 0. `num_prompt_logprobs`: see `Generation.num_scored`; one of
+    several choices of a prompt requests them for all.
     """
 
     prompt: int
@@ -114,11 +117,11 @@ class PreparedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counts once, however many choices continue it."""
+        """Tokens of all prompts; each counts once, however many choices continue it."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     def reader(self, index: int) -> AnswerReader:
-        """Of a chat's choice: it tells thoughts, calls and text apart."""
+        """Return the reader that separates thoughts, calls and text of a chat's choice."""
         use, form = self.generation.tool_use, self.model.tool_format
         is_thinking = self.prompts[self.sequences[index].prompt].is_thinking
         parser: Parser = plain
@@ -130,7 +133,7 @@ class PreparedRequest:
         return AnswerReader(parser, parts, self.model.thinks, is_thinking, ends_thoughts)
 
     def stops(self, index: int) -> StopMatcher | None:
-        """What looks for the stop strings of a choice; None where there are none."""
+        """Return the matcher for a choice's stop strings; None without stop strings."""
         stops = self.generation.stop
         if not stops:
             return None
@@ -151,14 +154,14 @@ class PreparedEmbedding:
 
     @property
     def num_tokens(self) -> int:
-        """Of all inputs."""
+        """Tokens of all inputs."""
         return sum(map(len, self.inputs))
 
 
 def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, limit: int) -> PreparedRequest:
-    """Render, tokenize, check against the limits, hash. `block_tokens` None: the fleet has not said; nothing is hashed.
+    """Render, tokenize, hash and check a request. Raises InvalidRequest naming the field.
 
-    `limit`: tokens of prompt and answer. Raises InvalidRequest naming the field.
+    `block_tokens`: None while unknown, then nothing is hashed. `limit`: tokens of prompt and answer together.
     """
     cache_salt = current_principal.get().cache_salt
     prompts = []
@@ -178,10 +181,10 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
     seed = new_seed() if generation.seed is None else generation.seed
     sequences = []
     num_sequences = len(prompts) * generation.num_candidates
-    scored_tokens = max_logprob_tokens(generation, num_sequences)
+    token_limit = max_logprob_tokens(generation, num_sequences)
     for index in range(num_sequences):
         place, candidate = divmod(index, generation.num_candidates)
-        max_tokens = _max_tokens(generation, len(prompts[place].token_ids), limit, scored_tokens)
+        max_tokens = _max_tokens(generation, len(prompts[place].token_ids), limit, token_limit)
         sampling = _sampling(generation, model, max(1, max_tokens), _derive(seed, index), grammar)
         scored = generation.num_scored if candidate == 0 or generation.stream else None
         sequences.append(PreparedSequence(place, sampling, max_tokens, scored))
@@ -193,7 +196,7 @@ def _repeated(prompt: Prompt, model: ServedModel) -> str:
 
 
 def _encoder(prompt: Prompt, model: ServedModel, cache_salt: bytes) -> Encode:
-    """A template writes all that a prompt begins with; other texts get what the tokenizer puts around them."""
+    """Return the encoder: templates write special tokens themselves, other texts get those of the tokenizer."""
     if isinstance(prompt, Conversation):
         return partial(model.chats.encode, salt=cache_salt)
     return partial(model.codec.encode, add_special_tokens=True)
@@ -207,7 +210,7 @@ def _token_ids(
         _check_size(len(token_ids), field, limit)
         check_ids(token_ids, field, model)
         return token_ids
-    if len(text) > limit * model.codec.longest_token_bytes:  # surely too long: no need to tokenize it
+    if len(text) > limit * model.codec.longest_token_bytes:  # certainly too long, so do not tokenize it
         raise _too_long(f"a text of {len(text)} characters", field, limit)
     token_ids = _not_empty(encode(text), field)
     _check_size(len(token_ids), field, limit)
@@ -221,14 +224,14 @@ def _not_empty(token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
 
 
 def tokenize(asked: TokenizeRequest, model: ServedModel, limit: int) -> tuple[int, ...]:
-    """The ids that a prompt would have, also of one that is longer than the context. Raises what `prepare` raises."""
+    """Return the ids of a prompt, even if it exceeds the context. Raises as `prepare`."""
     codec = model.written if isinstance(asked.prompt, Conversation) else model.codec
     encode = partial(codec.encode, add_special_tokens=asked.add_special_tokens)
     return _count_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, encode)
 
 
 def count(generation: Generation, model: ServedModel, limit: int) -> int:
-    """How many tokens the prompts have; nothing else of the request is looked at. Raises what `prepare` raises."""
+    """Return the number of prompt tokens; the rest of the request is ignored. Raises as `prepare`."""
     salt, field = current_principal.get().cache_salt, generation.prompt_field
     prompts = [(_text(prompt, field, model), _encoder(prompt, model, salt)) for prompt in generation.prompts]
     return sum(len(_count_ids(text, field, model, limit, encode)) for text, encode in prompts)
@@ -245,7 +248,7 @@ def _count_ids(
 
 
 def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> PreparedEmbedding:
-    """The token ids of every input. Raises InvalidRequest naming the field."""
+    """Tokenize every input. Raises InvalidRequest naming the field."""
     inputs: list[tuple[int, ...]] = []
     encode = partial(model.codec.encode, add_special_tokens=True)
     num_left = MAX_EMBEDDED_TOKENS
@@ -253,13 +256,13 @@ def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> Prepa
         inputs.append(_token_ids(each, "input", model, limit, encode))
         num_left -= len(inputs[-1])
         if num_left < 0:
-            message = f"input: more than {MAX_EMBEDDED_TOKENS} tokens in one request"
+            message = f"input: more than {MAX_EMBEDDED_TOKENS} tokens in one request; split it"
             raise InvalidRequest(message, "input", "invalid_value")
     return PreparedEmbedding(asked, tuple(inputs), current_principal.get().cache_salt)
 
 
 def check_ids(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
-    """Raises InvalidRequest for what is not in the vocabulary."""
+    """Check that the ids are in the vocabulary. Raises InvalidRequest."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocabulary_size:
         raise InvalidRequest(f"{field}: token ids are from 0 to {model.vocabulary_size - 1}", field, "invalid_value")
 
@@ -283,16 +286,16 @@ def _too_long(size: str, field: str, limit: int) -> TooLong:
 
 
 def _context_is(limit: int) -> str:
-    """In OpenAI's words: clients and proxies tell by them that a conversation has to be shortened."""
+    """OpenAI's wording, by which clients and proxies recognize that a conversation must be shortened."""
     return f"this model's maximum context length is {limit} tokens"
 
 
-def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int, scored_tokens: int) -> int:
-    max_tokens = min(_length(generation, num_prompt_tokens, limit), scored_tokens)
+def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int, token_limit: int) -> int:
+    max_tokens = min(_length(generation, num_prompt_tokens, limit), token_limit)
     if max_tokens < (generation.max_tokens or 0):
-        raise too_many_logprobs(generation, scored_tokens)
+        raise too_many_logprobs(generation, token_limit)
     if generation.min_tokens > max_tokens:
-        message = f"min_tokens: {generation.min_tokens} is more than the {max_tokens} tokens that the answer may have"
+        message = f"min_tokens ({generation.min_tokens}) must be at most {max_tokens}, the limit of the answer"
         raise InvalidRequest(message, "min_tokens", "invalid_value")
     return max_tokens
 
@@ -318,7 +321,7 @@ def _check_named_tokens(generation: Generation, model: ServedModel) -> None:
 
 
 def _derive(seed: int, index: int) -> int:
-    """The first choice samples with the request's seed itself, so that n=1 and the first of n=2 are the same text."""
+    """Derive the seed of a choice. The first uses the request's seed, so n=1 equals the first choice of n=2."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(index.to_bytes(4, "little"), key=seed.to_bytes(8, "little"), digest_size=8)

@@ -1,13 +1,10 @@
-"""Who goes first, as clients say it: vLLM's number in the body or a header, or a class by name in another header.
+"""Reads hints for placement from a request's headers: tenant, session and priority.
 
-Lower is sooner here, as vLLM's clients count; the mesh counts the other way.
+Clients name sessions in many headers and fields; one value is chosen. Behind the gateway it appears only as a digest
+that differs per tenant. Headers that name a worker, as some routers accept them, are ignored.
 
-
-Who a request belongs with: one signal out of the many headers and fields that clients name their sessions in; whose
-it is; and who goes first.
-
-It is a hint for placing and nothing else: what is seen of it behind the gateway is a digest, another one for every
-tenant. Headers that name a worker, as some routers take them, are not read at all.
+Priorities come from vLLM's number, in the body or a header, or from a class name in another header. In headers a lower
+number goes first, as in vLLM; the mesh uses the opposite sign.
 """
 
 from __future__ import annotations
@@ -29,13 +26,16 @@ _NUMBER = re.compile(r"\s*[+-]?[0-9]{1,3}\s*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class PriorityHint:
-    """What the headers say: a number, if there is one, and what the named class is worth."""
+    """Priority from the headers: a number, if any, and the value of the named class."""
 
     number: int | None = None
     by_class: int = 0
 
     def priority(self, own: int | None) -> int:
-        """A number in the header goes before the request's own, as in vLLM; a class counts where there is no number."""
+        """Return the priority as vLLM counts.
+
+        A number in the header precedes `own`, the request's; the class counts only without a number.
+        """
         if self.number is not None:
             return self.number
         return self.by_class if own is None else own
@@ -45,9 +45,9 @@ NO_PRIORITY_HINT = PriorityHint()
 
 
 def read_priority_hint(headers: Mapping[str, str]) -> PriorityHint:
-    """A class that nobody knows is the usual one, as in the router that the header comes from.
+    """Read the priority headers. Raises InvalidRequest if the number is malformed.
 
-    Raises InvalidRequest for a number that is none.
+    An unknown class counts as default, as in the router that defines the header.
     """
     by_class = CLASSES.get(headers.get(CLASS_HEADER, "").strip().lower(), 0)
     number = headers.get(NUMBER_HEADER)
@@ -59,7 +59,7 @@ def read_priority_hint(headers: Mapping[str, str]) -> PriorityHint:
     return PriorityHint(int(number), by_class)
 
 
-# one signal under many names; the first usable one counts, and those of the body come after them
+# Names of one hint; the first usable one counts, and all precede the fields of the body.
 SESSION_HEADERS = (
     "x-session-affinity",
     "x-session-id",
@@ -68,12 +68,12 @@ SESSION_HEADERS = (
     "x-dynamo-session-id",
     "x-smg-routing-key",
 )
-# a request that names no session of its own belongs to that of whoever started it
+# Fallback for a request without a session: the session of its parent.
 PARENT_HEADERS = ("x-parent-session-id", "x-dynamo-parent-session-id")
-# where keys are not checked, whoever shows the same one is taken for the same tenant
+# Without configured keys, equal credentials count as the same tenant.
 CREDENTIALS = ("authorization", "x-api-key")
 MAX_HINT_CHARS = 256
-# nothing else is looked at; by their names in HTTP and in gRPC
+# The only headers read, by their HTTP and their gRPC names.
 HINT_HEADERS: dict[str | bytes, str] = {
     spelled: name
     for name in (*SESSION_HEADERS, *PARENT_HEADERS, *CREDENTIALS, NUMBER_HEADER, CLASS_HEADER)
@@ -83,7 +83,7 @@ HINT_HEADERS: dict[str | bytes, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
-    """What the mesh is told of it: digests, both perhaps empty, and a priority as engines count, higher goes first."""
+    """Hints as the mesh gets them: digests, empty if unknown, and a priority; the highest goes first."""
 
     session: bytes = b""
     tenant: bytes = b""
@@ -92,8 +92,11 @@ class RoutingHints:
 
 @dataclass(frozen=True, slots=True)
 class ClientHints:
-    """What came beside a request: whose it is, the session it names, how urgent it is, how urgent it may be at most
-    (lower is sooner), and the session that it was started from. All names may be empty."""
+    """Hints from the headers; all strings may be empty.
+
+    `tenant`: the credential. `hint`: the session. `most_urgent`: lowest priority number allowed. `parent`: the session
+    that started this one.
+    """
 
     tenant: str = ""
     hint: str = ""
@@ -102,18 +105,21 @@ class ClientHints:
     parent: str = ""
 
     def with_principal(self, whose: Principal) -> ClientHints:
-        """With what is known of the client by its key, which counts more than what it says."""
+        """Return the hints with tenant and priority limit from the API key; these override what the client claims."""
         if whose.key is None:
             return self
         return replace(self, tenant=whose.tenant, min_priority=whose.min_priority)
 
     def routing_hints(self, own_hint: str, own_priority: int | None) -> RoutingHints:
-        """Together with what the request says of itself."""
+        """Combine the hints with those of the request body."""
         level = max(self.priority_hint.priority(own_priority), self.min_priority)
         return RoutingHints(self.digest(own_hint), self.tenant_digest, -level)
 
     def digest(self, own_hint: str) -> bytes:
-        """What the scheduler is told; `own_hint` is the request's own, which comes second. Empty without a session."""
+        """Return the session digest; empty without a session.
+
+        A session in the headers precedes `own_hint`, the body's.
+        """
         hint = self.hint or own_hint or self.parent
         if not 1 <= len(hint) <= MAX_HINT_CHARS:
             return b""
@@ -122,14 +128,14 @@ class ClientHints:
 
     @property
     def tenant_digest(self) -> bytes:
-        """Whose it is, as the mesh is told; empty where nobody says."""
+        """Digest of the tenant; empty if unknown."""
         if not self.tenant:
             return b""
         return hashlib.blake2b(self.tenant.encode(), digest_size=16, person=b"weft-who-asks").digest()
 
 
 def read_client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHints:
-    """From HTTP headers or gRPC metadata, names in lower case. Raises InvalidRequest for a priority that is none."""
+    """Read HTTP headers or gRPC metadata with lower-case names. Raises InvalidRequest for a malformed priority."""
     given: dict[str, str] = {}
     for name, value in headers:
         if (known := HINT_HEADERS.get(name)) is not None:

@@ -1,16 +1,7 @@
-"""Places for sequences, asked of the scheduler over one stream: requests that come together travel together.
+"""Client of the scheduler: placements over one stream, unary calls, and a cache of rejections.
 
-A stream is opened when somebody asks, and fails whoever waits when it breaks; asking again opens the next, and so does
-a second of silence.
-
-
-Calls to the scheduler, and what it says of the fleet.
-
-What the scheduler has just refused, remembered: while a fleet is full most requests are like one that was refused a
-moment ago, and are told so here. No wire, no clients.
-
-The scheduler says for how long a refusal holds: until about half of those who wait have got their places. So nobody
-loses a place to it, and there is always somebody left to take the next one.
+Queries that arrive together travel in one message. The stream opens with the first query. When it breaks, it fails all
+waiting queries and reopens with the next query, or after one second.
 """
 
 from __future__ import annotations
@@ -57,39 +48,44 @@ from weft_services.gateway.mesh.scheduler_types import (
 )
 
 MAX_BATCH = 256
-# keys of a long prompt's blocks are half a megabyte, and a message that is too long would break the stream for all: the
-# last one in may be as long again
+# Block keys of a long prompt take half a megabyte, and a message over the limit would break the stream for all. The
+# last query of a batch may double its size.
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
 REOPEN_SECONDS = 1.0
 
 
 class StreamLost(PeerLost):
-    """The stream broke before the answer came; nothing is known of the request."""
+    """The route stream broke before the answer came; the outcome of the query is unknown."""
 
 
 class RouteStream:
-    """`run` must be running. Its bound is that of the requests under way."""
+    """Batches placement queries on one stream.
+
+    `run` must be running. The number of requests in flight bounds its queues.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = SchedulerServiceStub(channel)
         self._gateway_id = uuid.uuid4().hex
-        self._unsent: OrderedDict[tuple[str, int], pb.RouteRequest] = OrderedDict()  # and not sent yet
+        self._unsent: OrderedDict[tuple[str, int], pb.RouteRequest] = OrderedDict()  # not sent yet
         self._withdrawn: deque[common_pb2.RequestKey] = deque()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
         self._has_sent_id = False
-        self._outgoing: EagerStreamWriter[pb.RouteManyRequest] | None = None  # while a stream is open
+        self._outgoing: EagerStreamWriter[pb.RouteManyRequest] | None = None  # set while a stream is open
         self._has_request = asyncio.Event()
-        self.num_answers = 0  # messages of them, over all streams
+        self.num_answers = 0  # answer messages received, over all streams
 
     async def route(
         self, query: RouteQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
     ) -> SequencePlacement:
-        """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request. `meanwhile` is done
-        while the scheduler looks for a place."""
+        """Return where to run the attempt; see `request`. Raises the scheduler's rejection, or StreamLost."""
         return placement_from_wire(await self.request(query_to_wire(query, remaining_seconds), meanwhile))
 
     async def request(self, request: pb.RouteRequest, meanwhile: Callable[[], None] = lambda: None) -> pb.RouteResponse:
-        """The same on the wire."""
+        """Send a query and return the answer.
+
+        Cancelling the caller withdraws the query. `meanwhile` runs while the scheduler decides.
+        """
         key = _key_of(request.key)
         place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
         self._waiting[key] = place
@@ -106,8 +102,11 @@ class RouteStream:
                 self._push()
 
     async def run(self) -> None:
-        """For ever. A stream that breaks is opened anew, asked or not: the scheduler gives up what is booked for a
-        gateway that holds none."""
+        """Keep the stream open for ever.
+
+        A broken stream is reopened even without queries: the scheduler drops the reservations of a gateway that has
+        none.
+        """
         await self._has_request.wait()
         while True:
             error = StreamLost("the scheduler is going away")
@@ -127,8 +126,10 @@ class RouteStream:
                     await self._has_request.wait()
 
     def reopen_if_silent(self, num_answers: int) -> None:
-        """Somebody has waited for long, since there were so many: where none has come after that, the stream is opened
-        anew. Its other end may be gone without a word, and the connection as good as ever."""
+        """Reopen the stream if no answer came since `num_answers` was read.
+
+        The scheduler may have died silently while the TCP connection still looks healthy.
+        """
         if self._outgoing is not None and self.num_answers == num_answers:
             self._outgoing.fail(TimeoutError("the scheduler does not answer"))
 
@@ -146,7 +147,7 @@ class RouteStream:
         return pb.RouteManyRequest(requests=self._next_batch(), withdrawn=_take_batch(self._withdrawn))
 
     def _next_batch(self) -> list[pb.RouteRequest]:
-        """As many as a message takes; of the largest, one."""
+        """Take as many queries as fit into one message, at least one."""
         batch: list[pb.RouteRequest] = []
         room = MAX_BATCH_BYTES
         while self._unsent and len(batch) < MAX_BATCH and room > 0:
@@ -157,7 +158,7 @@ class RouteStream:
     def _answer(self, result: pb.RouteResult) -> None:
         place = self._waiting.get(_key_of(result.key))
         if place is None or place.done():
-            return  # withdrawn meanwhile
+            return  # withdrawn in the meantime
         if result.WhichOneof("outcome") == "placed":
             place.set_result(result.placed)
         else:
@@ -197,7 +198,7 @@ def _to_error(refused: pb.RouteRefusal) -> WeftError:
 
 
 def placement_from_wire(response: pb.RouteResponse) -> SequencePlacement:
-    """Where it goes."""
+    """Convert a placement from the wire."""
     return SequencePlacement(
         decode=wire.address_from_wire(response.decode),
         prefill=wire.address_from_wire(response.prefill) if response.HasField("prefill") else None,
@@ -217,7 +218,7 @@ POLL_SECONDS = 2.0
 
 
 class SchedulerClient:
-    """The scheduler's two services over one channel; `run` must be running."""
+    """The scheduler's two services over one channel. `run` must be running."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -228,15 +229,17 @@ class SchedulerClient:
     async def route(
         self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
     ) -> SequencePlacement:
-        """Raises Overloaded, StreamLost (no scheduler), PeerLost (no worker for it), DeadlineExceeded. `meanwhile` is
-        done while a place is looked for, perhaps more than once."""
+        """Return where to run an attempt. `meanwhile` runs while the scheduler decides, perhaps more than once.
+
+        Raises Overloaded, StreamLost (no scheduler), PeerLost (no worker), DeadlineExceeded.
+        """
         num_answers = self._routes.num_answers
         try:
             async with asyncio.timeout(min(ROUTE_SECONDS, timeout_seconds)):
                 return await self._route(query, timeout_seconds, meanwhile)
-        except NotFound as error:  # the name is one we serve, so nobody has joined yet
+        except NotFound as error:  # The gateway serves this model, so no worker has joined yet.
             raise NoWorker(f"no worker serves {query.model!r}") from error
-        except Cancelled as error:  # by the scheduler, which is going away
+        except Cancelled as error:  # The scheduler cancels calls when it shuts down.
             raise StreamLost("the scheduler is going away") from error
         except TimeoutError as error:
             if timeout_seconds <= ROUTE_SECONDS:
@@ -247,8 +250,11 @@ class SchedulerClient:
     async def _route(
         self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None]
     ) -> SequencePlacement:
-        """Again where the stream breaks: another scheduler may answer at the same address, at the next try or the one
-        after it, since a connection that ends can take one more stream with it."""
+        """Query again after a lost stream.
+
+        Another scheduler may answer at the same address. Several attempts are needed because a closing connection can
+        accept one more stream and lose it too.
+        """
         for pause in RETRY_PAUSES_SECONDS:
             with suppress(StreamLost):
                 return await self._routes.route(query, timeout_seconds, meanwhile)
@@ -256,17 +262,17 @@ class SchedulerClient:
         return await self._routes.route(query, timeout_seconds, meanwhile)
 
     async def run(self) -> None:
-        """What `route` needs; until cancelled."""
+        """Keep the route stream open; until cancelled."""
         await self._routes.run()
 
     async def settle(self, settlements: list[Settlement]) -> None:
-        """Report stages; safe to repeat. Raises WeftError."""
+        """Report settlements; safe to repeat. Raises WeftError."""
         request = scheduler_pb.SettleRequest(settlements=[_settlement_to_wire(each) for each in settlements])
         with rpc_errors_translated():
             await self._scheduler.Settle(request, timeout=SETTLE_SECONDS)
 
     async def fleet(self, with_hand_offs: bool = False) -> FleetReport:
-        """The fleet as the scheduler sees it. Raises WeftError."""
+        """Return the fleet as the scheduler sees it. Raises WeftError."""
         request = scheduler_pb.ListWorkersRequest(without_hand_offs=not with_hand_offs)
         with rpc_errors_translated():
             response = await self._fleet.ListWorkers(request, timeout=POLL_SECONDS)
@@ -278,18 +284,17 @@ class SchedulerClient:
         )
 
     async def drain(self, worker_id: str, undo: bool) -> None:
-        """Ask a worker to finish what it has and take nothing new, or the reverse. Raises NotFound, WeftError."""
+        """Make a worker finish its sequences and accept no new ones, or undo that. Raises NotFound, WeftError."""
         with rpc_errors_translated():
             await self._fleet.Drain(scheduler_pb.DrainRequest(worker_id=worker_id, undo=undo), timeout=POLL_SECONDS)
 
     async def set_role(self, worker_id: str, role: WorkerRole) -> None:
-        """Ask a worker to take other new work. Raises NotFound, InvalidRequest where it cannot, WeftError."""
+        """Change the role of a worker. Raises NotFound, InvalidRequest if the worker cannot take it, WeftError."""
         request = scheduler_pb.SetRoleRequest(worker_id=worker_id, role=wire.role_to_wire(role))
         with rpc_errors_translated():
             await self._fleet.SetRole(request, timeout=POLL_SECONDS)
 
     async def close(self) -> None:
-        """Close the channel."""
         await self._channel.close()
 
 
@@ -302,14 +307,14 @@ def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:
     )
 
 
-# there may be as many tenants as clients make up
+# Clients may invent tenants, so the cache is bounded.
 MAX_REJECTIONS = 4096
 metrics.init_series(metrics.PLACEMENTS, ("overloaded",))
 
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """Words and numbers only: an exception would keep the frames that it has passed by, and their prompts with them."""
+    """Only strings and numbers: an exception would keep its stack frames, and their prompts, alive."""
 
     message: str
     retry_after_seconds: float
@@ -319,14 +324,18 @@ class _Rejection:
 
 
 class RejectionCache:
-    """Those that still hold, MAX_REMEMBERED at most."""
+    """Remembers the scheduler's latest rejections, so that equivalent requests fail without a call.
+
+    The scheduler says how long a rejection holds: until about half of its waiting requests are placed. So a free place
+    always finds a waiting request.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._held: OrderedDict[tuple[str, bytes, int], _Rejection] = OrderedDict()
 
     def add(self, query: RouteQuery, refused: QueueFull) -> None:
-        """The scheduler's newest word counts."""
+        """Store a rejection; it replaces an older one of the same model, tenant and priority."""
         kind = _kind(query)
         until = self._clock() + refused.hold_seconds
         sizes = query.prompt_tokens, query.max_tokens
@@ -336,7 +345,10 @@ class RejectionCache:
             self._held.popitem(last=False)
 
     def check(self, query: RouteQuery) -> None:
-        """Raises Overloaded. Who had a place before is for the scheduler to judge."""
+        """Raise Overloaded if a smaller or equal request was just rejected.
+
+        Requests that were placed before pass: the scheduler judges them.
+        """
         held = self._held.get(_kind(query))
         if held is None or query.key.generation > 0 or self._clock() >= held.until:
             return

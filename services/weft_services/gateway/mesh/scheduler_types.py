@@ -1,7 +1,4 @@
-"""What the gateway asks of the scheduler and of decode workers, and what it hears back. Values only; no wire.
-
-The fleet as the scheduler tells it: workers, what each is doing, the shared store. Values only; no wire.
-"""
+"""Values exchanged with the scheduler and the workers: placements, commands, and the state of the fleet."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from weft.request import KEEP, RequestKey, Retention, SamplingParams, WorkerAddr
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the scheduler expects of an attempt, and how long it had to wait for a place."""
+    """What the scheduler expects of an attempt, and how long the attempt waited for admission."""
 
     ttft_ms: int = 0
     itl_ms: int = 0
@@ -23,7 +20,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlacement:
-    """Where an attempt goes; without `prefill` the decode worker computes the prompt."""
+    """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
 
     decode: WorkerAddress
     prefill: WorkerAddress | None
@@ -32,7 +29,7 @@ class SequencePlacement:
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """A sequence to run on a decode worker, whichever that will be."""
+    """A sequence to start on a decode worker."""
 
     key: RequestKey
     token_ids: tuple[int, ...]
@@ -46,7 +43,7 @@ class StartCommand:
 
 @dataclass(frozen=True, slots=True)
 class EmbedCommand:
-    """A prompt of which a prefill worker is to give the mean hidden state."""
+    """A prompt whose mean hidden state a prefill worker computes."""
 
     key: RequestKey
     token_ids: tuple[int, ...]
@@ -56,8 +53,10 @@ class EmbedCommand:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """How far one attempt has come. `stage` is first_token, finished, failed or cancelled; with finished the attempt's
-    tokens are said."""
+    """The state of one attempt, for the scheduler.
+
+    `stage` is first_token, finished, failed or cancelled. `generated_tokens` is set with finished.
+    """
 
     key: RequestKey
     stage: str
@@ -67,7 +66,7 @@ class Settlement:
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """One answer of the scheduler. `store` None: there is none, or it does not answer."""
+    """One ListWorkers answer. `store` is None if there is no store or it does not answer."""
 
     workers: tuple[WorkerStatus, ...] = ()
     store: StoreUsage | None = None
@@ -77,7 +76,7 @@ class FleetReport:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """A prompt that this gateway has just seen handed from one worker to another."""
+    """A prompt's KV cache that moved from a prefill to a decode worker."""
 
     prefill_id: str
     decode_id: str

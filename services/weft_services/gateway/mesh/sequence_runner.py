@@ -1,9 +1,7 @@
-"""One choice of an answer as it grows: token deltas in, pieces of text out. No network, no clock.
+"""Runs one sequence on the mesh: place it, migrate it when its worker fails, and release what it holds.
 
-One sequence's way over the mesh: placed, moved to another worker when its own is lost, given back at the end.
-
-What has been generated moves along as part of the prompt; sampling is keyed on (seed, position), so the text goes on as
-it would have. Knows workers and attempts, neither text nor clients.
+A migration sends the generated tokens along as part of the prompt. Sampling is keyed on (seed, position), so the text
+continues exactly as it would have. `ChoiceText` turns token updates into the text of one choice.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from weft.stall_clock import StallAwareClock
 from weft_services.gateway.mesh.decode_connection import (
     DecodeConnection,
     DecodeConnectionPool,
-    DeltaQueue,
     SequenceUpdate,
     StartMessage,
+    UpdateQueue,
     to_start_message,
 )
 from weft_services.gateway.mesh.prepare import PreparedRequest
@@ -43,10 +41,13 @@ from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.stop_strings import StopMatcher
 
 
-@dataclass(slots=True)  # not frozen: there is one a token
+@dataclass(slots=True)  # Not frozen: one is created per token.
 class ChoiceUpdate:
-    """What a batch of deltas added to choice `index`. The last piece has a finish reason, and the stop string if that
-    was it; the first one what was asked of the prompt's logprobs."""
+    """What a batch of updates adds to choice `index`.
+
+    The last one has a finish reason, and the stop string if one was met. The first one has the prompt logprobs, if
+    requested.
+    """
 
     index: int
     text: str
@@ -58,26 +59,26 @@ class ChoiceUpdate:
 
 
 class ChoiceText:
-    """Text state of one choice. `token_ids` is everything generated so far: what moving it elsewhere would need.
+    """Text state of one choice. `token_ids` holds all generated tokens, which a migration resends.
 
-    It ends with `max_tokens`, whether the worker that generates says so or not.
+    The choice ends after `max_tokens`, whether or not the worker reports the end.
     """
 
     def __init__(
         self, index: int, codec: Codec, stops: StopMatcher | None, max_tokens: int, context: Items[int] = ()
     ) -> None:
-        """`context`: the last tokens of a text that is gone on with."""
+        """`context`: the last prompt tokens, if the answer continues their text."""
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._stop: str | None = None
-        self._prompt_logprobs: list[PromptLogprobs] = []  # that nobody has been told yet
+        self._prompt_logprobs: list[PromptLogprobs] = []  # not reported yet
         self._max_tokens = max_tokens
         self._detokenizer = codec.detokenizer(context)
         self._stops = stops
 
     def accept(self, deltas: Items[SequenceUpdate]) -> ChoiceUpdate:
-        """Take the deltas in, in order; those after the end are dropped."""
+        """Apply updates in order. Updates after the end of the choice are dropped."""
         texts: list[str] = []
         start = len(self.token_ids)
         logprobs: list[PositionLogprobs] = []
@@ -92,41 +93,41 @@ class ChoiceText:
             if delta.logprobs:
                 logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
         tokens = tuple(self.token_ids[start:])
-        piece = ChoiceUpdate(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
+        update = ChoiceUpdate(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
         if self._prompt_logprobs and (tokens or self.finish_reason is not None):
-            piece.prompt_logprobs = tuple(self._prompt_logprobs)
+            update.prompt_logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
-        return piece
+        return update
 
-    def _note(self, piece: PromptLogprobs) -> None:
-        """Of an attempt that has not spoken yet; where that is lost, the next one begins again."""
-        if piece.start == 1:
+    def _note(self, update: PromptLogprobs) -> None:
+        """Store prompt logprobs of an attempt without tokens; if that attempt is lost, the next one starts over."""
+        if update.start == 1:
             self._prompt_logprobs.clear()
-        self._prompt_logprobs.append(piece)
+        self._prompt_logprobs.append(update)
 
     def _accept_one(self, delta: SequenceUpdate) -> str:
         room = self._max_tokens - len(self.token_ids)
         ids, reason = delta.token_ids, delta.finish_reason
         if len(ids) > room or (len(ids) == room and reason is None):
             ids, reason = ids[:room], FinishReason.LENGTH
-        # the token that ends a sequence is counted and reported, its text is not part of the answer
-        spoken = ids[:-1] if reason is FinishReason.STOP else ids
-        text = self._speak(spoken) if self._stops is None else self._scan(spoken, self._stops)
+        # The token that ends a sequence is counted and reported; its text is not part of the answer.
+        text_ids = ids[:-1] if reason is FinishReason.STOP else ids
+        text = self._detokenize(text_ids) if self._stops is None else self._scan(text_ids, self._stops)
         if self.finish_reason is None:
-            self.token_ids.extend(ids[len(spoken) :])
+            self.token_ids.extend(ids[len(text_ids) :])
             if reason is not None:
                 text += self._end(reason)
         return text
 
-    def _speak(self, ids: tuple[int, ...]) -> str:
+    def _detokenize(self, ids: tuple[int, ...]) -> str:
         self.token_ids.extend(ids)
         return self._detokenizer.push(ids)
 
     def _scan(self, ids: tuple[int, ...], stops: StopMatcher) -> str:
-        """Token by token: the one that completes a stop string must be told from those after it."""
+        """Decode token by token, to separate the token that completes a stop string from those after it."""
         texts: list[str] = []
         for token_id in ids:
-            text, self._stop = stops.push(self._speak((token_id,)))
+            text, self._stop = stops.push(self._detokenize((token_id,)))
             texts.append(text)
             if self._stop is not None:
                 self.finish_reason = FinishReason.STOP
@@ -149,14 +150,14 @@ class ChoiceText:
 
 logger = logging.getLogger(__name__)
 
-# moves in a row without a token in between: a request that kills its workers must not kill the fleet
+# Consecutive migrations without a new token, by cause. A request that crashes its workers must not take down the fleet.
 MAX_EMPTY_ATTEMPTS = {PeerLost: 2, Overloaded: 2, EngineFailed: 1}
 MAX_MIGRATIONS = 32
-# for so long a process that failed a sequence is not asked for it again; another boot of the worker is
+# A boot that failed a sequence is not asked for it again for this long; a new boot of the worker is.
 SUSPECT_SECONDS = 3.0
-# processes that the scheduler is asked to pass over; it takes no longer list
+# The scheduler accepts at most this many excluded boots.
 MAX_EXCLUDED = 64
-# the scheduler looks no further, and refuses more: a million tokens of 16 to a block
+# The scheduler rejects more; this covers a million tokens in blocks of 16.
 MAX_BLOCK_KEYS = 65_536
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 0.5
 _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
@@ -165,9 +166,11 @@ metrics.init_series(metrics.SEQUENCE_MIGRATIONS, _CAUSES.values())
 
 @dataclass(frozen=True, slots=True)
 class MeshContext:
-    """The peers a sequence needs, the group that owns its moves, how long one may wait for a worker, who is told of
-    hand-offs, and what has just been refused. `misses`: a model's worker was there within that time, and may be back
-    soon."""
+    """What all sequences need: clients of other services, the task group of migrations, and shared state.
+
+    `migration_seconds` bounds the wait for a worker. `was_served_recently` returns true for a model that had its
+    workers within that time and may get them back soon.
+    """
 
     scheduler: SchedulerClient
     connections: DecodeConnectionPool
@@ -182,15 +185,15 @@ class MeshContext:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What all sequences of a request have in common; `deadline` in the loop's time."""
+    """What the sequences of one request share. `deadline` is in event-loop time."""
 
     prepared: PreparedRequest
     hints: RoutingHints
     deadline: float
-    updates: DeltaQueue
+    updates: UpdateQueue
 
     def remaining_seconds(self) -> float:
-        """Raises DeadlineExceeded when nothing is left."""
+        """Return the time left. Raises DeadlineExceeded if there is none."""
         remaining = self.deadline - asyncio.get_running_loop().time()
         if remaining <= 0:
             raise DeadlineExceeded("the request took too long")
@@ -198,10 +201,10 @@ class RequestContext:
 
 
 class SequenceRunner:
-    """A sequence under way. The key's generation counts placements; messages of older ones are late.
+    """A sequence and its attempts. The key's generation counts placements; updates of older ones are ignored.
 
-    `usage` is that of the first attempt that spoke: what the client's prompt cost; `forecast` that of the first
-    placement. `failure` is set when no attempt is left, and the inbox woken.
+    `usage` comes from the first attempt that produced a token, and is what the client's prompt cost. `forecast` comes
+    from the first placement. When no attempt is left, `failure` is set and the request's task woken.
     """
 
     def __init__(self, mesh: MeshContext, shared: RequestContext, request_id: str, sequence: ChoiceText) -> None:
@@ -217,7 +220,7 @@ class SequenceRunner:
         self._prompt = shared.prepared.prompts[spec.prompt]
         self._sampling = spec.sampling
         self._num_prompt_logprobs = spec.num_prompt_logprobs
-        self._suspects: dict[str, float] = {}  # boot id -> until when
+        self._suspects: dict[str, float] = {}  # boot id -> end of the exclusion
         self._num_resumed = 0
         self._num_empty_attempts = 0
         self._decode: WorkerAddress | None = None
@@ -228,7 +231,7 @@ class SequenceRunner:
 
     @property
     def is_done(self) -> bool:
-        """The sequence has come to its own end."""
+        """True once the choice has finished normally."""
         return self.choice.finish_reason is not None
 
     @property
@@ -237,11 +240,11 @@ class SequenceRunner:
         return self._decode.worker_id if self._decode is not None else ""
 
     async def place(self) -> None:
-        """The first placement. Waits for a worker up to `move_seconds`, where one was there a moment ago."""
+        """Run the first placement. Waits up to `migration_seconds` for a worker that was there recently."""
         await self._place(None)
 
     def on_tokens(self, usage: PromptUsage | None) -> None:
-        """Tokens have come; `usage` with the first of an attempt."""
+        """Record that tokens arrived; `usage` comes with the first tokens of an attempt."""
         if usage is not None and usage.prefill_worker_id != self.decode_id:
             hand_off = HandOff(
                 usage.prefill_worker_id, self.decode_id, usage.transferred_bytes, usage.exposed_transfer_ms
@@ -252,15 +255,15 @@ class SequenceRunner:
             self._reservation.first_token(usage.failed_worker_id if usage else "")
 
     def migrate(self, error: WeftError, worker_id: str) -> None:
-        """The attempt has failed: begin the next in the background. Raises the error when it must be the last."""
-        logger.warning("attempt=%s failed worker=%s error=%s", self.key, worker_id or "unknown", error)
+        """Start the next attempt in the background after a failure. Raises `error` if no attempt is left."""
+        logger.warning("attempt failed attempt=%s worker=%s error=%s", self.key, worker_id or "unknown", error)
         assert self._decode is not None
         if isinstance(error, PeerLost) and self._mesh.clock.stalled_recently:
-            # this process stood still: connections that broke over it say nothing of workers, nor of the request
-            self._try_again(RequestStage.FAILED)
+            # This process was stalled: connections that broke meanwhile say nothing about the worker or the request.
+            self._reset_attempt(RequestStage.FAILED)
         else:
             self._suspect(self._decode)
-            self._try_again(RequestStage.FAILED, _at_fault(error, worker_id))
+            self._reset_attempt(RequestStage.FAILED, _at_fault(error, worker_id))
             self._num_empty_attempts = (
                 0 if len(self.choice.token_ids) > self._num_resumed else self._num_empty_attempts + 1
             )
@@ -270,10 +273,10 @@ class SequenceRunner:
         if has_tried or self._mesh.connections.is_closed:
             raise error
         metrics.SEQUENCE_MIGRATIONS.labels(_CAUSES[type(error)]).inc()
-        self._migration = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
+        self._migration = self._mesh.tasks.create_task(self._run_migration(error), name=f"migrate {self.key}")
 
     def end(self, stage: RequestStage, failed_worker_id: str = "", cancel: bool = True) -> None:
-        """Give back what the attempt holds. Idempotent."""
+        """Release the connection and the reservation of the current attempt. Idempotent."""
         if self._connection is not None:
             if cancel:
                 self._connection.cancel(self.key)
@@ -286,27 +289,27 @@ class SequenceRunner:
             self._reservation = None
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop the sequence, including a migration in progress."""
         if self._migration is not None:
             self._migration.cancel()
         self.end(RequestStage.CANCELLED)
 
-    async def _move_on(self, failed: WeftError) -> None:
+    async def _run_migration(self, failed: WeftError) -> None:
         try:
             await self._place(failed)
         except WeftError as error:
             self.failure = error
         except Exception:
-            logger.exception("a move failed by a bug")
+            logger.exception("migration failed unexpectedly")
             self.failure = EngineFailed("internal error")
         if self.failure is not None:
             self._shared.updates.wake()
 
     async def _place(self, failed: WeftError | None) -> None:
-        """Until it has been started somewhere. `failed` is what the attempt before died of.
+        """Place and start an attempt, retrying until it runs.
 
-        In place of a lost worker another is waited for, up to `move_seconds`; then `failed` is raised, or the last
-        refusal where nothing was begun.
+        `failed` is the error of the previous attempt. A lost worker may return, so this waits up to
+        `migration_seconds`. Then it raises `failed`, or the last refusal if nothing had started.
         """
         clock, pause = self._mesh.clock, FIRST_PAUSE_SECONDS
         give_up_at = clock() + self._mesh.migration_seconds
@@ -319,20 +322,20 @@ class SequenceRunner:
                         raise
                     raise failed from refusal
                 if pause == FIRST_PAUSE_SECONDS:
-                    logger.warning("sequence=%s waits for a worker: %s", self.key, refusal)
+                    logger.warning("waiting for a worker sequence=%s reason=%s", self.key, refusal)
                 if self._reservation is not None or failed is not None:
-                    self._try_again(RequestStage.CANCELLED)
+                    self._reset_attempt(RequestStage.CANCELLED)
                 await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), self._shared.remaining_seconds()))
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 continue
             try:
                 await self._start(placement)
             except (PeerLost, Overloaded) as error:
-                logger.warning("sequence=%s cannot start: %s", self.key, error)
+                logger.warning("attempt cannot start sequence=%s error=%s", self.key, error)
                 failed = failed or error
                 self._suspect(placement.decode)
-                self._try_again(RequestStage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
-                # there may always be another that cannot be reached; once this gateway is leaving nobody can
+                self._reset_attempt(RequestStage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
+                # Another unreachable worker may follow for ever; and a closing gateway can reach none.
                 if self._mesh.connections.is_closed or clock() > give_up_at:
                     raise failed from None
             else:
@@ -340,12 +343,15 @@ class SequenceRunner:
 
     @property
     def _num_scored(self) -> int | None:
-        """Once an attempt has spoken, all that was asked of the prompt is there."""
+        """Logprobs to request for the prompt; None once they have arrived with the first token."""
         return None if self.choice.token_ids else self._num_prompt_logprobs
 
     def _may_wait(self, refusal: WeftError, failed: WeftError | None) -> bool:
-        """Not once this gateway is leaving, and not for a full worker before anything was begun: that is the client's
-        choice. Nor then for a worker that has long been away, never was there, or that an operator withdrew."""
+        """True if waiting can help: not while closing, and not before the first start if the worker is merely full.
+
+        A full worker is the client's choice to wait for. Waiting does not help either if the worker left long ago,
+        never joined, or was withdrawn by an operator.
+        """
         if self._mesh.connections.is_closed:
             return False
         if failed is None:
@@ -355,33 +361,33 @@ class SequenceRunner:
         return bool(self.choice.token_ids) or not isinstance(failed, Overloaded)
 
     async def _route(self) -> SequencePlacement:
-        """Book and choose, passing over processes that have just failed this sequence."""
+        """Reserve a placement, excluding boots that have just failed this sequence."""
         now = asyncio.get_running_loop().time()
-        num_generated, standing = len(self.choice.token_ids), self._shared.hints
+        num_generated, hints = len(self.choice.token_ids), self._shared.hints
         query = RouteQuery(
             key=self.key,
             model=self._shared.prepared.generation.model,
             prompt_tokens=len(self._prompt.token_ids) + num_generated,
             max_tokens=self._sampling.max_tokens - num_generated,
-            session=standing.session,
+            session=hints.session,
             block_keys=self._prompt.block_keys[:MAX_BLOCK_KEYS],
             excluded_boot_ids=frozenset(
                 [boot for boot, until in self._suspects.items() if now < until][-MAX_EXCLUDED:]
             ),
-            tenant=standing.tenant,
-            priority=Priority.from_engine(standing.priority),
-            # whose answer has begun would rather wait than lose it
+            tenant=hints.tenant,
+            priority=Priority.from_engine(hints.priority),
+            # A sequence that already has tokens waits rather than fails.
             reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
             resumed_tokens=num_generated,
             computes_prompt=self._num_scored is not None,
         )
         self._mesh.rejections.check(query)
-        # booked before the call: if it breaks half-way, the scheduler is told in any case
+        # Created before the call: if the call breaks, the scheduler still gets a settlement.
         self._reservation = PlacementReservation(self.key, self._mesh.settlements)
         try:
             placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds(), self._compose)
         except (Overloaded, NoWorker) as error:
-            self._reservation = None  # a refused request holds nothing: a fleet that is full need not be told
+            self._reservation = None  # A rejected request reserves nothing, so no settlement is due.
             if isinstance(error, QueueFull):
                 self._mesh.rejections.add(query, error)
             raise
@@ -403,28 +409,30 @@ class SequenceRunner:
         self._start_message = to_start_message(command)
 
     async def _start(self, placement: SequencePlacement) -> None:
-        link = await self._mesh.connections.get(placement.decode)
+        connection = await self._mesh.connections.get(placement.decode)
         assert self._start_message is not None, "composed while the scheduler was asked"
-        link.start(self.key, self._start_message, placement, self._shared.remaining_seconds(), self._shared.updates)
-        self._connection, self._decode = link, placement.decode
+        connection.start(
+            self.key, self._start_message, placement, self._shared.remaining_seconds(), self._shared.updates
+        )
+        self._connection, self._decode = connection, placement.decode
         self._num_resumed = num_generated = len(self.choice.token_ids)
         self.num_attempts += 1
         if self.num_attempts > 1:
-            logger.info("sequence=%s goes on at worker=%s tokens=%d", self.key, link.worker.worker_id, num_generated)
+            worker_id = connection.worker.worker_id
+            logger.info("sequence migrated worker=%s sequence=%s tokens=%d", worker_id, self.key, num_generated)
 
-    def _try_again(self, stage: RequestStage, failed_worker_id: str = "") -> None:
-        """The placement has come to nothing; what is still said of it is late from here on."""
+    def _reset_attempt(self, stage: RequestStage, failed_worker_id: str = "") -> None:
+        """Give up the current placement; its remaining updates count as late."""
         self.end(stage, failed_worker_id, cancel=False)
         self.key = RequestKey(self.key.request_id, self.key.generation + 1)
 
     def _suspect(self, worker: WorkerAddress) -> None:
-        self._suspects.pop(worker.boot_id, None)  # the newest are last
+        self._suspects.pop(worker.boot_id, None)  # keeps the dict ordered by age
         self._suspects[worker.boot_id] = asyncio.get_running_loop().time() + SUSPECT_SECONDS
 
 
 def _at_fault(error: WeftError, worker_id: str) -> str:
-    """Whom to pass over for a while. A worker that is full or restarted, or a request that is bad or late, blames
-    nobody."""
+    """Id of the worker to exclude, or empty. Full or restarted workers and bad or late requests put no blame."""
     if isinstance(error, PeerLost):
         return error.worker_id
     return worker_id if isinstance(error, EngineFailed) else ""

@@ -1,4 +1,7 @@
-"""Tells the scheduler how far requests have come: batched, in the background, each attempt ended exactly once."""
+"""Reports to the scheduler, in the background and in batches, how far attempts have come.
+
+Each attempt ends exactly once.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,27 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1024
 MAX_PENDING = 65_536
 RETRY_SECONDS = 0.5
-# what is settled meanwhile travels together: a call for each short request is a third of what that costs the scheduler
+# Collects settlements for one call: a call per short request costs the scheduler three times as much.
 BATCH_DELAY_SECONDS = 0.02
 FIRST_TOKEN = "first_token"
 
 
 class SettlementQueue:
-    """A bounded outbox. Settlements are idempotent, so a batch is repeated until the scheduler has taken it."""
+    """Bounded queue of settlements. They are idempotent, so a batch is repeated until the scheduler accepts it."""
 
     def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
-        self._pending: deque[Settlement] = deque(maxlen=MAX_PENDING)  # a scheduler away for so long has forgotten us
+        # When full, the scheduler was away so long that it has forgotten this gateway.
+        self._pending: deque[Settlement] = deque(maxlen=MAX_PENDING)
         self._filled = asyncio.Event()
 
     def put(self, settlement: Settlement) -> None:
-        """Queue one; never blocks."""
+        """Queue a settlement without blocking."""
         self._pending.append(settlement)
         self._filled.set()
 
     async def run(self) -> None:
-        """Send for ever."""
+        """Send batches for ever."""
         while True:
             await self._filled.wait()
             self._filled.clear()
@@ -46,7 +50,7 @@ class SettlementQueue:
             await asyncio.sleep(BATCH_DELAY_SECONDS)
 
     async def flush(self) -> None:
-        """At the end of the process: one last try for everything. `run` must have ended."""
+        """Try once to send everything, at shutdown. `run` must have ended."""
         while self._pending and await self._send_batch():
             pass
 
@@ -54,38 +58,39 @@ class SettlementQueue:
         batch = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_BATCH))]
         try:
             await self._scheduler.settle(batch)
-        except InvalidRequest as error:  # of another version; it would say so for ever
-            logger.error(
-                "settlements lost, the scheduler does not understand them: count=%d error=%s", len(batch), error
-            )
+        except InvalidRequest as error:  # The scheduler has another version, so a repetition would fail too.
+            logger.error("settlements lost, scheduler rejects them count=%d error=%s", len(batch), error)
         except (WeftError, asyncio.CancelledError) as error:
             self._pending.extendleft(reversed(batch))
             if isinstance(error, asyncio.CancelledError):
                 raise
-            logger.warning("settle failed, will repeat: pending=%d error=%s", len(self._pending), error)
+            logger.warning("settle failed, will repeat pending=%d error=%s", len(self._pending), error)
             return False
         return True
 
 
 class PlacementReservation:
-    """What the scheduler has booked for one attempt, given back exactly once."""
+    """What the scheduler holds for one attempt; released exactly once."""
 
-    def __init__(self, key: RequestKey, settler: SettlementQueue) -> None:
+    def __init__(self, key: RequestKey, settlements: SettlementQueue) -> None:
         self.key = key
-        self._settler = settler
+        self._settlements = settlements
         self._has_first_token = False
         self._is_closed = False
 
     def first_token(self, failed_worker_id: str = "") -> None:
-        """The prompt is computed; not by the worker that is named here, although it was asked: of one that was lost
-        after its first token that is said later."""
+        """Report that the prompt is computed.
+
+        `failed_worker_id`: a prefill worker that was asked but did not compute the prompt. If it was lost after the
+        first token, this is reported a second time with its id.
+        """
         if not self._is_closed and (failed_worker_id or not self._has_first_token):
             self._has_first_token = True
-            self._settler.put(Settlement(self.key, FIRST_TOKEN, failed_worker_id))
+            self._settlements.put(Settlement(self.key, FIRST_TOKEN, failed_worker_id))
 
     def close(self, stage: RequestStage, failed_worker_id: str = "", generated_tokens: int | None = None) -> None:
-        """Finished, with so many tokens, failed or cancelled; later calls change nothing."""
+        """Report the end of the attempt; later calls do nothing. `generated_tokens` goes with `Stage.FINISHED`."""
         assert stage.is_terminal
         if not self._is_closed:
             self._is_closed = True
-            self._settler.put(Settlement(self.key, stage.value, failed_worker_id, generated_tokens))
+            self._settlements.put(Settlement(self.key, stage.value, failed_worker_id, generated_tokens))

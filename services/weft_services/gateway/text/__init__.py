@@ -1,1 +1,1 @@
-"""What models write and read: chat templates, detokenizing, stop strings, thoughts and tool calls. No network."""
+"""What models read and write: chat templates, tokens, stop strings, thoughts and tool calls. No I/O."""

@@ -1,4 +1,4 @@
-"""A model's answer as it streams: thoughts split from text, tool calls found. Text in, parts out."""
+"""Splits a streamed model answer into text, thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from weft_services.gateway.text.parts import Part, PartKind, Parts
 from weft_services.gateway.text.tool_parsers import Parser, plain
 
 THINK, END_THINK = "<think>", "</think>"
-# parsers cut what they have read off what they have: a whole answer at once would be copied for every piece of it
+# Parsers cut what they have read off their buffer; a whole answer at once would be copied for every piece.
 MAX_CHARS = 4096
 
 
 def in_thoughts(prompt: str, begun: str = "") -> bool:
-    """Does a prompt end within thoughts: where they begin, or amid those of an answer that has `begun`."""
+    """True if a prompt ends inside thoughts: after an opening tag, or inside those of the answer `begun`."""
     return prompt.rstrip().endswith(THINK) or begun.rfind(THINK) > begun.rfind(END_THINK)
 
 
 class AnswerReader:
-    """State of one choice. `is_thinking`: the prompt ended within thoughts already."""
+    """Parser state of one choice. `is_thinking`: the prompt ended inside thoughts."""
 
     def __init__(
         self, parser: Parser, parts: Parts, thinks: bool, is_thinking: bool = False, ends_thoughts: Iterable[str] = ()
     ) -> None:
-        """`ends_thoughts`: what a call begins with, where models go from thoughts to it without a word."""
+        """`ends_thoughts`: markers of a call, for models that call from their thoughts without a closing tag."""
         self.is_thinking = self.has_thought = is_thinking
-        self.is_plain = False  # there is nothing to look for any more
+        self.is_plain = False  # no markers are left to look for
         self._buffer = TextBuffer()
         self._parts = parts
         self._ends_thoughts = (END_THINK, *ends_thoughts)
@@ -34,21 +34,21 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """Tool calls found so far."""
+        """Number of tool calls found so far."""
         return self._parts.num_calls
 
     @property
     def is_in_call(self) -> bool:
-        """The last call's arguments have not come to their end."""
+        """True while the last call's arguments are incomplete."""
         return self._parts.is_open
 
     @property
     def num_held(self) -> int:
-        """Letters that are held back: what a marker may begin with, and white space."""
+        """Characters held back: possible markers and white space."""
         return len(self._buffer.text) + self._parts.num_held
 
     def push(self, text: str) -> list[Part]:
-        """What is new; what might still become something else is held back."""
+        """Return the parts that `text` completes. Text that may still become a marker is held back."""
         if self.is_plain:
             return [Part(PartKind.TEXT, text)] if text else []
         for piece in (text,) if len(text) <= MAX_CHARS else _cut(text):
@@ -57,8 +57,11 @@ class AnswerReader:
         return self._found()
 
     def finish(self, is_cut: bool = False) -> list[Part]:
-        """The rest. Where the model has ended the answer, what never became a call is text, and a call is closed. Where
-        the answer `is_cut`, what may be the beginning of a call or of a marker is nothing, and a call stays open."""
+        """Return the remaining parts.
+
+        If the model ended the answer, an incomplete marker is text and an open call is closed. If the answer `is_cut`,
+        an incomplete call or marker is dropped and an open call stays open.
+        """
         if is_cut:
             self._reading.close()
             self._parts.drop_space()

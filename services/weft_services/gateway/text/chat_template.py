@@ -1,8 +1,7 @@
-"""Renders conversations with the model's own chat template: minijinja with fuel, set up as transformers sets up Jinja.
+"""Renders conversations with the model's chat template, by minijinja with fuel and the settings of transformers.
 
-What minijinja cannot do, or does otherwise, Jinja itself renders: see `jinja_reference`.
-
-The template comes from the model directory only, never from a request.
+Where minijinja fails or differs, Jinja renders instead; see `jinja_reference`. The template comes from the model
+directory, never from a request.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from weft_services.gateway.text.history_rewrite import HistoryRewriter
 from weft_services.gateway.text.jinja_reference import JinjaReference, TemplateFault, TemplateRefused
 from weft_services.gateway.text.special_tokens import SpecialTokenGuard
 
-# A 4096-message conversation needs well under a tenth of this; a loop bomb is stopped after some 100 ms.
+# A 4096-message conversation needs less than a tenth of this; an endless loop ends after about 100 ms.
 FUEL = 10_000_000
-# put where an answer goes on that has begun, to be found again; from Unicode's private area
+# Marks where a continued answer goes on; from Unicode's private use area.
 HERE = "\ue0fe"
-# templates that tell an assistant's calls by what it does not say
+# Templates that recognize a message with calls by its missing content.
 IS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
-# transformers' own tag around what a model is trained to say; `with` makes a scope as it does, and writes as much
+# Transformers' tag around trained text. `with` opens the same scope and renders the same.
 TRAINED = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class _Refused(Exception):
-    """The template itself called raise_exception."""
+    """The template called raise_exception."""
 
 
 class _QuickFault(Exception):
-    """minijinja cannot render it; Jinja may."""
+    """minijinja cannot render the template; Jinja may."""
 
 
 class _OutOfFuel(Exception):
@@ -50,7 +49,7 @@ def _refuse(message: str) -> None:
 
 
 class _Float:
-    """A number with a point, to be written as Python writes it: minijinja writes 1e-07 and 2.0 in ways of its own."""
+    """A float that renders as in Python: minijinja writes 1e-07 and 2.0 differently."""
 
     __slots__ = ("value",)
 
@@ -62,7 +61,7 @@ class _Float:
 
 
 def _with_floats(value: Any) -> Any:
-    """The same, floats replaced. What has none, as nearly everything, is not copied."""
+    """Replace the floats in a value. A value without floats, the usual case, is not copied."""
     if isinstance(value, float):
         return _Float(value)
     if isinstance(value, dict):
@@ -77,7 +76,7 @@ def _with_floats(value: Any) -> Any:
 def _plain(value: Any) -> float:
     if isinstance(value, _Float):
         return value.value
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _to_json(
@@ -93,10 +92,10 @@ def _to_json(
 
 
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # local time, as transformers gives templates
+    return datetime.now().strftime(form)  # local time, as transformers passes it to templates
 
 
-# Jinja's own, where minijinja's differ. What is not there comes as None.
+# Jinja's versions of the filters that differ in minijinja. Undefined values arrive as None.
 _FILTERS: dict[str, Callable[..., Any]] = {
     "tojson": _to_json,
     "items": lambda value: list(dict(value or {}).items()),
@@ -113,7 +112,7 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
 
 
 def _quick_environment(sources: Mapping[str, str]) -> minijinja.Environment | None:
-    """None for what minijinja cannot parse."""
+    """Return the minijinja environment; None if minijinja cannot parse the template."""
     environment = minijinja.Environment(
         fuel=FUEL,
         debug=False,
@@ -147,8 +146,8 @@ def _render_quickly(environment: minijinja.Environment, name: str, context: dict
         kind = _OutOfFuel if "fuel" in str(error.message) else _QuickFault
         raise kind(str(error.message)) from error
     except BaseException as error:
-        # of our own filters, as for arguments that are no object; or a fault of the library's, such as [][::-1],
-        # which is no Exception and would pass by everybody
+        # The error comes from our filters, or is a panic of the library, as for [][::-1]. A panic derives from
+        # BaseException, so no `except Exception` would catch it.
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         raise _QuickFault(str(error)) from error
@@ -159,7 +158,7 @@ def _name(conversation: Conversation) -> str:
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` are bos_token, eos_token and the like, as text."""
+    """A compiled template. `special_tokens` are bos_token, eos_token and so on, as text."""
 
     def __init__(
         self,
@@ -168,8 +167,10 @@ class ChatTemplate:
         tool_source: str | None = None,
         seal: SpecialTokenGuard | None = None,
     ) -> None:
-        """`tool_source`: another template, for conversations that have tools. `seal`: is on the special tokens of what
-        is rendered, but on nobody else's."""
+        """`tool_source`: the template for conversations with tools, if there is another.
+
+        `seal`: the guard of special tokens.
+        """
         self._opened = seal.unescape if seal else str
         if seal:
             source, tool_source = seal.escape(source), seal.escape(tool_source or "")
@@ -189,8 +190,10 @@ class ChatTemplate:
         self._quick = None if peculiar else _quick_environment(sources)
 
     def render(self, conversation: Conversation, field: str = "messages") -> str:
-        """The prompt text, up to where the assistant begins to speak, or goes on. Raises InvalidRequest naming the
-        field."""
+        """Return the prompt, up to where the assistant's answer begins or continues.
+
+        Raises InvalidRequest naming the field.
+        """
         messages = [self._known(message) for message in conversation.messages]
         if not conversation.is_continued:
             return self._rendered(conversation, messages, field)
@@ -201,9 +204,9 @@ class ChatTemplate:
         return text
 
     def try_out(self, conversation: Conversation) -> str:
-        """Say what in the template keeps this conversation from being rendered, with its line; "" where nothing does.
+        """Return why the template cannot render this conversation, with the line; "" if it can.
 
-        At the start alone: where minijinja renders it otherwise than Jinja does, Jinja renders from then on.
+        Runs at startup only. If minijinja and Jinja render the conversation differently, Jinja renders all later ones.
         """
         name, messages = _name(conversation), [self._known(message) for message in conversation.messages]
         context = self._context(conversation, messages)
@@ -222,7 +225,7 @@ class ChatTemplate:
         return ""
 
     def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
-        """Render the messages, changed only where the template refuses them or would leave words out."""
+        """Render the messages. They change only if the template rejects them or would drop text."""
         name = _name(conversation)
         histories = self._histories[name]
         whole = histories.without_losses(messages)
@@ -240,7 +243,7 @@ class ChatTemplate:
         return self._rendered_by(name, Conversation(()), [self._known(message) for message in messages], "messages")
 
     def _rendered_by(self, name: str, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
-        """Render by minijinja, or by Jinja where that fails or differs."""
+        """Render by minijinja, or by Jinja if that fails or differs."""
         context = self._context(conversation, messages)
         try:
             if self._quick is not None:
@@ -256,7 +259,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template cannot render these messages: {said}", field) from error
 
     def _in_both_forms(self, render: Callable[[dict[str, Any]], str], context: dict[str, Any]) -> str:
-        """Most templates want arguments as an object; DeepSeek's own put what is a text between other text."""
+        """Render with arguments as objects, as most templates expect, then as text, as DeepSeek's do."""
         try:
             return render(context)
         except (_QuickFault, TemplateFault):
@@ -268,7 +271,7 @@ class ChatTemplate:
             raise
 
     def _is_at_fault(self, name: str, conversation: Conversation) -> bool:
-        """True if the template fails at a conversation of the same shape, too, of which every text is "x"."""
+        """True if the template also fails for a conversation of the same shape whose texts are all "x"."""
         context = self._context(conversation, [_simple(self._known(each)) for each in conversation.messages])
         context["tools"] = [_SIMPLE_TOOL] if conversation.tools else None
         try:
@@ -280,18 +283,17 @@ class ChatTemplate:
         return False
 
     def _context(self, conversation: Conversation, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The template's variables."""
         return {
             **conversation.kwargs,
             **self._special_tokens,
             "messages": messages,
             "tools": list(conversation.tools) or None,
-            "documents": None,  # as transformers gives it: templates ask whether it is none
+            "documents": None,  # transformers passes None, and templates test for it
             "add_generation_prompt": conversation.is_open and not conversation.is_continued,
         }
 
     def _known(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Templates drop, or refuse, roles that they do not know: to most of them a developer is the system."""
+        """Adapt a message to the template; most templates reject the role `developer`, so it becomes `system`."""
         if message["role"] == "developer" and not self._knows_developers:
             return {**message, "role": "system"}
         if "tool_calls" in message:
@@ -304,7 +306,7 @@ _SIMPLE_TOOL = {"type": "function", "function": {"name": "x", "description": "x"
 
 
 def _simple(message: dict[str, Any]) -> dict[str, Any]:
-    """The same with nothing in it that could be at fault."""
+    """Return the message with every text and argument replaced by a harmless one."""
     simple = {**message, "content": "x" if isinstance(message["content"], str) else message["content"]}
     if "tool_calls" in message:
         simple["tool_calls"] = [
@@ -314,7 +316,7 @@ def _simple(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """The same with the arguments of its calls as JSON text."""
+    """Return the message with its call arguments as JSON text."""
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]

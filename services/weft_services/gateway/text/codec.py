@@ -1,4 +1,4 @@
-"""Text to token ids and back, by one model's tokenizer. Knows no request and no model directory."""
+"""Converts text to token ids and back, with one model's tokenizer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from weft_services.gateway.text.detokenizer import (
 )
 from weft_services.gateway.text.segmented_encoder import SegmentedEncoder, message_marks
 
-# each text is tokenized alone, by the thread that asks: to wake one of the library's own for it, and to wait for that,
-# takes a twentieth of a short request's time
+# Each text is tokenized in the calling thread. Waking one of the library's threads takes 5% of a short request's time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 FEW_IDS = 1024
 
 
 class Codec:
-    """Text <-> token ids. `encode` belongs in a thread; `decode` of a few ids is a matter of microseconds."""
+    """Text <-> token ids.
+
+    Call `encode` in a thread; decoding a few ids takes microseconds.
+    """
 
     def __init__(self, tokenizer: Tokenizer, spoken: frozenset[int] = frozenset()) -> None:
-        """`spoken`: special tokens whose text is part of an answer all the same, such as those around tool calls."""
+        """`spoken`: special tokens that are part of the answer's text, such as those around tool calls."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -37,37 +39,40 @@ class Codec:
         self._special = special
         self._hidden = special - spoken if special & spoken else None
         self._spells_bytes = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        self._spelling: dict[int, bytes] = {}  # of the tokens that answers have had so far
-        self._texts: dict[int, str] = {}  # of those that logprobs have shown
+        self._spelling: dict[int, bytes] = {}  # cache of the tokens seen in answers
+        self._texts: dict[int, str] = {}  # cache of the tokens shown in logprobs
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_bytes = max(len(token.encode()) for token in vocabulary)
         self._byte_of = {} if self._spells_bytes else self._byte_tokens(vocabulary)
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        """All ids of a text; with `add_special_tokens` whatever the tokenizer puts around one, such as BOS."""
-        # `encode` would hold the interpreter's lock, for 0.4 s with 160,000 tokens; a batch is encoded without it
+        """Return the ids of a text. `add_special_tokens` includes those the tokenizer adds, such as BOS."""
+        # `encode` holds the GIL, for 0.4 s with 160,000 tokens; the batch version releases it.
         (encoding,) = _call(self._tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def segmented(self, template: str) -> SegmentedEncoder:
-        """For prompts that this template renders."""
+        """Return an encoder for the prompts of a chat template."""
         encode = partial(self.encode, add_special_tokens=False)
         return SegmentedEncoder(encode, message_marks(self._tokenizer, template))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens, those that are spoken excepted."""
+        """Return the text without special tokens, except the visible ones."""
         if self._hidden is None:
             return str(_call(self._tokenizer.decode, token_ids, skip_special_tokens=True))
         spoken = [token for token in token_ids if token not in self._hidden]
         return str(_call(self._tokenizer.decode, spoken, skip_special_tokens=False))
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """For one answer: what `decode` says of all of it, as it comes. `context`: the last tokens before it, where it
-        goes on with a text; other vocabularies than byte-level ones begin a text without its first space."""
+        """Return a detokenizer for one answer; its pieces join to what `decode` returns.
+
+        `context`: the last tokens before the answer, if the answer continues a text. Vocabularies that are not
+        byte-level drop the first space of a text.
+        """
         return ByteDetokenizer(self._spell) if self._spells_bytes else self._windowed(self.decode, context)
 
     def whole_detokenizer(self) -> Detokenizer:
-        """The same for what `whole_text` says."""
+        """Return a detokenizer that shows special tokens, as `whole_text` does."""
         return ByteDetokenizer(self.token_bytes) if self._spells_bytes else self._windowed(self.whole_text)
 
     def _windowed(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> Detokenizer:
@@ -76,7 +81,7 @@ class Codec:
         return WindowDetokenizer(decode, context)
 
     def _byte_tokens(self, vocabulary: dict[str, int]) -> dict[int, bytes]:
-        """Those that are a byte of a text, where the decoder reads them as such."""
+        """Return the tokens that stand for a single byte, if the decoder treats them so."""
         letter = vocabulary.get("<0x41>")
         if letter is None or self._tokenizer.decode([letter]) != "A":
             return {}
@@ -92,42 +97,42 @@ class Codec:
         return spelled
 
     def is_special(self, token_id: int | None) -> bool:
-        """Is it one of those that end or mark what is said."""
+        """True if the token is special, such as an end or a marker."""
         return token_id in self._special
 
     def with_visible_tokens(self, spoken: Iterable[int]) -> Codec:
-        """The same, with these special tokens as text."""
+        """Return a codec that shows these special tokens as text."""
         return Codec(self._tokenizer, frozenset(spoken))
 
     def marks(self, markers: Iterable[str]) -> dict[str, int]:
-        """Those of the markers that are tokens of their own."""
+        """Return the ids of those markers that are single tokens."""
         added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
         return {marker: added[marker] for marker in markers if marker in added}
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special ones included, as it would be amid an answer: what logprobs show."""
+        """Return one token as text in the middle of an answer, special ones included; used for logprobs."""
         text = self._texts.get(token_id)
         if text is None:
             text = alone = self.whole_text([token_id])
-            # other vocabularies than byte-level ones write the space before a word into it, and leave out the first
+            # Other vocabularies keep the space before a word in the token, but drop it at the start of a text.
             if not self._spells_bytes:
                 text = self.whole_text([token_id, token_id])[len(alone) :]
             self._texts[token_id] = text
         return text
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
-        """All that is written there, special tokens included."""
+        """Return the text with all special tokens."""
         if len(token_ids) <= FEW_IDS:
             return str(_call(self._tokenizer.decode, token_ids, skip_special_tokens=False))
-        # as with `encode`: without the interpreter's lock
+        # releases the GIL, as in `encode`
         return str(_call(self._tokenizer.decode_batch, [token_ids], skip_special_tokens=False)[0])
 
     def entries(self, token_ids: Iterable[int]) -> list[str]:
-        """The tokens as the vocabulary has them; ids beyond it, as padded embeddings have, are empty."""
+        """Return the vocabulary's entries; empty for ids beyond it, which padded embeddings have."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, also where they are a part of a character only."""
+        """Return the bytes of a token, even if they are only part of a character."""
         text = self.token_text(token_id)
         if "\ufffd" not in text:
             return text.encode()
@@ -138,18 +143,21 @@ class Codec:
 
 
 def _call(ask: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """The library's answer. A panic of its own, as where a regex takes too long over a text, is no Exception and would
-    pass by everybody who tells clients of failures: it is made one."""
+    """Call the tokenizers library and convert its panics to RuntimeError.
+
+    A panic, as of a regex that takes too long, derives from BaseException and would bypass the error handling of
+    requests.
+    """
     try:
         return ask(*given, **options)
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise RuntimeError("the tokenizer's library has panicked") from error
+        raise RuntimeError("the tokenizers library panicked") from error
 
 
 def spell(piece: str) -> bytes:
-    """The bytes that a byte-level vocabulary means by one of its entries; added tokens may be plain text."""
+    """Return the bytes of an entry of a byte-level vocabulary; added tokens may be plain text."""
     try:
         return bytes([_BYTE_OF_LETTER[letter] for letter in piece])
     except KeyError:
@@ -157,5 +165,5 @@ def spell(piece: str) -> bytes:
 
 
 _BYTE_OF_LETTER = byte_letters()
-# a byte of a character that the vocabulary does not have, as SentencePiece writes it
+# SentencePiece's spelling of a byte whose character is not in the vocabulary.
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -1,6 +1,6 @@
-"""Calls of custom tools: the model writes a function's arguments, the client gets the one text that they hold.
+"""Converts calls of custom tools: the model writes JSON arguments, the client gets the one text in them.
 
-Text in, text out, as the answer streams. Holds back what may still turn out to be JSON of another form.
+Works on the stream; text that may still turn out to be other JSON is held back.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from weft_services.gateway.text.parts import CALLS, Part, PartKind
 
-# the function's one argument
+# the only argument of the function
 INPUT = "input"
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _HEAD = f'{{"{INPUT}":"'
-# letters and whole escapes; a high surrogate needs what follows it
+# Characters and complete escapes; a high surrogate must wait for the next escape.
 _WHOLE = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*'
 )
@@ -32,7 +32,7 @@ class CustomCalls:
         self._reader = _InputReader()
 
     def read(self, parts: Sequence[Part], is_end: bool) -> list[Part]:
-        """What these parts add. `is_end`: the answer has no more."""
+        """Return the rewritten parts. `is_end`: no more parts follow."""
         out: list[Part] = []
         for part in parts:
             if part.kind is PartKind.ARGUMENTS and self._open is not None:
@@ -58,14 +58,14 @@ class CustomCalls:
 
 
 class _InputReader:
-    """The arguments of one call, read up to the end of their text."""
+    """Extracts the text from the arguments of one call."""
 
     def __init__(self) -> None:
         self._held = ""
         self._is_begun = self._is_ended = False
 
     def push(self, text: str) -> str:
-        """What is certain of the input."""
+        """Return the input text that is certain so far."""
         if self._is_ended:
             return ""
         self._held += text
@@ -81,7 +81,7 @@ class _InputReader:
         return _decoded(read)
 
     def finish(self) -> str:
-        """The rest. Arguments of another form are the input as they are, but for a text that stands alone in them."""
+        """Return the rest. Arguments of another form are the input verbatim, unless a single text is all they hold."""
         if self._is_begun:
             return ""
         if _HEAD.startswith("".join(self._held.split())):
@@ -98,6 +98,6 @@ class _InputReader:
 
 
 def _decoded(text: str) -> str:
-    """JSON escapes as letters. One that JSON does not know stays as it is: models write regexes."""
+    """Decode JSON escapes. Unknown ones stay, because models write regexes."""
     units = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else _LETTERS.get(found[2], found[0]), text)
     return units.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

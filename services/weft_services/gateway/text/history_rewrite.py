@@ -1,8 +1,8 @@
-"""Conversations that a chat template refuses, or loses words of, put into a form that it takes.
+"""Rewrites conversations that a chat template rejects, or renders with missing text.
 
-Clients bring histories of other servers: system messages in the middle, several calls in one message, foreign call ids.
-A conversation that the template renders whole is never touched. Which steps a template needs is tried out on samples,
-once each, so that a step changes nothing for templates that do without it. Pure functions apart from that cache.
+Clients bring histories from other servers: system messages in the middle, several calls in one message, foreign call
+ids. A conversation that the template renders completely stays unchanged. Samples show once per template which rewrites
+it needs; the others never run for it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weft.errors import InvalidRequest, ModelFailed
 Message = dict[str, Any]
 Messages = list[Message]
 SYSTEMS = ("system", "developer")
-# texts of one role that become one message
+# Separates texts of one role that are merged into one message.
 BETWEEN = "\n\n"
-# what stands for a turn that a template demands and the conversation does not have
+# Fillers for a turn that the template requires and the conversation lacks.
 USER_TURN, ASSISTANT_TURN = "Hello.", "OK."
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}", re.ASCII)
 NAMED_ID = re.compile(r"functions\.[^:]+:\d+", re.ASCII)
@@ -31,31 +31,34 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def one_system(messages: Messages) -> Messages:
-    """The system speaks once, at the beginning. Later it is quoted in the user's place, where it spoke."""
+    """Merge leading system messages into one; quote later ones as user messages in their place."""
     num_first = next((place for place, each in enumerate(messages) if each["role"] not in SYSTEMS), len(messages))
     first = [_joined(messages[:num_first])] if num_first else []
     return first + [_quoted(each) if each["role"] in SYSTEMS else each for each in messages[num_first:]]
 
 
 def user_behind_system(messages: Messages) -> Messages:
-    """A conversation of the system alone: its last message is the user's."""
+    """Turn the last message of a conversation of system messages into a user message."""
     if any(each["role"] not in SYSTEMS for each in messages):
         return messages
     return [*messages[:-1], {**messages[-1], "role": "user"}]
 
 
 def no_system(messages: Messages) -> Messages:
-    """The system's words become the user's."""
+    """Turn system messages into user messages."""
     return [{**each, "role": "user"} if each["role"] in SYSTEMS else each for each in messages]
 
 
 def short_ids(messages: Messages) -> Messages:
-    """Call ids of nine letters and digits, the same for the same id in every request."""
+    """Replace call ids by nine letters and digits; the same id maps to the same value in every request."""
     return [_with_ids(message, short_id) for message in messages]
 
 
 def named_ids(messages: Messages) -> Messages:
-    """Call ids that name the function, as Kimi's do: its templates show no other name. Results follow their calls."""
+    """Replace call ids by ids that name the function, as Kimi's templates require.
+
+    Results keep matching their calls.
+    """
     new: dict[str, str] = {}
     num_calls = 0
     out: Messages = []
@@ -70,7 +73,7 @@ def named_ids(messages: Messages) -> Messages:
 
 
 def single_calls(messages: Messages) -> Messages:
-    """One call in a message, each followed by its result."""
+    """Split messages with several calls into one call each, followed by its result."""
     out: Messages = []
     left = list(messages)
     while left:
@@ -95,7 +98,7 @@ def single_calls(messages: Messages) -> Messages:
 
 
 def object_arguments(messages: Messages) -> Messages:
-    """Arguments that are no JSON object, as models write them too, are one argument."""
+    """Wrap call arguments that are not a JSON object into an object."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -105,13 +108,13 @@ def object_arguments(messages: Messages) -> Messages:
 
 
 def no_empty_turns(messages: Messages) -> Messages:
-    """Without an assistant's messages that say nothing."""
+    """Drop empty assistant messages."""
     said = ("content", "tool_calls", "reasoning_content")
     return [each for each in messages if each["role"] != "assistant" or any(each.get(name) for name in said)]
 
 
 def some_user(messages: Messages) -> Messages:
-    """With a user's message, where the beginning of the conversation was cut off."""
+    """Insert a user message into a conversation without one, for example a truncated one."""
     if any(each["role"] == "user" for each in messages):
         return messages
     num_first = next((place for place, each in enumerate(messages) if each["role"] not in SYSTEMS), len(messages))
@@ -119,7 +122,7 @@ def some_user(messages: Messages) -> Messages:
 
 
 def alternating(messages: Messages) -> Messages:
-    """Users and assistants take turns, and a user begins."""
+    """Make user and assistant messages alternate, starting with a user message."""
     out: Messages = []
     for message in messages:
         role, last = message["role"], out[-1] if out else {}
@@ -172,28 +175,28 @@ def _with_object(call: Message) -> Message:
 
 
 class TemplateVerdict(Enum):
-    """What a template makes of a step's samples as they are, where it renders all words after the step."""
+    """How a template renders a rewrite's samples unchanged, if it renders all text after the rewrite."""
 
-    NONE = auto()  # all words, or the step does not help
+    NONE = auto()  # all text, or the rewrite does not help
     REFUSED = auto()
-    LOST = auto()  # rendered without some of the words
+    LOST = auto()  # rendered with missing text
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryRewrite:
-    """A change of form, and short conversations by which it shows whether a template needs it."""
+    """A rewrite, and short conversations that show whether a template needs it."""
 
     apply: Callable[[Messages], Messages]
     samples: tuple[Messages, ...]
 
 
 def _say(*turns: str) -> Messages:
-    """`user:one` and so on."""
+    """Build messages from `role:content` strings."""
     return [dict(zip(("role", "content"), turn.split(":"), strict=True)) for turn in turns]
 
 
 def _call(*ids: str, arguments: Any = None) -> Messages:
-    """Calls whose argument names their place, and their results."""
+    """Build calls, whose arguments contain their position, and their results."""
     calls = [
         {
             "id": each,
@@ -237,17 +240,20 @@ REWRITES = (
 
 
 class HistoryRewriter:
-    """The steps that one template needs. `render` renders messages by it, or raises InvalidRequest or ModelFailed."""
+    """The rewrites that one template needs.
+
+    `render` renders messages with it, or raises InvalidRequest or ModelFailed.
+    """
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
         self._render = render
 
     def without_losses(self, messages: Messages) -> Messages:
-        """The same, changed where the template would leave words out and say nothing of it."""
+        """Return the messages, rewritten where the template would silently drop text."""
         return self._through(messages, (TemplateVerdict.LOST,))
 
     def acceptable(self, messages: Messages) -> Messages:
-        """The same, changed in all that the template refuses."""
+        """Return the messages, rewritten where the template would drop text or reject them."""
         return self._through(messages, (TemplateVerdict.LOST, TemplateVerdict.REFUSED))
 
     def _through(self, messages: Messages, needs: tuple[TemplateVerdict, ...]) -> Messages:
@@ -279,7 +285,7 @@ class HistoryRewriter:
             return None
 
 
-# of several samples the worst counts
+# Of several samples the worst verdict counts.
 _WORST = (TemplateVerdict.NONE, TemplateVerdict.REFUSED, TemplateVerdict.LOST)
 
 

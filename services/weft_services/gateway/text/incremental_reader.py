@@ -1,6 +1,6 @@
-"""Text that arrives in pieces, read by parsers written as if it were all there: a generator that yields wants more.
+"""Lets parsers of streamed text read as if all of it were there: a generator yields when it needs more text.
 
-Bounded work per letter; nothing is given out that might be the beginning of a marker.
+The work per character is bounded. No text is emitted that may be the beginning of a marker.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from weft_services.gateway.text.json_repair import SPACE, JsonRepairer
 ResultT = TypeVar("ResultT")
 Parse = Generator[None, None, ResultT]
 Emit = Callable[[str], None]
-# what comes after more white space than this does not begin with anything: looking for it must not take ever longer
+# After more white space than this no marker follows; the bound keeps the search cheap.
 MAX_SPACE = 1024
 
 
 class TextBuffer:
-    """What has come and has not been read. `taken` is what was read since `mark`."""
+    """Text that has arrived and is not read yet. `taken` is the text read since `mark`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -28,28 +28,28 @@ class TextBuffer:
         self._taken: list[str] = []
 
     def take(self, count: int) -> str:
-        """Read so many letters."""
+        """Read `count` characters."""
         text, self.text = self.text[:count], self.text[count:]
         self._taken.append(text)
         return text
 
     def unread(self, text: str) -> None:
-        """What was read last comes next."""
+        """Put back the text that the last `take` returned."""
         self.text = text + self.text
         self._taken.pop()
 
     def mark(self) -> None:
-        """From here on what is read could be given back as text."""
+        """Start recording in `taken`."""
         self._taken.clear()
 
     @property
     def taken(self) -> str:
-        """Read since the mark."""
+        """Text read since `mark`."""
         return "".join(self._taken)
 
 
 def copy_until(buffer: TextBuffer, markers: Iterable[str], emit: Emit) -> Parse[str | None]:
-    """Text up to the first of the markers, which is read too and returned; None at the end of the answer."""
+    """Emit text up to the first marker, and read and return the marker. None at the end of the answer."""
     markers = tuple(markers)
     while True:
         found = [(at, marker) for marker in markers if (at := buffer.text.find(marker)) >= 0]
@@ -67,7 +67,7 @@ def copy_until(buffer: TextBuffer, markers: Iterable[str], emit: Emit) -> Parse[
 
 
 def begins_with(buffer: TextBuffer, marker: str) -> Parse[bool]:
-    """Does the marker come next, white space aside; if so, both are read."""
+    """If the marker comes next, apart from white space, read both and return True."""
     while True:
         text = buffer.text.lstrip(SPACE)
         num_space = len(buffer.text) - len(text)
@@ -82,7 +82,7 @@ def begins_with(buffer: TextBuffer, marker: str) -> Parse[bool]:
 
 
 def next_letter(buffer: TextBuffer) -> Parse[str]:
-    """The next letter that is no white space, not read yet; empty at the end."""
+    """Skip white space and return the next character without reading it; empty at the end."""
     while True:
         buffer.take(len(buffer.text) - len(buffer.text.lstrip(SPACE)))
         if buffer.text or buffer.is_over:
@@ -91,21 +91,21 @@ def next_letter(buffer: TextBuffer) -> Parse[str]:
 
 
 def is_next(buffer: TextBuffer, marker: str) -> Parse[bool]:
-    """Does the marker come next; nothing is read."""
+    """Return whether the marker comes next, without reading it."""
     while len(buffer.text) < len(marker) and marker.startswith(buffer.text) and not buffer.is_over:
         yield
     return buffer.text.startswith(marker)
 
 
 def peek_letter(buffer: TextBuffer) -> Parse[str]:
-    """The next letter that is no white space, empty where that is too far away; nothing is read."""
+    """Return the next character that is not white space, without reading; empty if it is too far away."""
     while not (text := buffer.text.lstrip(SPACE)) and not buffer.is_over and len(buffer.text) <= MAX_SPACE:
         yield
     return text[:1] if len(buffer.text) - len(text) <= MAX_SPACE else ""
 
 
 def copy_json(buffer: TextBuffer, emit: Emit) -> Parse[None]:
-    """One value as valid JSON, see `JsonMender`; it is closed where the answer ends before it does."""
+    """Emit one value as valid JSON, see `JsonRepairer`. The end of the answer closes an open value."""
     yield from next_letter(buffer)
     mender = JsonRepairer()
     while True:
@@ -121,14 +121,14 @@ def copy_json(buffer: TextBuffer, emit: Emit) -> Parse[None]:
 
 
 def json_text(buffer: TextBuffer) -> Parse[str]:
-    """One value, as `copy_json` gives it out."""
+    """Return one value as `copy_json` emits it."""
     pieces: list[str] = []
     yield from copy_json(buffer, pieces.append)
     return "".join(pieces)
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError when it is no JSON; nor is NaN, or half of a surrogate pair."""
+    """Parse JSON. Raises ValueError, also for NaN and unpaired surrogates."""
     return orjson.loads(text)
 
 
@@ -138,7 +138,7 @@ def _emit(buffer: TextBuffer, count: int, emit: Emit) -> None:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that begins the stop string."""
+    """Return the length of the longest suffix of the text that is a prefix of the stop string."""
     at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

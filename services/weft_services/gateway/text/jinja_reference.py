@@ -1,6 +1,6 @@
-"""Chat templates by Jinja itself, in the sandbox and with the settings of transformers; minijinja is the quick way.
+"""Renders chat templates with Jinja in a sandbox, with the settings of transformers; minijinja is the fast path.
 
-The sandbox bounds what a template reaches. Two limits bound what it costs: turns of loops, and products.
+The sandbox limits what a template can reach. Limits on loop iterations and products bound its cost.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# A 4096-message conversation takes a few turns a message; an empty one of 300,000 takes some 30 ms.
+# A 4096-message conversation takes a few iterations per message; an empty loop of 300,000 takes about 30 ms.
 MAX_TURNS = 300_000
 MAX_PRODUCT = 10_000_000
 FILE_NAME = "<chat template>"
-# What minijinja renders otherwise, without an error.
+# Constructs that minijinja renders differently without an error.
 OTHER_FILTERS = frozenset({"attr", "pprint", "urlencode"})
 OTHER_TESTS = frozenset({"callable", "float"})
 OTHER_NAMES = frozenset({"self", "debug"})
@@ -30,22 +30,21 @@ _turns_left: ContextVar[list[int]] = ContextVar("turns_left")
 
 
 class TemplateRefused(jinja2.TemplateError):
-    """The template itself called raise_exception."""
+    """The template called raise_exception."""
 
 
 class TemplateFault(Exception):
-    """The template cannot be compiled or rendered; the message names the line and the word."""
+    """The template cannot be compiled or rendered; the message names the line and the construct."""
 
 
 class JinjaReference:
-    """One compiled template. Threads may render at the same time."""
+    """A compiled template. Threads may render concurrently."""
 
     def __init__(self, source: str) -> None:
-        """Raises TemplateFault."""
         self._template, self.peculiar = _compiled(source)
 
     def render(self, context: Mapping[str, Any]) -> str:
-        """Raises TemplateRefused, TemplateFault."""
+        """Render the template. Raises TemplateRefused, TemplateFault."""
         _turns_left.set([MAX_TURNS])
         try:
             return self._template.render(dict(context))
@@ -75,7 +74,7 @@ def _environment() -> _Environment:
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> tuple[jinja2.Template, str]:
-    """The template, and the first thing in it that minijinja renders otherwise."""
+    """Return the template, and the first construct in it that minijinja renders differently."""
     environment = _environment()
     try:
         tree = environment.parse(source, filename=FILE_NAME)
@@ -106,7 +105,7 @@ def _peculiar(tree: nodes.Template) -> Iterator[str]:
 
 
 def _groups(defaults: list[nodes.Expr]) -> list[nodes.Node]:
-    """`find` looks below a node, not at it."""
+    """Wrap nodes, because `find` searches below a node and skips the node itself."""
     return [nodes.List(defaults)]
 
 
@@ -120,7 +119,7 @@ def _counted(items: Any) -> Iterator[Any]:
     for item in items:
         left[0] -= 1
         if left[0] < 0:
-            raise SecurityError(f"more than {MAX_TURNS} turns of loops")
+            raise SecurityError(f"more than {MAX_TURNS} loop iterations")
         yield item
 
 
@@ -129,7 +128,7 @@ def _refuse(message: str) -> None:
 
 
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # local time, as transformers gives templates
+    return datetime.now().strftime(form)  # local time, as transformers passes it to templates
 
 
 def _to_json(

@@ -1,9 +1,9 @@
-r"""Makes valid JSON of what models write for it, letter by letter: what leaves the gateway as arguments always parses.
+r"""Repairs the JSON that models write, character by character, so that the arguments of calls always parse.
 
-Valid JSON passes unchanged. In strings, control characters are escaped, a backslash that begins no escape of JSON's is
-a backslash (`\d`, `C:\work`), and half of a surrogate pair becomes U+FFFD. Python's and JavaScript's literals, quotes
-and numbers become JSON's; NaN and the infinities become null. Commas too many are left out, and missing commas, colons
-and brackets are added. The result does not depend on the pieces in which the text arrives.
+Valid JSON passes unchanged. In strings, control characters are escaped, a backslash that starts no JSON escape (`\d`,
+`C:\work`) is doubled, and an unpaired surrogate becomes U+FFFD. Python's and JavaScript's literals, quotes and numbers
+become JSON's; NaN and the infinities become null. Extra commas are dropped; missing commas, colons and brackets are
+added. The result does not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SPACE = " \t\r\n"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LITERALS = {"True": "true", "False": "false", **dict.fromkeys(("None", "undefined", "NaN", "Infinity"), "null")}
 LITERALS |= dict.fromkeys(("true", "false", "null"), "") | dict.fromkeys(("-NaN", "-Infinity", "+Infinity"), "null")
-# letters of a string that stand for themselves, by the quote that ends it
+# Characters of a string that need no change, by the quote that ends it.
 PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
 WORD = re.compile(r"""[^\s,:{}\[\]"'<`]+""")
 HALF_PAIR = "\\ufffd"
@@ -24,22 +24,26 @@ ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 class JsonRepairer:
-    """State of one value. `is_done`: it has ended; `is_invented`: more was mended than strings, literals and commas."""
+    """Repair state of one value.
+
+    `is_done`: the value has ended. `is_guessed`: the repairs went beyond strings, literals and commas.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
         self.is_guessed = False
-        self._closers: list[str] = []  # of the containers that are open
-        self._expects = "value"  # or "key", "colon", "more": a comma or the container's end
-        self._comma = ""  # one that waits for what follows, with the white space behind it
-        self._quote = ""  # of the string that is open
+        self._closers: list[str] = []  # closing brackets of the open containers
+        self._expects = "value"  # or "key", "colon", "more" (a comma or the container's end)
+        self._comma = ""  # a pending comma and the white space after it
+        self._quote = ""  # quote of the open string
         self._word: list[str] = []
-        self._escape = ""  # the beginning of one
+        self._escape = ""  # beginning of an incomplete escape
         self._out: list[str] = []
 
     def read(self, text: str) -> tuple[str, int]:
-        """What can be given out, and how much of the text was read: all of it, unless the value ends before."""
-        if self._quote and not self._escape and PLAIN[self._quote].fullmatch(text):  # most tokens of long strings
+        """Return the output, and how much of the text was read: all of it, unless the value ends earlier."""
+        # fast path for most tokens of long strings
+        if self._quote and not self._escape and PLAIN[self._quote].fullmatch(text):
             return text, len(text)
         num_held = len(self._escape)
         text, self._escape = self._escape + text, ""
@@ -47,7 +51,7 @@ class JsonRepairer:
         return self._taken(), at + len(self._escape) - num_held
 
     def close(self) -> str:
-        """The rest of a value that the answer ends in: its strings and containers are closed."""
+        """Close open strings and containers at the end of the answer, and return the rest."""
         held, self._escape = self._escape, ""
         self._read(held, is_over=True)
         if self._quote:
@@ -84,7 +88,7 @@ class JsonRepairer:
         return 1
 
     def _escaped(self, text: str, at: int, is_over: bool) -> int:
-        """One escape; where its end has not come, it is held and 0 returned."""
+        """Read one escape. Return 0 and hold it if it is incomplete."""
         chunk = text[at : at + 12]
         if not is_over and _may_go_on(chunk):
             self._escape = chunk
@@ -104,7 +108,7 @@ class JsonRepairer:
         return 1
 
     def _between(self, text: str, at: int) -> int:
-        """Outside of strings: a whole word, or a letter. 0: the value ends before it."""
+        """Read a word or a character outside of strings. Return 0 if the value has ended."""
         if found := WORD.match(text, at):
             self._word.append(found[0])
             return len(found[0])
@@ -113,7 +117,7 @@ class JsonRepairer:
         if self.is_done or (not self._closers and letter in ",:}]" + SPACE):
             self.is_done = True
             return 0
-        if letter in "<`":  # markup: the value has no end of its own
+        if letter in "<`":  # Markup follows, so the value has no end of its own.
             self._close_all()
             return 0
         self._punctuation(letter)
@@ -142,7 +146,7 @@ class JsonRepairer:
             self._out.append(letter)
 
     def _begin(self) -> bool:
-        """Before a key or a value; is it a key."""
+        """Write what must precede a key or a value. Return True for a key."""
         if self._expects == "more":
             self.is_guessed |= not self._comma
             self._out.append(self._comma or ", ")
@@ -155,7 +159,7 @@ class JsonRepairer:
         return self._expects == "key"
 
     def _end(self) -> None:
-        """After a key or a value."""
+        """Update the state after a key or a value."""
         self._expects = "colon" if self._expects == "key" else "more"
         self.is_done = not self._closers
 
@@ -180,7 +184,7 @@ class JsonRepairer:
         self._expects = "key" if letter == "{" else "value"
 
     def _close(self, letter: str) -> None:
-        """The innermost container of this kind, and those within it."""
+        """Close the innermost container of this kind and those inside it."""
         self.is_guessed |= letter != self._closers[-1]
         if letter not in self._closers:
             return
@@ -198,7 +202,7 @@ class JsonRepairer:
         return closer
 
     def _fill(self) -> None:
-        """A key without its value has null."""
+        """Give null to a key without a value."""
         if self._closers[-1] == "}" and self._expects in ("colon", "value"):
             self.is_guessed = True
             self._out.append(": null" if self._expects == "colon" else "null")
@@ -212,7 +216,7 @@ class JsonRepairer:
 
 
 def repaired_object(text: str) -> str | None:
-    """The JSON of an object that is written in all of the text; None where it would have to be guessed."""
+    """Return the object that `text` consists of, repaired; None if the repair would be a guess."""
     mender = JsonRepairer()
     text = text.strip()
     if not text.startswith("{"):
@@ -222,7 +226,7 @@ def repaired_object(text: str) -> str | None:
 
 
 def _may_go_on(chunk: str) -> bool:
-    """Could what comes next change what this escape is."""
+    """True if the next characters may change the meaning of this escape."""
     if len(chunk) < 2:
         return True
     if chunk[1] != "u":
@@ -243,7 +247,7 @@ def _is_low(digits: str) -> bool:
 
 
 def _as_json(word: str) -> str:
-    """A value that stands without quotes."""
+    """Convert a value without quotes."""
     if word in LITERALS:
         return LITERALS[word] or word
     try:

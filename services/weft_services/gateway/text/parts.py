@@ -1,4 +1,4 @@
-"""What an assistant's answer is made of: text, thoughts, tool calls. Collects it as parsers find it."""
+"""The parts of an assistant's answer: text, thoughts and tool calls, collected as parsers find them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from weft_services.gateway.text.json_repair import SPACE
 
 
 class PartKind(Enum):
-    """Of a Part."""
+    """Kind of a Part."""
 
     TEXT = auto()
     REASONING = auto()
     CALL = auto()  # a tool call begins; `text` is the tool's name
-    ARGUMENTS = auto()  # more of its arguments, as JSON text
+    ARGUMENTS = auto()  # more of the arguments, as JSON text
     CUSTOM = auto()  # a call of a custom tool begins; `text` is the tool's name
-    INPUT = auto()  # more of its input, as free text
+    INPUT = auto()  # more of the input, as free text
 
 
-# parts that begin a call
+# kinds that begin a call
 CALLS = (PartKind.CALL, PartKind.CUSTOM)
-# parts that extend a call -> the part that began it
+# kinds that extend a call -> the kind that began it
 OPENED_BY = {PartKind.ARGUMENTS: PartKind.CALL, PartKind.INPUT: PartKind.CUSTOM}
 
 
-@dataclass(slots=True)  # not frozen: there is one a token
+@dataclass(slots=True)  # Not frozen: one is created per token.
 class Part:
-    """What is new. Never empty; `call` counts the answer's tool calls and `call_id` names the one that begins."""
+    """New content, never empty.
+
+    `call` is the index of the tool call; `call_id` is set on the part that begins one.
+    """
 
     kind: PartKind
     text: str
@@ -40,41 +43,41 @@ class Part:
 
 
 class Parts:
-    """Takes in what a parser finds, and gives out parts; white space around calls and thoughts is nobody's."""
+    """Collects what a parser finds. White space around calls and thoughts is dropped."""
 
     def __init__(self, new_id: Callable[[], str], is_parallel: bool = True, holds_space: bool = True) -> None:
-        """Without `holds_space` text is given out as it comes."""
+        """Without `holds_space` text is emitted unchanged as it arrives."""
         self.num_calls = 0
-        self.is_open = False  # the last call's arguments have not come to their end
+        self.is_open = False  # the last call's arguments are incomplete
         self.found: list[Part] = []
         self._new_id = new_id
         self._max_calls = None if is_parallel else 1
         self._holds_space = holds_space
-        self._held: list[str] = []  # white space that counts only if something follows
+        self._held: list[str] = []  # white space that counts only if text follows
 
     @property
     def num_held(self) -> int:
-        """Letters of white space that wait for something to follow."""
+        """Characters of white space held back until text follows."""
         return sum(map(len, self._held))
 
     def text(self, text: str) -> None:
-        """Of the answer proper."""
+        """Add text of the answer."""
         self._say(PartKind.TEXT, text)
 
     def reasoning(self, text: str) -> None:
-        """Thoughts."""
+        """Add text of the thoughts."""
         self._say(PartKind.REASONING, text)
 
     def hold_nothing(self) -> None:
-        """From here on text is given out as it comes: no calls or thoughts follow."""
+        """Stop holding white space back; neither calls nor thoughts follow."""
         self._holds_space = False
 
     def drop_space(self) -> None:
-        """What was said ends here."""
+        """Drop the white space held back, at the end of a text or thought."""
         self._held.clear()
 
     def begin_call(self, name: str, call_id: str = "") -> None:
-        """A call; its arguments follow."""
+        """Begin a call; its arguments follow."""
         self._held.clear()
         self.num_calls += 1
         self.is_open = True
@@ -82,16 +85,16 @@ class Parts:
             self.found.append(Part(PartKind.CALL, name, self.num_calls - 1, call_id or self._new_id()))
 
     def arguments(self, text: str) -> None:
-        """More of the last call's arguments."""
+        """Add text to the last call's arguments."""
         if text and self._is_wanted:
             self.found.append(Part(PartKind.ARGUMENTS, text, self.num_calls - 1))
 
     def end_call(self) -> None:
-        """Its arguments are whole."""
+        """Mark the last call's arguments as complete."""
         self.is_open = False
 
     def end(self) -> None:
-        """The answer ends."""
+        """End the answer; emit white space held back if there was no call."""
         if self._held and not self.num_calls:
             self.found.append(Part(PartKind.TEXT, "".join(self._held)))
         self._held.clear()
@@ -114,8 +117,8 @@ class Parts:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same with what follows upon its like in one part."""
-    alike: list[tuple[Part, list[str]]] = []  # of long answers every letter is copied once
+    """Merge consecutive parts of the same kind and call."""
+    alike: list[tuple[Part, list[str]]] = []  # joined at the end, so that every character is copied once
     for part in parts:
         first = alike[-1][0] if alike else None
         if first and part.kind not in CALLS and (first.kind, first.call) == (part.kind, part.call):
@@ -126,10 +129,10 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def new_call_id() -> str:
-    """As OpenAI's look."""
+    """Return a new id in OpenAI's format."""
     return f"call_{new_id()[:24]}"
 
 
 def new_short_id() -> str:
-    """Nine letters or digits: what Mistral's templates take."""
+    """Return nine random letters or digits, as Mistral's templates require."""
     return "".join(choice(string.ascii_letters + string.digits) for _ in range(9))

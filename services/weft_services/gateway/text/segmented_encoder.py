@@ -1,7 +1,7 @@
-"""Token ids of long prompts, cut where messages begin: what a chat has said before is looked up, not tokenized again.
+"""Caches the token ids of long prompts per message, so that the earlier turns of a chat are not tokenized again.
 
-Tokenizers find special tokens before they do anything else, and treat what lies between two of them alone. So a text
-that is cut before one of them has the ids that the whole has. Knows no model and no request.
+Tokenizers split a text at special tokens first and encode the pieces independently. So cutting a text before a special
+token does not change its ids.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from threading import Lock
 
 from tokenizers import AddedToken, Tokenizer
 
-# Shorter texts are tokenized in less time than they are cut and looked up.
+# Tokenizing shorter texts is faster than cutting them and looking them up.
 MIN_CHARS = 4096
 MAX_BYTES = 64 << 20
 WORD = re.compile(r"\w")
-# of a piece, beside its text and ids: key, table, array
+# Memory of an entry in addition to its text and ids: key, table, array.
 OVERHEAD_BYTES = 400
 
 Key = tuple[bytes, str]
 
 
 def message_marks(tokenizer: Tokenizer, template: str) -> list[str]:
-    """The tokens that the template writes and before which any text can be cut."""
+    """Return the special tokens of the template before which a text can be cut."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     return [
         token.content
@@ -37,22 +37,21 @@ def message_marks(tokenizer: Tokenizer, template: str) -> list[str]:
 
 
 def _overlaps(other: str, mark: str) -> bool:
-    """Can a token that begins before the mark take some of it away."""
+    """True if a token that begins before the mark can include some of it."""
     if other.find(mark, 1) > 0:
         return True
     return any(mark.startswith(other[start:]) for start in range(1, len(other)))
 
 
 def _looks(other: AddedToken, mark: str) -> bool:
-    """Does a token look at what is on the other side of the cut: beyond its end, or, where it begins as the mark does,
-    before it."""
+    """True if a token depends on text across the cut, after its end or before the mark."""
     if other.content.startswith(mark):
         return other.single_word or other.lstrip
     return other.single_word and WORD.match(mark) is not None
 
 
 class SegmentedEncoder:
-    """One model's. Pieces are kept by tenant, so that nobody learns from the time it takes what others have asked."""
+    """Encoder of one model. The cache is separate per tenant, so that timing reveals nothing about other tenants."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class SegmentedEncoder:
         min_chars: int = MIN_CHARS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`encode`: ids of a text with nothing put around it; may be called by several threads at a time."""
+        """`encode` returns the ids of a text without added special tokens; several threads may call it."""
         self._encode, self._marks = encode, tuple(marks)
         self._min_chars, self._max_bytes = min_chars, max_bytes
         self._kept: OrderedDict[Key, array[int]] = OrderedDict()
@@ -69,7 +68,7 @@ class SegmentedEncoder:
         self._lock = Lock()
 
     def encode(self, text: str, salt: bytes) -> tuple[int, ...]:
-        """All ids of the text, nothing put around it. `salt`: whose it is."""
+        """Return the ids of the text without added special tokens. `salt` identifies the tenant's cache."""
         if len(text) < self._min_chars:
             return tuple(self._encode(text))
         keys = [(salt, piece) for piece in self._cut(text)]

@@ -1,9 +1,8 @@
-"""Special tokens that the chat template alone can write: what a user says stays text, whatever it spells.
+"""Keeps special tokens in user text from being read as such; only the chat template can write them.
 
-A tokenizer finds its special tokens wherever they stand, in what a user says too, who can so end a turn and begin one
-of the system's. Here each of them begins with a secret: in the template's source, in the values that it is given, and
-in a second tokenizer, whose ids are the first one's. Without the secret they are text like any other, also where a
-template puts two texts of a user together. Knows conversations to try it out on, and no model directory.
+A tokenizer recognizes special tokens anywhere, so user text could end a turn and start a system message. Therefore each
+special token gets a secret prefix: in the template, in the values passed to it, and in a second tokenizer with the ids
+of the first. Without the prefix a special token is ordinary text, even where the template joins two user texts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer
 from weft.errors import InvalidRequest, ModelFailed
 from weft_services.gateway.generation import Conversation
 
-# the last plane of private characters, of which neither case nor JSON makes others; 64 bits are not guessed
+# Private use characters of the last plane, which neither case mapping nor JSON changes; 64 bits cannot be guessed.
 FIRST, NUM_CHOICES, NUM_CHARACTERS = 0x100000, 0xFFFE, 4
 
 _ASKS, _SAYS = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -42,23 +41,23 @@ Ids = Callable[[Conversation], Sequence[int]]
 
 
 class GuardImpossible(Exception):
-    """This tokenizer's or template's special tokens cannot be told from a user's."""
+    """This tokenizer or template cannot separate its special tokens from user text."""
 
 
 class SpecialTokenGuard:
-    """One model's, new in each process: ids alone leave it."""
+    """Adds and removes the secret prefix for one model. The secret is new in each process, and only ids leave it."""
 
     def __init__(self, tokenizer_json: bytes, plain: Tokenizer) -> None:
-        """`plain`: what was read of it already, which takes long. Raises CannotSeal."""
+        """`plain`: the tokenizer already loaded from `tokenizer_json`, as loading is slow. Raises GuardImpossible."""
         secret = "".join(chr(FIRST + secrets.randbelow(NUM_CHOICES)) for _ in range(NUM_CHARACTERS))
         self._secret = secret
-        # as a list of tokens is written, and as templates may write a text for others
+        # The secret as Python's repr, JSON and URL quoting write it; templates use all three.
         written = (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret))
         self._written = re.compile("|".join(map(re.escape, written)))
         description = orjson.loads(tokenizer_json)
         added = description.get("added_tokens") or []
         self._names = {token["content"]: self._secret + token["content"] for token in added if token["special"]}
-        # as tokenizers look for them: one that is not special may begin with one that is
+        # Two passes, in the order of the tokenizer: an ordinary added token may begin with a special one.
         self._rounds = [
             _any_of(token["content"] for token in added if token["normalized"] == late) for late in (False, True)
         ]
@@ -69,23 +68,25 @@ class SpecialTokenGuard:
         self._check(plain, _unknown(description["model"]))
 
     def escape(self, text: str) -> str:
-        """A template's own text, or a value that it is given: special tokens begin with the secret."""
+        """Prefix the special tokens in a template, or in a value passed to it."""
         first, then = self._rounds
         pieces = first.split(text)
         pieces[::2] = ["".join(self._renamed(then.split(between))) for between in pieces[::2]]
         return "".join(self._renamed(pieces))
 
     def unescape(self, text: str) -> str:
-        """The same without the secret, for others to read."""
+        """Remove the secret, for messages to clients and logs."""
         return self._written.sub("", text)
 
     def _renamed(self, pieces: list[str]) -> list[str]:
-        """Every second one is a token."""
+        """Replace every second piece, which is a token."""
         pieces[1::2] = [self._names.get(token, token) for token in pieces[1::2]]
         return pieces
 
     def _check(self, plain: Tokenizer, unknown: str | None) -> None:
-        """Ids are as they were, and what users may write is none of them, but for letters that are not known."""
+        """Check that ids are unchanged, and that the names without the secret encode to no special token except
+        unknown.
+        """
         special = {plain.token_to_id(name) for name, new in self._names.items() if new != unknown}
         for number, token in plain.get_added_tokens_decoder().items():
             if self.tokenizer.token_to_id(self._names.get(token.content, token.content)) != number:
@@ -96,13 +97,13 @@ class SpecialTokenGuard:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """The longest that begins at a place."""
+    """Return a pattern that prefers the longest token."""
     ordered = sorted(tokens, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered)) or '(?!)'})")
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Some vocabularies have the special tokens as well; and words that are not known become one of them."""
+    """Rename special tokens in the vocabulary, including the one for unknown words."""
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(piece, piece): number for piece, number in vocabulary.items()}
@@ -125,16 +126,18 @@ def _loaded(description: dict[str, Any]) -> Tokenizer:
 
 
 def check_samples(plain: Ids, sealed: Ids) -> None:
-    """Conversations without special tokens have the same ids under a seal. Raises CannotSeal where they do not: a
-    template may put special tokens together from parts, which have no secret."""
+    """Check that conversations without special tokens get the same ids with the guard.
+
+    Raises GuardImpossible if not: a template may join special tokens from parts, which carry no secret.
+    """
     for sample in SAMPLES:
         try:
             expected = plain(sample)
-        except (InvalidRequest, ModelFailed):  # not all templates know tools, or the system
+        except (InvalidRequest, ModelFailed):  # Some templates support neither tools nor system messages.
             continue
         try:
             found = sealed(sample)
         except InvalidRequest as error:
-            raise GuardImpossible(f"the template refuses what it takes without: {error}") from error
+            raise GuardImpossible(f"the template rejects a conversation only with the guard: {error}") from error
         if found != expected:
-            raise GuardImpossible("the template makes them of parts")
+            raise GuardImpossible("the template builds special tokens from parts")

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that arrives in pieces, and never lets a part of one slip out.
+"""Finds stop strings in streamed text and never emits a part of one.
 
-Stop strings of answers that have thoughts or tool calls in them: these are not searched, as clients see neither as
-the answer's text. A stop string that has a marker in it, such as `</think>`, is found wherever the marker stands.
+In answers with thoughts or tool calls only the visible text is searched. A stop string that contains a marker, such as
+`</think>`, is found anywhere.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from weft_services.gateway.text.parts import Part, PartKind
 
 
 class StopMatcher(Protocol):
-    """Stop strings of one sequence."""
+    """Matches the stop strings of one sequence."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may be sent, and the stop string that was met, if one was; nothing may follow after that."""
+        """Return the text that may be sent, and the stop string found, if any. No call may follow one that found it."""
 
     def finish(self, is_cut: bool) -> tuple[str, str | None]:
-        """The same of what was held back, when the sequence ends. `is_cut`: the model has not ended it."""
+        """Return the same for the text held back at the end. `is_cut`: the model has not ended the answer."""
 
 
 class StopScanner:
-    """Looks in all of the text. Of several stop strings the one that is complete first counts, then the longest."""
+    """Searches all text. The stop string that completes first counts, then the longest."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -33,11 +33,11 @@ class StopScanner:
 
     @property
     def num_held(self) -> int:
-        """Letters that might be the beginning of a stop string."""
+        """Characters held back because they may begin a stop string."""
         return len(self._held)
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """See Stops. Text that might be the beginning of a stop string is held back."""
+        """See StopMatcher. Text that may begin a stop string is held back."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -49,29 +49,32 @@ class StopScanner:
         return text[: len(text) - held], None
 
     def finish(self, is_cut: bool = False) -> tuple[str, str | None]:
-        """See Stops: what is held is no stop string after all."""
+        """See StopMatcher. The text held back is not a stop string."""
         held, self._held = self._held, ""
         return held, None
 
 
 class VisibleStops:
-    """State of one sequence. Gives out text as it was generated, up to what a reader has settled: what may still become
-    text of the answer is held back, as it may have a stop string in it."""
+    """Searches the visible text of one sequence.
+
+    It emits the generated text up to what `reader` has settled. Text that may still become visible is held back,
+    because it may contain a stop string.
+    """
 
     def __init__(self, stops: Sequence[str], markers: Iterable[str], reader: AnswerReader) -> None:
-        """`reader`: one of its own; that of the answer comes later and gets what is given out here."""
+        """`reader`: a private reader. The answer's own reader processes the text emitted here."""
         markers = tuple(markers)
         marked = [stop for stop in stops if any(marker in stop for marker in markers)]
         self._marked = StopScanner(marked)
         self._spoken = StopScanner([stop for stop in stops if stop not in marked])
         self._reader = reader
-        self._held: list[str] = []  # letters
+        self._held: list[str] = []  # single characters
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """See Stops."""
+        """See StopMatcher."""
         text, marked = self._marked.push(text)
         given: list[str] = []
-        # letter by letter: so what is settled ends where the reader holds nothing back
+        # Character by character, so that settled text ends exactly where the reader holds nothing back.
         for piece in (text,) if self._reader.is_plain else text:
             self._held.extend(piece)
             released, stop = self._settle(self._reader.push(piece))
@@ -83,7 +86,7 @@ class VisibleStops:
         return "".join(given), marked
 
     def finish(self, is_cut: bool) -> tuple[str, str | None]:
-        """See Stops."""
+        """See StopMatcher."""
         text, _ = self._marked.finish()
         before, stop = self.push(text)
         if stop is not None:

@@ -1,4 +1,4 @@
-"""The tool formats by name: which one a model's template speaks, how it is parsed, and how a call must be written."""
+"""The tool call formats by name: how to recognize, parse and write each."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from weft_services.gateway.text.parts import new_call_id, new_short_id
 from weft_services.gateway.text.tool_parsers import Parser
 from weft_services.gateway.text.xml_calls import Schemas, qwen_xml
 
-# places in a written call
+# placeholders in the template of a call
 NAME, ARGUMENTS, SPACE, NUMBER = "\0name", "\0arguments", "\0space", "\0number"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`call` is how one call is written, between `opening` and `closing`; strings in `markers` may be single tokens.
+    """A format. `call` is the template of one call, `opening` and `closing` surround all calls.
 
-    `is_xml`: arguments are not JSON but tags, see `xml_calls`. `ends_thoughts`: what ends them as `</think>` does.
+    `markers`: strings that may be single tokens. `is_xml`: arguments are tags, not JSON; see `xml_calls`.
+    `ends_thoughts`: markers that end thoughts as `</think>` does.
     """
 
     name: str
@@ -124,12 +125,17 @@ FORMATS = {
 
 
 def choose_format(setting: str, template: str) -> ToolFormat | None:
-    """By WEFT_TOOL_FORMAT, or by what the template says when that is `auto`. None: calls are not told from text."""
+    """Return the format named by WEFT_TOOL_FORMAT, or the one that the template uses if that is `auto`.
+
+    None: calls are not separated from text.
+    """
     if setting == "none":
         return None
     if setting != "auto":
         if setting not in FORMATS:
-            raise BadCheckpoint(f"WEFT_TOOL_FORMAT is {setting!r}, known are auto, none, {', '.join(FORMATS)}")
+            raise BadCheckpoint(
+                f"WEFT_TOOL_FORMAT: {setting!r} is unknown; choose one of auto, none, {', '.join(FORMATS)}"
+            )
         return FORMATS[setting]
     return _by_template(template)
 

@@ -1,4 +1,4 @@
-"""How the served families write tool calls, read as they stream. A parser takes a whole answer; the rest is text."""
+"""Parsers for the tool calls of the supported model families. A parser reads a whole answer, text included."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ from weft_services.gateway.text.parts import Parts
 
 Parser = Callable[[TextBuffer, Parts], Parse[None]]
 MAX_PYTHON_CHARS = 64 * 1024
-# of a call; an object with others in front of its name is none, where no marker says that it is
+# Without a marker, an object whose first fields are others than these is not a call.
 FIELDS = ("name", "type", "id", "arguments", "parameters")
 
 
 class Malformed(Exception):
-    """Not a call after all, and nothing of it has been given out."""
+    """The text is not a call, and nothing of it has been emitted."""
 
 
 def plain(buffer: TextBuffer, parts: Parts) -> Parse[None]:
-    """Text and nothing else."""
+    """Emit everything as text."""
     yield from copy_until(buffer, (), parts.text)
 
 
 def hermes(buffer: TextBuffer, parts: Parts) -> Parse[None]:
-    """Hermes, Qwen, weft-nano: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, text around and between."""
+    """Hermes, Qwen, weft-nano:
+
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, with text around and between.
+    """
     opening, closing = "<tool_call>", "</tool_call>"
-    is_unclosed = False  # the last call's closing tag has not come: where it does, it is no text
+    is_unclosed = False  # the last call's closing tag is due; it is not text
     while mark := (yield from copy_until(buffer, (opening, closing) if is_unclosed else (opening,), parts.text)):
         if mark == closing:
             is_unclosed = False
@@ -49,9 +52,9 @@ def hermes(buffer: TextBuffer, parts: Parts) -> Parse[None]:
 
 
 def mistral(buffer: TextBuffer, parts: Parts) -> Parse[None]:
-    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, newer ones `[TOOL_CALLS]name[ARGS]{...}`."""
+    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer ones `[TOOL_CALLS]name[ARGS]{...}`."""
     while (yield from copy_until(buffer, ("[TOOL_CALLS]",), parts.text)):
-        if (yield from next_letter(buffer)) == "{":  # without its list
+        if (yield from next_letter(buffer)) == "{":  # an object without the list around it
             yield from _object_or_text(buffer, parts, "[TOOL_CALLS]")
             continue
         if buffer.text[:1] != "[":
@@ -90,8 +93,10 @@ def kimi(buffer: TextBuffer, parts: Parts) -> Parse[None]:
 
 
 def llama(names: frozenset[str]) -> Parser:
-    """Llama 3 and 4: the answer is a JSON object with name and parameters, several with `;` between, or Python calls
-    in brackets. As nothing else marks a call, only those of known tools are taken for one."""
+    """Llama 3 and 4: JSON objects with name and parameters, separated by `;`, or Python calls in brackets.
+
+    No marker introduces a call, so only calls of known tools count.
+    """
 
     def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
         for tag in ("<|python_tag|>", "<|python_start|>"):
@@ -109,13 +114,13 @@ def llama(names: frozenset[str]) -> Parser:
 
 
 def _object_or_text(buffer: TextBuffer, parts: Parts, opening: str, names: frozenset[str] | None = None) -> Parse[bool]:
-    """One JSON object that is a call; if it is none, it is text, and so is the marker before it."""
+    """Read a JSON object as a call. If it is not one, emit it and the marker before it as text."""
     buffer.mark()
     num_calls = parts.num_calls
     try:
         yield from _object(buffer, parts, names)
     except (Malformed, ValueError):
-        if parts.num_calls == num_calls:  # what has been given out cannot be taken back
+        if parts.num_calls == num_calls:  # Otherwise part of the call was emitted and cannot be taken back.
             parts.text(opening + buffer.taken)
             return False
     yield from _skip_closers(buffer)
@@ -123,13 +128,13 @@ def _object_or_text(buffer: TextBuffer, parts: Parts, opening: str, names: froze
 
 
 def _skip_closers(buffer: TextBuffer) -> Parse[None]:
-    """Models write a bracket too many behind a call: that is no text."""
+    """Skip extra closing brackets, which models write after a call."""
     while (yield from begins_with(buffer, "}")):
         pass
 
 
 def _object(buffer: TextBuffer, parts: Parts, names: frozenset[str] | None) -> Parse[None]:
-    """Arguments stream from the moment that the name is known."""
+    """Read a call object. Arguments stream as soon as the name is known."""
     if (yield from next_letter(buffer)) != "{":
         raise Malformed
     buffer.take(1)
@@ -170,12 +175,12 @@ def _key(buffer: TextBuffer) -> Parse[Any]:
 
 
 def _is_name(value: Any, names: frozenset[str] | None) -> bool:
-    """Half of a surrogate pair, which has become U+FFFD, names nothing."""
+    """True for a usable name. U+FFFD stands for an unpaired surrogate, which names no tool."""
     return isinstance(value, str) and bool(value) and "\ufffd" not in value and (names is None or value in names)
 
 
 def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -> None:
-    """Arguments that came before the name, as a string, or not at all."""
+    """Emit a call whose arguments preceded the name, are a string, or are missing."""
     if "name" not in fields:
         raise Malformed
     key = "arguments" if "arguments" in fields else "parameters"
@@ -183,7 +188,7 @@ def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -
 
 
 def _as_object(value: Any, written: str) -> str:
-    """Arguments that are one, or a string with one in it; nothing stands for none."""
+    """Return arguments as the text of a JSON object. They may be an object, a string with one, or missing."""
     if not value:
         return "{}"
     if isinstance(value, dict):
@@ -207,7 +212,7 @@ def _named_call(
     separators: tuple[str, ...],
     read_name: Callable[[str], tuple[str, str]],
 ) -> Parse[None]:
-    """Name, separator, JSON. The name may say the call's id too. Without one it is no call, and all of it is text."""
+    """Read name, separator and JSON; the name may include the call's id. Without a name, all of it is text."""
     header: list[str] = []
     buffer.mark()
     separator = yield from copy_until(buffer, (*separators, "{"), header.append)
@@ -221,7 +226,7 @@ def _named_call(
 
 
 def _arguments(buffer: TextBuffer, parts: Parts, opening: str, name: str, call_id: str = "") -> Parse[None]:
-    """They are JSON, or there are none. Where they can be made no object, all that was read since the mark is text."""
+    """Read the arguments, which may be missing. If they cannot become an object, all text since `mark` is text."""
     letter = yield from next_letter(buffer)
     if letter == "{":
         parts.begin_call(name, call_id)
@@ -244,7 +249,7 @@ def _mistral_name(header: str) -> tuple[str, str]:
 
 
 def _kimi_name(header: str) -> tuple[str, str]:
-    """`functions.name:0` is the call's id as well: the template gives it back to the model."""
+    """Split `functions.name:0`; all of it is the call's id, because the template writes it back."""
     name = header.removeprefix("functions.")
     return name.rpartition(":")[0] or name, header
 
@@ -253,17 +258,17 @@ def _deepseek_call(buffer: TextBuffer, parts: Parts, marks: tuple[str, ...]) -> 
     before: list[str] = []
     buffer.mark()
     mark = yield from copy_until(buffer, ("<｜tool▁sep｜>", *marks), before.append)
-    if mark != "<｜tool▁sep｜>":  # no call after all; what comes next may be one
+    if mark != "<｜tool▁sep｜>":  # Not a call; the next one may be.
         parts.text("".join(before))
         if mark:
             buffer.unread(mark)
         return
     name = "".join(before).strip()
-    if name == "function" and (yield from next_letter(buffer)) != "{":  # V3: this was the type, now comes the name
+    if name == "function" and (yield from next_letter(buffer)) != "{":  # V3: this was the type, and the name follows.
         lines: list[str] = []
         fence = yield from copy_until(buffer, ("```json", "{", "<｜tool▁call▁end｜>"), lines.append)
         name = "".join(lines).strip() or name
-        if fence and fence != "```json":  # V3.1's without arguments ends here
+        if fence and fence != "```json":  # V3.1 without arguments ends here
             buffer.unread(fence)
     if not name:
         parts.text("".join(before))
@@ -274,7 +279,7 @@ def _deepseek_call(buffer: TextBuffer, parts: Parts, marks: tuple[str, ...]) -> 
 
 
 def _python_calls(buffer: TextBuffer, parts: Parts, names: frozenset[str]) -> Parse[None]:
-    """`[f(a=1), g()]`, given out when it is complete; a list that does not begin with a tool's call is text at once."""
+    """Read `[f(a=1), g()]`, emitted when complete. A list that does not start with a tool's call is text at once."""
     while not buffer.is_over and _may_be_python(text := buffer.text.lstrip(), names, is_whole=False):
         if any(text.startswith(f"[{name}(") for name in names):
             break
@@ -307,9 +312,9 @@ def _python(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
 
 
 def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
-    """Name and arguments. Python has values that JSON has not: sets, bytes, infinity."""
+    """Return name and arguments. Raises for Python values without a JSON form: sets, bytes, infinity."""
     name = ""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):  # a-name(x=1), to Python a difference
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):  # `a-name(x=1)` parses as a difference
         name, node = ast.unparse(node.left).replace(" ", "") + "-", node.right
     if not isinstance(node, ast.Call) or node.args:
         raise Malformed
@@ -318,5 +323,5 @@ def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
         raise Malformed
     arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # half of a surrogate pair could not be sent
+    text.encode()  # raises for an unpaired surrogate, which cannot be sent
     return name, text

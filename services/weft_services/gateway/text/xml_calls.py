@@ -1,6 +1,6 @@
-"""Qwen3-Coder's tool calls: every argument in tags of its own, read as it streams and given out as JSON.
+"""Parses Qwen3-Coder's tool calls: each argument has its own tags, and streams out as JSON.
 
-What is written there has no types; the tool's schema says what is text and what is JSON.
+The values carry no types; the tool's schema decides what is text and what is JSON.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS, Parser
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-# what may end a value: its own tags, then those that come next where models forget it
+# What may end a value: its own tags, or the tags that follow if the model omits them.
 VALUE_TAGS = (f"\n{END_PARAMETER}", END_PARAMETER, PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}", f"\n{END_CALL}")
 MAX_KEY_CHARS = 256
 LITERALS = {"None": "null"}
-# with these a schema says itself what it is of, whatever it refers to
+# With one of these keywords a schema defines its type itself, even beside a `$ref`.
 TELLING = frozenset(("type", "properties", "enum", "const", "anyOf", "oneOf", "allOf"))
 MAX_HOPS = 8
 
 Schemas = Mapping[str, dict[str, Any]]
-Missing = set[str] | None  # parameters that a call has not had yet; None: any name
+Missing = set[str] | None  # parameters the call has not had yet; None: any name
 
 
 def qwen_xml(schemas: Schemas) -> Parser:
-    """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`, text around and between;
-    models do forget the outer tag."""
+    """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`, with text around.
+
+    Models sometimes omit the outer tag.
+    """
 
     def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
         while mark := (yield from copy_until(buffer, (CALL, FUNCTION), parts.text)):
@@ -56,7 +58,7 @@ def qwen_xml(schemas: Schemas) -> Parser:
 
 
 def _call(buffer: TextBuffer, parts: Parts, schemas: Schemas, is_tagged: bool) -> Parse[None]:
-    """Without the outer tag only a call of a known tool is one: texts speak of such tags, too."""
+    """Read one call. Without the outer tag only a known tool counts, because texts also mention such tags."""
     name, is_named = yield from _name(buffer)
     if not is_named or not (is_tagged or name in schemas):
         parts.text((CALL if is_tagged else FUNCTION) + buffer.taken)
@@ -83,7 +85,7 @@ def _call(buffer: TextBuffer, parts: Parts, schemas: Schemas, is_tagged: bool) -
 
 
 def _name(buffer: TextBuffer) -> Parse[tuple[str, bool]]:
-    """What stands before the bracket that closes the tag, and whether there is one on the same line."""
+    """Read the name up to the end of the tag. Return it, and whether the tag is complete on one line."""
     written: list[str] = []
     mark = yield from copy_until(buffer, (">", "\n"), written.append)
     name = "".join(written)
@@ -91,7 +93,7 @@ def _name(buffer: TextBuffer) -> Parse[tuple[str, bool]]:
 
 
 def _value(buffer: TextBuffer, parts: Parts, schema: Any, missing: Missing) -> Parse[None]:
-    """One line break on either side is not its own. Text streams unless it may be null."""
+    """Read a value without one line break at each end. Text streams unless it may be null."""
     while not buffer.text and not buffer.is_over:
         yield
     if buffer.text.startswith("\n"):
@@ -111,9 +113,10 @@ def _value(buffer: TextBuffer, parts: Parts, schema: Any, missing: Missing) -> P
 
 
 def _until_end(buffer: TextBuffer, emit: Emit, missing: Missing) -> Parse[None]:
-    """Up to the tag that closes a value. Values have such tags within them, so one counts where it stands as the format
-    has it: with the next parameter or the function's end behind it, as many as were opened in the value aside. Models
-    forget it, and then the next tag on a line of its own ends the value too. `missing`: the parameters that may follow.
+    """Read up to the tag that closes a value. `missing`: the parameters that may follow.
+
+    Values may contain such tags. So a closing tag counts only if the next parameter or the function's end follows, and
+    not for tags opened inside the value. If the model omits it, the next tag on a line of its own ends the value.
     """
     num_inner = 0
     while mark := (yield from copy_until(buffer, VALUE_TAGS, emit)):
@@ -130,7 +133,7 @@ def _until_end(buffer: TextBuffer, emit: Emit, missing: Missing) -> Parse[None]:
 
 
 def _is_closing(buffer: TextBuffer, num_inner: int, missing: Missing) -> Parse[bool]:
-    """Is a parameter's closing tag the value's own, by what stands behind it."""
+    """True if a closing tag belongs to the value itself, judged by the text after it."""
     if not num_inner:
         return (yield from _is_before(buffer, (PARAMETER, END_FUNCTION, END_CALL)))
     if missing and (yield from _is_before(buffer, (PARAMETER,))):
@@ -139,21 +142,21 @@ def _is_closing(buffer: TextBuffer, num_inner: int, missing: Missing) -> Parse[b
 
 
 def _is_forgotten(buffer: TextBuffer, mark: str, missing: Missing) -> Parse[bool]:
-    """Does the value end before this tag, without a tag of its own."""
+    """True if the value ends before this tag, without a closing tag."""
     if mark == f"\n{PARAMETER}":
         return (yield from _is_missing(buffer, "", missing))
     return mark == f"\n{END_CALL}" or (mark != PARAMETER and (yield from _is_before(buffer, (END_CALL,))))
 
 
 def _is_before(buffer: TextBuffer, *steps: tuple[str, ...]) -> Parse[bool]:
-    """Do tags come next, one of each step, white space aside, as far as the answer goes; nothing is read."""
+    """Return whether these tags come next, one per step, apart from white space. Nothing is read."""
     while (found := _follows(buffer.text, steps)) is None and not buffer.is_over and len(buffer.text) <= MAX_SPACE:
         yield
     return buffer.is_over if found is None else found
 
 
 def _follows(text: str, steps: Iterable[tuple[str, ...]]) -> bool | None:
-    """None: the text ends before that is known."""
+    """Return whether the tags come next; None if the text ends too early to tell."""
     for tags in steps:
         text = text.lstrip(SPACE)
         tag = next((tag for tag in tags if text.startswith(tag)), None)
@@ -164,7 +167,7 @@ def _follows(text: str, steps: Iterable[tuple[str, ...]]) -> bool | None:
 
 
 def _is_missing(buffer: TextBuffer, tag: str, missing: Missing) -> Parse[bool]:
-    """Is the key that comes next, with this tag before it, one that is expected; without a schema each of them is."""
+    """Return whether `tag` and an expected key come next; without a schema every key is expected."""
     while True:
         text = buffer.text.lstrip(SPACE)[len(tag) :]
         key, bracket, _ = text.partition(">")
@@ -174,7 +177,7 @@ def _is_missing(buffer: TextBuffer, tag: str, missing: Missing) -> Parse[bool]:
 
 
 def resolved(schema: Any, root: dict[str, Any]) -> Any:
-    """What it refers to, if that is within the root; as whole classes are, and enums, in schemas made of Python."""
+    """Follow a `$ref` within the root. Schemas made from Python refer to whole classes and enums so."""
     found = schema
     for _ in range(MAX_HOPS):
         path = found.get("$ref") if isinstance(found, dict) and not TELLING & found.keys() else None
@@ -194,7 +197,7 @@ def _at(path: str, root: dict[str, Any]) -> Any:
 
 
 def named_values(schema: Any) -> list[Any] | None:
-    """Those that a value must be one of, where the schema says so; as Optional[Literal[...]] is, of several schemas."""
+    """Return the values that a schema lists, also across several schemas, as for Optional[Literal[...]]."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema or schema.get("type") == "null":
@@ -211,7 +214,7 @@ def named_values(schema: Any) -> list[Any] | None:
 
 
 def is_text(schema: Any) -> bool:
-    """May the value be a string; where nobody says, it is one."""
+    """True if the value may be a string; also if the schema does not say."""
     if not isinstance(schema, dict):
         return True
     kind = schema.get("type")
@@ -227,7 +230,7 @@ def is_text(schema: Any) -> bool:
 
 
 def is_nullable(schema: Any) -> bool:
-    """May the value be null, where it may be a string."""
+    """True if a value that may be a string may also be null."""
     if not isinstance(schema, dict):
         return False
     if "type" in schema:
@@ -240,7 +243,7 @@ def is_nullable(schema: Any) -> bool:
 
 
 def _as_json(written: str) -> str:
-    """As it stands if it is JSON; as JSON if it is Python, which models write too; else it is a string after all."""
+    """Return the text as JSON: unchanged if it is JSON, converted if it is Python, otherwise as a string."""
     text = written.strip()
     try:
         parse_json(text)
@@ -250,7 +253,7 @@ def _as_json(written: str) -> str:
 
 
 def _mended(text: str) -> str | None:
-    """Objects and lists; words are strings."""
+    """Repair an object or a list."""
     found = repaired_object(f'{{"": {text}}}') if text.startswith(("{", "[")) else None
     return found and found[len('{"": ') : -1]
 
@@ -260,7 +263,7 @@ def _from_python(text: str) -> str | None:
         return None
     try:
         found = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-        found.encode()  # half of a surrogate pair could not be sent
+        found.encode()  # raises for an unpaired surrogate, which cannot be sent
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return None
     return found
@@ -271,4 +274,4 @@ def _escaped(text: str) -> str:
 
 
 def _nothing(text: str) -> None:
-    """White space between tags."""
+    """Ignore white space between tags."""
