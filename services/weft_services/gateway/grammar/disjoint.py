@@ -41,7 +41,7 @@ class DisjointCheck:
         return self._have_tags(resolved) or all(self._differ(*pair, 0) for pair in combinations(resolved, 2))
 
     def _have_tags(self, options: list[Any]) -> bool:
-        """True if all options are objects with a required property whose values differ between all of them."""
+        """True if all options are objects with a required property that has different values in all of them."""
         if not all(isinstance(each, dict) and _kinds(each) == {"object"} for each in options):
             return False
         for name in set[str].intersection(*(set(required_names(each)) for each in options)) if options else ():

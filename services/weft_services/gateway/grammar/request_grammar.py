@@ -1,6 +1,6 @@
 """Builds the grammar of a request from its answer format, its tools, and thoughts before either.
 
-Rejects regexes whose cost no limit of the compiler covers: wide classes that ignore case. The compiler visits every
+Rejects wide classes that ignore case: no limit of the compiler covers their cost. The compiler visits every
 character of such a class. A class of all characters takes about 5 ms, costs no fuel, and needs only five characters of
 source. Other classes are ranges and cost nothing.
 """

@@ -60,7 +60,7 @@ def _any_places(digits: int) -> str:
 
 Schema = dict[str, Any]
 
-# keywords whose keys are client names, and keywords whose values are not schemas
+# keywords with client names as keys, and keywords with values that are not schemas
 NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 VALUES = frozenset(("enum", "const", "default", "examples", "example"))
 # Formats that llguidance enforces; all others are annotations.
@@ -94,7 +94,7 @@ def supported_schema(schema: Schema) -> Schema:
 
 
 def without_pattern(value: Any, pattern: str) -> Any:
-    """Return the schema without that `pattern`, and without properties whose names match it."""
+    """Return the schema without that `pattern`, and without the properties it names."""
     if isinstance(value, list):
         return [without_pattern(each, pattern) for each in value]
     if not isinstance(value, dict):
@@ -107,7 +107,7 @@ def without_pattern(value: Any, pattern: str) -> Any:
 
 
 class _SchemaRewriter:
-    """Rewrites one schema, whose parts may refer to one another. `schema_limits` bounds its depth beforehand."""
+    """Rewrites one schema; its parts may refer to one another. `schema_limits` bounds its depth beforehand."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root

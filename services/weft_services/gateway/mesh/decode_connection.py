@@ -371,7 +371,7 @@ class DecodeConnectionPool:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attached = set[
             DecodeConnection
-        ]()  # connections whose task runs; cancelling earlier would not end the connection
+        ]()  # connections with a running task; cancelling earlier would not end the connection
         self._opening: dict[str, asyncio.Task[DecodeConnection | PeerLost]] = {}
         self._lost = asyncio.Event()
         self._wake_batcher = WakeBatcher()

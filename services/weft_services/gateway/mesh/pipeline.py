@@ -97,22 +97,22 @@ class Pipeline:
 
         Raises RateLimited, Overloaded, or PeerLost while shutting down.
         """
-        whose = current_principal.get()
-        whose.check_quota()
+        principal = current_principal.get()
+        principal.check_quota()
         if self.is_draining:
             raise PeerLost("the gateway is shutting down")
         if self.num_in_flight >= self._max_requests:
             # Retry-After stays at one second: with so many requests in flight, some end within it.
             raise Overloaded(f"{self._max_requests} requests are in flight already; retry later")
-        if whose.shares_capacity and (held := self._held[whose.tenant]) >= self._share(held):
+        if principal.shares_capacity and (held := self._held[principal.tenant]) >= self._share(held):
             raise Overloaded(f"{held} requests of this tenant are in flight already; retry later")
-        self._held[whose.tenant] += 1
+        self._held[principal.tenant] += 1
         self.num_in_flight += 1
         self._idle.clear()
         metrics.IN_FLIGHT.set(self.num_in_flight)
         task = asyncio.current_task()
         assert task is not None
-        self._in_flight[task] = whose
+        self._in_flight[task] = principal
         try:
             yield
         except asyncio.CancelledError:
@@ -123,9 +123,9 @@ class Pipeline:
         finally:
             del self._in_flight[task]
             self._abort_errors.pop(task, None)
-            self._held[whose.tenant] -= 1
-            if not self._held[whose.tenant]:
-                del self._held[whose.tenant]
+            self._held[principal.tenant] -= 1
+            if not self._held[principal.tenant]:
+                del self._held[principal.tenant]
             self.num_in_flight -= 1
             metrics.IN_FLIGHT.set(self.num_in_flight)
             if self.num_in_flight == 0:
@@ -148,8 +148,8 @@ class Pipeline:
 
     def abort_revoked(self) -> None:
         """End the requests of revoked API keys."""
-        for task, whose in self._in_flight.items():
-            if whose.is_revoked:
+        for task, principal in self._in_flight.items():
+            if principal.is_revoked:
                 self._abort(task, Unauthenticated("this API key was revoked"))
 
     def _abort(self, task: asyncio.Task[object], why: WeftError) -> None:
@@ -185,7 +185,7 @@ class Pipeline:
         return counted
 
     async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> PreparedRequest:
-        """Prepare on the event loop, except grammars, whose cost does not depend on their length."""
+        """Prepare on the event loop, except grammars: their cost does not depend on their length."""
         with charge_on_error():
             generation = parse(body)
             if generation.answer_format is None and generation.tool_use is None:

@@ -154,7 +154,7 @@ class PreparedEmbedding:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all inputs."""
+        """Number of tokens of all inputs together."""
         return sum(map(len, self.inputs))
 
 

@@ -104,11 +104,11 @@ class ClientHints:
     min_priority: int = -MAX_PRIORITY
     parent: str = ""
 
-    def with_principal(self, whose: Principal) -> ClientHints:
+    def with_principal(self, principal: Principal) -> ClientHints:
         """Return the hints with tenant and priority limit from the API key; these override what the client claims."""
-        if whose.key is None:
+        if principal.key is None:
             return self
-        return replace(self, tenant=whose.tenant, min_priority=whose.min_priority)
+        return replace(self, tenant=principal.tenant, min_priority=principal.min_priority)
 
     def routing_hints(self, own_hint: str, own_priority: int | None) -> RoutingHints:
         """Combine the hints with those of the request body."""

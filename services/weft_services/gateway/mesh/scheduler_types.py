@@ -43,7 +43,7 @@ class StartCommand:
 
 @dataclass(frozen=True, slots=True)
 class EmbedCommand:
-    """A prompt whose mean hidden state a prefill worker computes."""
+    """A prompt for a prefill worker to embed as the mean hidden state."""
 
     key: RequestKey
     token_ids: tuple[int, ...]

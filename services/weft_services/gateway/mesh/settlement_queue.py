@@ -40,7 +40,7 @@ class SettlementQueue:
         self._filled.set()
 
     async def run(self) -> None:
-        """Send batches for ever."""
+        """Send settlements in batches until cancelled."""
         while True:
             await self._filled.wait()
             self._filled.clear()

@@ -33,7 +33,7 @@ TRAINED = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class _Refused(Exception):
-    """The template called raise_exception."""
+    """The template rejected the conversation by calling raise_exception."""
 
 
 class _QuickFault(Exception):
@@ -271,7 +271,7 @@ class ChatTemplate:
             raise
 
     def _is_at_fault(self, name: str, conversation: Conversation) -> bool:
-        """True if the template also fails for a conversation of the same shape whose texts are all "x"."""
+        """True if the template also fails for a conversation of the same shape with "x" for every text."""
         context = self._context(conversation, [_simple(self._known(each)) for each in conversation.messages])
         context["tools"] = [_SIMPLE_TOOL] if conversation.tools else None
         try:

@@ -165,5 +165,5 @@ def spell(piece: str) -> bytes:
 
 
 _BYTE_OF_LETTER = byte_letters()
-# SentencePiece's spelling of a byte whose character is not in the vocabulary.
+# SentencePiece's spelling of a byte of a character that is not in the vocabulary.
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -21,7 +21,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """Detokenizer of one sequence."""
+    """Incremental detokenizer of one sequence."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the new text; an incomplete character at the end is held back."""

@@ -108,7 +108,7 @@ def object_arguments(messages: Messages) -> Messages:
 
 
 def no_empty_turns(messages: Messages) -> Messages:
-    """Drop empty assistant messages."""
+    """Drop assistant messages without content, calls and thoughts."""
     said = ("content", "tool_calls", "reasoning_content")
     return [each for each in messages if each["role"] != "assistant" or any(each.get(name) for name in said)]
 
@@ -196,7 +196,7 @@ def _say(*turns: str) -> Messages:
 
 
 def _call(*ids: str, arguments: Any = None) -> Messages:
-    """Build calls, whose arguments contain their position, and their results."""
+    """Build calls and their results; the arguments of a call contain its position."""
     calls = [
         {
             "id": each,

@@ -28,7 +28,7 @@ class TextBuffer:
         self._taken: list[str] = []
 
     def take(self, count: int) -> str:
-        """Read `count` characters."""
+        """Read and return up to `count` characters."""
         text, self.text = self.text[:count], self.text[count:]
         self._taken.append(text)
         return text
@@ -39,12 +39,12 @@ class TextBuffer:
         self._taken.pop()
 
     def mark(self) -> None:
-        """Start recording in `taken`."""
+        """Start recording what is read in `taken`."""
         self._taken.clear()
 
     @property
     def taken(self) -> str:
-        """Text read since `mark`."""
+        """All text that was read since `mark`."""
         return "".join(self._taken)
 
 

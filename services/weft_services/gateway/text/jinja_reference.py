@@ -30,7 +30,7 @@ _turns_left: ContextVar[list[int]] = ContextVar("turns_left")
 
 
 class TemplateRefused(jinja2.TemplateError):
-    """The template called raise_exception."""
+    """The template rejected the conversation by calling raise_exception."""
 
 
 class TemplateFault(Exception):

@@ -13,7 +13,7 @@ from weft_services.gateway.text.json_repair import SPACE
 
 
 class PartKind(Enum):
-    """Kind of a Part."""
+    """What a Part adds to the answer."""
 
     TEXT = auto()
     REASONING = auto()

@@ -71,7 +71,7 @@ class VisibleStops:
         self._held: list[str] = []  # single characters
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """See StopMatcher."""
+        """Implement the method of StopMatcher on visible text."""
         text, marked = self._marked.push(text)
         given: list[str] = []
         # Character by character, so that settled text ends exactly where the reader holds nothing back.
@@ -86,7 +86,7 @@ class VisibleStops:
         return "".join(given), marked
 
     def finish(self, is_cut: bool) -> tuple[str, str | None]:
-        """See StopMatcher."""
+        """Implement the method of StopMatcher on visible text."""
         text, _ = self._marked.finish()
         before, stop = self.push(text)
         if stop is not None:

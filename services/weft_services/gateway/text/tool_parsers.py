@@ -24,7 +24,7 @@ from weft_services.gateway.text.parts import Parts
 
 Parser = Callable[[TextBuffer, Parts], Parse[None]]
 MAX_PYTHON_CHARS = 64 * 1024
-# Without a marker, an object whose first fields are others than these is not a call.
+# Without a marker, an object that begins with another field is not a call.
 FIELDS = ("name", "type", "id", "arguments", "parameters")
 
 
@@ -33,7 +33,7 @@ class Malformed(Exception):
 
 
 def plain(buffer: TextBuffer, parts: Parts) -> Parse[None]:
-    """Emit everything as text."""
+    """Parser for models without tool calls: emits everything as text."""
     yield from copy_until(buffer, (), parts.text)
 
 
@@ -180,7 +180,7 @@ def _is_name(value: Any, names: frozenset[str] | None) -> bool:
 
 
 def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -> None:
-    """Emit a call whose arguments preceded the name, are a string, or are missing."""
+    """Emit a call with arguments that preceded the name, are a string, or are missing."""
     if "name" not in fields:
         raise Malformed
     key = "arguments" if "arguments" in fields else "parameters"
