@@ -177,7 +177,7 @@ def test_a_template_that_makes_tokens_of_parts_is_refused_at_the_start(tmp_path:
     assert made != TEMPLATE
     directory = write_model(tmp_path, tiny_tokenizer(), made)
     assert load_model(directory, MODEL_NAME).template is not None
-    with pytest.raises(BadCheckpoint, match=r"of parts.*WEFT_ALLOW_USER_SPECIAL_TOKENS=1"):
+    with pytest.raises(BadCheckpoint, match=r"from parts.*WEFT_ALLOW_USER_SPECIAL_TOKENS=1"):
         load_model(directory, MODEL_NAME, escapes_special_tokens=True)
 
 
