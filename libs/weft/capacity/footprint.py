@@ -1,4 +1,4 @@
-"""What a model's tensors weigh, by layer and by the way they may be divided over GPUs. No torch."""
+"""Sizes of a model's tensors, by layer and by how GPUs divide them. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F12_SHARE = 0.755
 
 
 class TensorKind(StrEnum):
-    """Who holds how much of a tensor."""
+    """How the GPUs of a stage divide a tensor."""
 
     EMBEDDING = "embedding"  # divided by TP
     HEAD = "head"  # divided by TP
@@ -108,8 +108,10 @@ def cpu_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def with_stored_dtype(config: ModelConfig, tensors: Iterable[tuple[str, int]]) -> ModelConfig:
-    """With the dtype that most of the plain tensors have, whatever config.json says; they are told by safetensors'
-    name of their dtype, and bytes."""
+    """Return the config with the dtype that most bytes of plain tensors have, which config.json may misstate.
+
+    `tensors` are pairs of a safetensors dtype name and a size in bytes.
+    """
     found: Counter[str] = Counter()
     for name, size_bytes in tensors:
         found[name] += size_bytes
@@ -118,7 +120,7 @@ def with_stored_dtype(config: ModelConfig, tensors: Iterable[tuple[str, int]]) -
 
 
 def _is_unpacked(name: str, shapes: Container[str]) -> bool:
-    """Of one linear module: has it to be plain on a GPU too, where what becomes one matrix with it is not packed."""
+    """Return True if a linear weight must be plain on a GPU, because its matrix also has unpacked parts."""
     if _is_taken_apart(name):
         return True
     root, _, part = name.rpartition(".")[0].rpartition(".")
@@ -129,13 +131,13 @@ def _is_unpacked(name: str, shapes: Container[str]) -> bool:
 
 
 def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
-    """Of one number that is not packed."""
+    """Return the bytes of one number of a plain tensor."""
     is_wide = config.experts is not None and config.experts.has_bias and _is_router(name, config)
     return 4 if is_wide or name.endswith(".e_score_correction_bias") else ITEM_BYTES[dtype]
 
 
 def _is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
-    """Plain matrices that can stay packed."""
+    """Return True for a plain matrix that linear layers multiply, and that can stay packed."""
     is_matrix = len(shape) > 1 and not name.endswith(_FACTORS)
     return is_matrix and not _is_router(name, config) and not _is_taken_apart(name)
 
@@ -145,7 +147,7 @@ def _is_router(name: str, config: ModelConfig) -> bool:
 
 
 def _is_taken_apart(name: str) -> bool:
-    """Latent attention keeps the two halves of it plain."""
+    """Return True for the matrix that latent attention splits into two plain halves."""
     return ".kv_b_proj." in name
 
 

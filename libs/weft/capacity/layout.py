@@ -1,4 +1,4 @@
-"""GPUs that share a model: who holds which bytes. No torch.
+"""Layouts of a model over GPUs, and the bytes that each GPU holds. No torch.
 
 A layout is TP x PP x EP: layers in `pp` stages, each stage on max(tp, ep) GPUs. TP divides heads and matrices; experts
 are divided over all GPUs of a stage; with ep > tp the attention stands ep / tp times, each with sequences of its own.
@@ -20,12 +20,12 @@ UNBOUNDED = 1 << 62
 
 
 class BadPlan(WeftError):
-    """A layout that cannot be; the message names the option."""
+    """An impossible layout; the message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many GPUs share what."""
+    """Degrees of tensor, pipeline and expert parallelism."""
 
     tp: int = 1
     pp: int = 1
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs of all stages together."""
         return self.stage_gpus * self.pp
 
     def __str__(self) -> str:
@@ -86,24 +86,24 @@ class PipelineStage:
 
     @property
     def kv(self) -> int:
-        """What is left for KV; below 0: the stage does not fit."""
+        """Bytes left for KV; negative if the stage does not fit."""
         return self.memory - self.weights - self.activations - self.reserve
 
     def kv_bytes_read(self, context: int) -> int:
-        """KV bytes that the last of so many tokens looks at."""
+        """Return the KV bytes that the last of `context` tokens reads."""
         return self.growing * context + sum(size * min(context, window) for size, window in self.bounded)
 
     def kv_bytes_per_sequence(self, context: int) -> int:
-        """KV bytes that a sequence takes while it generates up to so many tokens: whole pages."""
+        """Return the KV bytes of a sequence that generates up to `context` tokens, in whole pages."""
         return self.page * self.paging.num_pages(context)
 
     def max_context(self) -> int:
-        """Tokens of the one sequence that the KV memory can take through its life, as the engine counts."""
+        """Return the maximum tokens of one sequence that the KV memory holds, as the engine counts."""
         return self.paging.max_sequence_tokens(max(0, self.kv) // self.page, UNBOUNDED)
 
 
 def layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:
-    """All that divide this model evenly over so many GPUs."""
+    """Return all layouts that divide this model evenly over `num_gpus` GPUs."""
     sizes = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
     found = []
     for tp in sizes:
@@ -116,7 +116,7 @@ def layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:
 
 
 def check_layout(config: ModelConfig, layout: Layout, num_gpus: int) -> None:
-    """Raises BadPlan."""
+    """Raise BadPlan if the layout does not divide the model, or needs another number of GPUs."""
     problem = _problem(config, layout)
     if not problem and layout.num_gpus != num_gpus:
         problem = f"--gpus: {layout} takes {layout.num_gpus} GPUs, not {num_gpus}"
@@ -125,7 +125,7 @@ def check_layout(config: ModelConfig, layout: Layout, num_gpus: int) -> None:
 
 
 def _problem(config: ModelConfig, layout: Layout) -> str:
-    """What keeps a layout from being, naming the option; empty if nothing does."""
+    """Return why a layout is impossible, naming the option; empty if it is possible."""
     tp, pp, ep = layout.tp, layout.pp, layout.ep
     if config.num_heads % tp:
         return f"--tp: {tp} does not divide {config.num_heads} heads"
@@ -155,7 +155,7 @@ def on_stage(config: ModelConfig, weights: Footprint, layers: range) -> list[tup
 
 
 def share(config: ModelConfig, layout: Layout, kind: TensorKind, size: int) -> int:
-    """How much of `size` one GPU of a stage holds."""
+    """Return the part of `size` that one GPU of a stage holds."""
     if kind is TensorKind.WHOLE:
         return size
     if kind is TensorKind.EXPERTS:

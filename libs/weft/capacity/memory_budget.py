@@ -1,6 +1,6 @@
-"""What a worker's memory has to hold: weights, activations, KV. Allocates nothing.
+"""Memory budget of a worker: weights, activations, KV. Allocates nothing.
 
-By the figures of `weft plan` before anything is loaded; where the largest step was measured, by what it took.
+Before loading it uses the estimates of `weft plan`; afterwards the measured peak of the largest step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.capacity.plan import RUNTIME_BYTES, make_plan
 from weft.errors import BadCheckpoint
 from weft.model.spec import ModelConfig
 
-# workers share a machine's memory with one another and with everything else
+# Workers share a machine's memory with one another and with other processes.
 CPU_POOL_SHARE = 0.25
 # of a GPU: what libraries and captured graphs take beside torch's own memory, which is what is measured
 SLACK_BYTES = GIB // 2
@@ -41,7 +41,7 @@ class MemoryBudget:
     available_for_kv: int
 
     def check(self, pool_bytes: int, what: str) -> None:
-        """Raises BadCheckpoint when KV of so many bytes, for `what`, does not fit."""
+        """Raise BadCheckpoint if KV of `pool_bytes`, for `what`, does not fit."""
         if pool_bytes > self.available_for_kv:
             weights, activations, pool, free = (
                 f"{size / GIB:.2f} GiB" for size in (self.weights, self.activations, pool_bytes, self.free)
@@ -73,6 +73,6 @@ def measured_budget(room: MemoryBudget, free: int, activations: int) -> MemoryBu
 
 
 def default_num_blocks(room: MemoryBudget, is_cpu: bool, block_bytes: int, least: int, most: int) -> int:
-    """As many as there is room for, between `least` and `most`; of a machine's own memory, a share."""
+    """Return as many blocks as fit, between `least` and `most`. On a CPU at most CPU_POOL_SHARE of the memory."""
     pool = min(room.available_for_kv, int(room.free * CPU_POOL_SHARE)) if is_cpu else room.available_for_kv
     return max(least, min(most, pool // block_bytes))

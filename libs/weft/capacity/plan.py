@@ -1,6 +1,6 @@
-"""Will a model fit, how much context beside it, and how fast could it be: arithmetic on a config. No torch.
+"""Plans a deployment from a config: does the model fit, with how much context, and how fast at best. No torch.
 
-Limits are those of memory bandwidth and arithmetic alone: no communication, no launches, nothing that waits.
+The bounds count memory bandwidth and arithmetic, but no communication, kernel launches or waiting.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CapacityPlan:
 
     @property
     def tightest(self) -> PipelineStage:
-        """The stage with the least room."""
+        """The stage with the least memory left for KV."""
         return min(self.stages, key=lambda stage: stage.kv)
 
     @property
@@ -47,7 +47,7 @@ class CapacityPlan:
 
 
 def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> CapacityPlan:
-    """The figures of one layout."""
+    """Return the plan of one layout."""
     weights = footprint(config, demand.dtype, demand.is_resident)
     bounds = [config.num_layers * index // layout.pp for index in range(layout.pp + 1)]
     stages = tuple(_stage(config, layout, demand, weights, range(*pair)) for pair in pairwise(bounds))
@@ -87,13 +87,13 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         growing=token * spans.count(0),
         bounded=tuple((token * spans.count(window), window) for window in windows),
         page=token * groups.size * demand.block_tokens,
-        # on a GPU a step is planned beside the one under way
+        # On a GPU the next step is scheduled while one is in flight.
         paging=PagingPolicy(groups.spans, demand.block_tokens, 2 * demand.chunk_tokens),
     )
 
 
 def _activations(config: ModelConfig, layout: Layout, demand: Demand) -> int:
-    """The widest moment of a prefill step and of the logits of a decode step, both of which stay allocated."""
+    """Return the peak of a prefill step plus the logits of a decode step; both stay allocated."""
     tokens, hidden, item = demand.chunk_tokens, config.hidden_size, ITEM_BYTES[demand.dtype]
     heads = config.num_heads * config.head_dim // layout.tp
     width = 3 * config.intermediate_size // layout.tp

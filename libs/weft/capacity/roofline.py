@@ -1,4 +1,4 @@
-"""How fast a layout could be at best: the slower of what memory must deliver and what must be multiplied. No torch."""
+"""Upper bound on a layout's speed: the slower of memory traffic and arithmetic. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Tokens a second of all GPUs together."""
+    """Bounds in tokens per second of all GPUs together."""
 
     config: ModelConfig
     layout: Layout
@@ -43,24 +43,24 @@ class Roofline:
         return self.demand.chunk_tokens * self.layout.replicas / slowest
 
     def decode_step(self, stage: PipelineStage, batch: int) -> StepShape:
-        """One token of each sequence of one group."""
+        """Return the shape of a decode step: one token of each sequence of one group."""
         busy, context = min(batch, self.layout.replicas), self.demand.context
         rows = batch / busy / self._groups(batch)
         return StepShape(rows, rows * busy, context, rows * stage.kv_bytes_read(context))
 
     def prefill_step(self, stage: PipelineStage) -> StepShape:
-        """One chunk."""
+        """Return the shape of a step with one prompt chunk."""
         rows, half = self.demand.chunk_tokens, self.demand.context / 2
         return StepShape(rows, rows * self.layout.replicas, half, stage.kv_bytes_read(int(half)), has_head=False)
 
     def seconds(self, stage: PipelineStage, step: StepShape) -> float:
-        """Of one step on one GPU of the stage."""
+        """Return the seconds of one step on one GPU of the stage."""
         gpu = self.demand.gpu
         rate = gpu.fp32_tflops if self.demand.dtype == "float32" else gpu.tflops
         return max(self.read_bytes(stage, step) / (gpu.bandwidth_tb * TERA), self.operations(stage, step) / rate / TERA)
 
     def read_bytes(self, stage: PipelineStage, step: StepShape) -> float:
-        """Each weight that some token needs, once, and the keys and values."""
+        """Return the bytes read: each weight that a token needs once, and the keys and values."""
         total = step.kv_bytes
         for kind, weight in self._computed(stage, step):
             part = share(self.config, self.layout, kind, weight.size_bytes)
@@ -78,7 +78,7 @@ class Roofline:
         return total + 2 * step.rows * seen * self._head_numbers(step) * self.config.num_heads / self.layout.tp
 
     def touched(self, tokens: float) -> float:
-        """The share of the experts that at least one of so many tokens goes to, were they chosen at random."""
+        """Return the expected share of experts that `tokens` tokens reach, if chosen at random."""
         return float(1 - (1 - self._chosen) ** tokens)
 
     def _groups(self, batch: int) -> int:

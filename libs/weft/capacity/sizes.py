@@ -14,7 +14,7 @@ from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig
 
 BLOCK_TOKENS = {"cpu": 16, "cuda": 64}
-# prompt tokens of a step where nobody says otherwise: enough for the products with weights to be multiplied, not read
+# Default prompt tokens of a step: enough that arithmetic and not reading weights limits the matrix products.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
 # Prompt tokens beside generating sequences. With 32 clients on two cores and a 182M model, 256 instead of 128 tokens:
 # slowest first token 11.0 -> 8.9 s, median gap between tokens 187 -> 60 ms. The median first token varies between runs,
@@ -27,7 +27,7 @@ SHARED_TOKENS = {"cpu": 128, "cuda": 512}
 # more, most of them get their first token with the last group.
 BURST_TOKENS = 1088
 MAX_SEQS = {"cpu": 64, "cuda": 256}
-# a worker that holds less than this of one sequence is no use
+# A worker that cannot hold this many tokens of one sequence refuses to start.
 LEAST_CONTEXT_TOKENS = 1024
 
 
@@ -71,7 +71,7 @@ class Sizes:
         return PagingPolicy(kv_groups(model).spans, self.machine.block_tokens, self.chunk_tokens * steps)
 
     def min_pool(self, model: ModelConfig) -> tuple[int, str]:
-        """Bytes of the smallest pool that is of use, and what it would hold."""
+        """Return the bytes of the smallest useful pool, and what it holds, as text."""
         num_blocks, what = self.num_blocks, f"{self.num_blocks} blocks of KV (WEFT_NUM_BLOCKS)"
         if not num_blocks:
             num_tokens = min(model.max_positions, LEAST_CONTEXT_TOKENS)
@@ -79,15 +79,15 @@ class Sizes:
         return num_blocks * block_bytes(model, self.machine.dtype, self.machine.block_tokens), what
 
     def memory_budget(self, model: ModelConfig, free: int) -> MemoryBudget:
-        """For this model, with so many bytes free before anything is loaded; not checked."""
+        """Return the budget for this model with `free` bytes before loading. Does not check that it fits."""
         return estimate_budget(model, self.machine, self.burst_tokens, self.max_seqs, free)
 
 
 def choose_sizes(wanted: RequestedSizes, has_cuda: bool) -> Sizes:
-    """Fill in what the settings leave open."""
+    """Return the settings, with defaults of the device for what they leave open."""
     device = "cuda" if has_cuda else "cpu"
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if wanted.dtype == "auto" else wanted.dtype
-    # where a GPU's kernels for them have never run, who wants them has to say so
+    # On a GPU packed weights need an explicit setting, because their kernels may never have run on that GPU.
     is_resident = device == "cpu" if wanted.weight_format == "auto" else wanted.weight_format == "packed12"
     return Sizes(
         machine=Machine(device, dtype, BLOCK_TOKENS[device], is_resident),

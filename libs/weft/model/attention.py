@@ -37,12 +37,12 @@ class GroupedAttention:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing is done to heads but to norm them by weights and to rotate them then."""
+        """True if heads are only normed with weights and then rotated."""
         config = self.config
         return config.head_norm is not HeadNorm.PLAIN and config.temperature is None and not config.is_rotated_wide
 
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
-        """[T, hidden]; the rows' own keys go into the pool first."""
+        """Return [T, hidden]. Writes the rows' own keys and values into the pool first."""
         heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
         batch = step.batches[self.group]
         temperature = None if self.layer.is_rotated else step.temperature

@@ -1,4 +1,4 @@
-"""What all families say in the same words in config.json: sizes, dtype, end tokens. The plainest is a Llama."""
+"""Fields of config.json that all families share: sizes, dtype, end tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_common(fields: Fields, **defaults: float) -> ModelConfig:
-    """A plain Llama of these fields; absent ones are `defaults`, or else a Llama's. Raises BadCheckpoint."""
-    # null is as good as absent, but for the key-value heads: then each query head has one of its own
+    """Read a plain Llama. Absent fields take `defaults`, or else a Llama's. Raises BadCheckpoint."""
+    # null counts as absent, except for key-value heads, where it means one for each query head.
     said = {name for name, value in fields.values.items() if value is not None or name == "num_key_value_heads"}
     fields.values = {**fields.values, **{name: value for name, value in defaults.items() if name not in said}}
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
@@ -49,7 +49,7 @@ def read_eos(fields: Fields) -> tuple[int, ...]:
 
 
 def _check(fields: Fields, config: ModelConfig) -> None:
-    """What the forward pass takes for granted."""
+    """Check what the forward pass assumes."""
     if config.num_heads % config.num_kv_heads:
         raise fields.error("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
     activation = fields.values.get("hidden_act", "silu")

@@ -1,7 +1,4 @@
-"""What a checkpoint says about itself, as one frozen value: config.json, read by the family that it names. No torch.
-
-Knows which architectures there are and which file reads each; `weft.model.tensors` knows what they must hold.
-"""
+"""Reads a checkpoint's config.json with the family that it names. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "KimiK25ForConditionalGeneration": deepseek.read_wrapped,
     "Kimi_K25ForConditionalGeneration": deepseek.read_wrapped,
 }
-MAX_EXPERTS = 100_000  # of all layers; each has tensors of its own
+MAX_EXPERTS = 100_000  # of all layers together; each has its own tensors
 
 
 def read_config(model_dir: Path) -> ModelConfig:

@@ -1,7 +1,4 @@
-"""The forward pass of every family: one packed batch of tokens in, logits of the asked-for rows out, KV into the pool.
-
-Knows tensors and block slots; knows no sequences, no sampling, no files.
-"""
+"""Forward pass of every family: takes a packed batch, writes KV to the pool, returns logits of the wanted rows."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from weft_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class DecoderLayer:
-    """Norm, attention, norm, MLP; each pair's result goes into the residual stream with the next norm, in one pass."""
+    """Norm, attention, norm, MLP. Each result is added to the residual stream in the pass of the next norm."""
 
     def __init__(self, config: ModelConfig, index: int, loader: Loader) -> None:
         root = f"{config.prefix}model.layers.{index}."
@@ -47,10 +44,10 @@ class DecoderLayer:
     def forward(
         self, stream: Tensor, pending: Tensor | None, step: LayerInputs, kept: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream [T, hidden], and what the next layer is to add to it before its own norm.
+        """Return the residual stream [T, hidden], and what the next layer adds to it before its own norm.
 
-        Both of the `kept` rows alone, if given: behind the last layer's attention nobody looks at the others. There
-        may be none, in the midst of a prompt.
+        If `kept` is given, both have only these rows: after the last layer's attention the others are not used. Inside
+        a prompt it may be empty.
         """
         if pending is None:
             normed = rms_norm(stream, self.input_norm, self.eps)
@@ -63,7 +60,7 @@ class DecoderLayer:
         return stream, self.mlp.forward(normed) if len(normed) else normed
 
     def as_dense(self) -> FusedLayer | None:
-        """Its tensors, if it is made of nothing but what `weft_kernels.fused_decoder` does in one call."""
+        """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
             return None
@@ -74,14 +71,14 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The model's tensors in the dtype and on the device they run in."""
+    """A model on one device, in the dtype in which it runs."""
 
     def __init__(
         self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: torch.device, is_resident: bool = False
     ) -> None:
-        """Raises BadCheckpoint, before anything is copied, for tensors that are not what the config asks for.
+        """Raises BadCheckpoint, before anything is copied, for tensors that do not match the config.
 
-        `is_resident`: matrices stay in memory packed, where that suits them; see `weft_kernels.packed`.
+        `is_resident`: matrices stay packed in memory if that makes them smaller; see `weft_kernels.packed`.
         """
         loader = Loader(config, weights, dtype, device, is_resident)
         self.config = config
@@ -97,16 +94,16 @@ class Decoder:
         self.packed = tuple(loader.packed)
 
     def forward(self, rows: TokenBatch, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
-        """[R, vocab] float32 logits, in `out` if given. Writes the KV of all rows into the pool at `rows.slots`."""
+        """Return logits [R, vocab] float32, in `out` if given. Writes the KV of all rows to `rows.slots`."""
         return self.logits(self.hidden(rows, batches), out)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Of what `hidden` gave."""
+        """Return logits [n, vocab] float32 of hidden states, in `out` if given."""
         logits = linear(hidden, self.head)
         return logits.float() if out is None else out.copy_(logits)
 
     def hidden(self, rows: TokenBatch, batches: Sequence[PagedBatch]) -> Tensor:
-        """[R, hidden] of the rows whose logits are wanted, normed; else as `forward`."""
+        """Return the normed hidden states [R, hidden] of the rows `logit_rows`; otherwise like `forward`."""
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
         angles = cos_sin(rows.positions, self.frequencies, dtype, self.config.rope.attention_factor)
         stream, pending = embedding_rows(self.embedding, rows.token_ids).to(self.dtype), None

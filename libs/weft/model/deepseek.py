@@ -11,11 +11,11 @@ from weft.model.spec import Experts, Latent, LayerSpec, ModelConfig, Scoring
 
 
 def read(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=4096)
     latent = _latent(fields, config)
     num_dense = fields.integer("first_k_dense_replace", 3, least=0)
-    # layers past the last one predict further tokens; they are not part of the model. Unsaid it is one, as ever
+    # Layers past the last one predict further tokens and are not part of the model. Their default number is one.
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     counts = [fields.count(name, least=0) for name in names if fields.values.get(name) is not None]
     extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(counts, default=1)))
@@ -33,7 +33,7 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:
-    """The text model inside the one that sees images as well."""
+    """Read the text model inside a multimodal one."""
     config = read(fields.text_config())
     inner = tuple("language_model." + name for name in config.ignored)
     return replace(config, prefix="language_model.", ignored=("vision_tower.", "mm_projector.", *inner))

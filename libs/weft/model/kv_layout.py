@@ -1,4 +1,4 @@
-"""How a model's KV lies inside a page, in numbers: what peers must agree on before pages move. No torch."""
+"""Layout of a model's KV inside a page, which peers must agree on before pages move. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KvGroups:
 
 @lru_cache(maxsize=64)
 def kv_groups(config: ModelConfig) -> KvGroups:
-    """How the layers of a model are grouped."""
+    """Return the layer groups of a model."""
     layers_of: dict[AttentionSpan, list[int]] = {}
     for index, layer in enumerate(config.layers):
         layers_of.setdefault(AttentionSpan(layer.window, layer.chunk), []).append(index)
@@ -47,7 +47,7 @@ def kv_groups(config: ModelConfig) -> KvGroups:
 
 
 def group_size(counts: Collection[int]) -> int:
-    """Layers to a group, for so many layers of each kind: the fewest groups that leave little unused.
+    """Return the layers per group, for `counts` layers of each kind: the fewest groups with little waste.
 
     Places for which a kind has no layer are memory without use: a sixteenth of the layers at most, or none where a
     smaller group divides all counts.

@@ -52,7 +52,7 @@ class LatentAttention:
         self.output = loader.linear(root + "o_proj")
 
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
-        """[T, hidden]; the rows' own vectors go into the pool first."""
+        """Return [T, hidden]. Writes the rows' own vectors into the pool first."""
         down, q = linear(x, self.kv_down), self._queries(x)
         plain, rotated = torch.split(q, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         pool, slots = step.batches[self.group].pool, step.slots[self.group]
@@ -60,13 +60,13 @@ class LatentAttention:
         return linear(self._attend(plain, rotated, step).flatten(1), self.output)
 
     def _queries(self, x: Tensor) -> Tensor:
-        """[T, heads, nope_dim + rope_dim], not rotated yet."""
+        """Return queries [T, heads, nope_dim + rope_dim] before rotation."""
         if self.q_down is not None and self.q_norm is not None:
             x = rms_norm(linear(x, self.q_down), self.q_norm, LATENT_NORM_EPS)
         return linear(x, self.q_up).view(len(x), self.config.num_heads, -1)
 
     def _attend(self, plain: Tensor, rotated: Tensor, step: LayerInputs) -> Tensor:
-        """[T, heads, value_dim]."""
+        """Return the attended values [T, heads, value_dim]."""
         assert step.latent is not None
         if step.latent.absorbed is not None and not step.latent.expanded:
             return self._absorbed(plain, rotated, step.latent.absorbed[1])
@@ -80,7 +80,7 @@ class LatentAttention:
         return values
 
     def _absorbed(self, plain: Tensor, rotated: Tensor, batch: PagedBatch) -> Tensor:
-        """Queries go to the latent, and what they attended comes back from it."""
+        """Attend in latent space: project the queries to it and the results back."""
         latent = self.latent
         absorbed = torch.bmm(plain.transpose(0, 1), self.to_latent).transpose(0, 1)
         q = torch.cat((absorbed, rotated), dim=-1)
@@ -88,7 +88,7 @@ class LatentAttention:
         return torch.bmm(attended.transpose(0, 1), self.to_value).transpose(0, 1)
 
     def _expanded(self, q: Tensor, pool: Tensor, expansion: ExpandedSequence) -> Tensor:
-        """Keys and values of a whole context are made from its latent vectors, some heads at a time."""
+        """Attend with keys and values expanded from the latent vectors of a whole context, some heads at a time."""
         latent, batch = self.latent, expansion.batch
         keys, values = batch.pool[:, :, 0].unbind(2)  # [blocks, heads, block_tokens, dim] each
         num_blocks, num_heads, block_tokens, dim = keys.shape

@@ -1,4 +1,4 @@
-"""Which sequences of a batch attend to latent vectors as they are, and which get keys and values made from them.
+"""Chooses which sequences of a batch attend in latent space, and which expand keys and values.
 
 With few new rows, queries and results are taken to the latent and back. A long chunk is cheaper the other way round:
 every head's keys and values are made once, into a workspace that looks like a block pool, and shared by all rows.
@@ -41,7 +41,7 @@ class LatentPlan:
 
 
 def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
-    """Made once for a batch, used by every layer."""
+    """Return the plan of a batch, which every layer uses."""
     starts = batch.query_starts
     counts = [end - start for start, end in pairwise(starts)]
     few = [index for index, count in enumerate(counts) if count < latent.min_expanded_rows]

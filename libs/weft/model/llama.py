@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the family that the others are told apart from. No torch."""
+"""Llama 2 and 3: the plain family that the others are variations of. No torch."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from weft.model.spec import ModelConfig
 
 
 def read(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     return read_common(fields)

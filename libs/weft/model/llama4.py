@@ -12,7 +12,7 @@ DEFAULTS = {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "max_position_embeddi
 
 
 def read(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, num_key_value_heads=8, head_dim=128, **DEFAULTS)
     layers = _layers(fields, config.num_layers)
     experts = Experts(
@@ -41,7 +41,7 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:
-    """The text model inside the one that sees images as well."""
+    """Read the text model inside a multimodal one."""
     return replace(
         read(fields.text_config()), prefix="language_model.", ignored=("vision_model.", "multi_modal_projector.")
     )

@@ -1,4 +1,4 @@
-"""Mistral, Ministral: Llamas whose queries may see a window of the last keys only, in all layers or some. No torch."""
+"""Mistral and Ministral: Llamas with a sliding attention window in all or some layers. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=131_072, num_key_value_heads=8)
     # Ministral 8B was published as a Mistral that says in `layer_types` which layers have the window
     layers = read_layers(fields, read_window(fields, DEFAULT_WINDOW), [SLIDING] * config.num_layers)
@@ -21,14 +21,14 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def read_window(fields: Fields, default: int) -> int:
-    """`sliding_window`, where null means none; 0 for none."""
+    """Return `sliding_window`; 0 if it is null or 0."""
     if fields.values.get("sliding_window", default) in (None, 0):
         return 0
     return fields.integer("sliding_window", default)
 
 
 def read_layers(fields: Fields, window: int, default: list[str]) -> tuple[LayerSpec, ...]:
-    """A layer for each word of `layer_types`, or of the default where it is not written out."""
+    """Return a layer for each entry of `layer_types`, or of `default` if it is absent."""
     kinds = fields.strings("layer_types") or default
     if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
         raise fields.error("layer_types", f"expected {FULL} or {SLIDING} a layer, found {kinds!r}")

@@ -13,7 +13,7 @@ DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embed
 
 
 def read(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, num_key_value_heads=8, **DEFAULTS)
     experts = Experts(
         num_experts=fields.count("num_local_experts", 8),

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated MLP, or a mixture of them with a router before it."""
+"""The second half of a layer: a gated MLP, or a mixture of experts behind a router."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Mlp:
         self.down = loader.linear(root + "down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden]."""
+        """Map [T, hidden] to [T, hidden]."""
         return linear(silu_mul(linear(x, self.gate_up)), self.down)
 
 
 class MixtureOfExperts:
-    """A router, the experts that it chooses from, and the one that everybody sees, where there is one."""
+    """A router, its experts, and an optional shared expert that sees every token."""
 
     def __init__(self, experts: Experts, root: str, loader: Loader) -> None:
         self.experts = experts
         router = root + experts.router
-        # biased scores lie close together: DeepSeek's router is meant to be computed in float32
+        # Biased scores lie close together, so DeepSeek computes its router in float32.
         router_dtype = torch.float32 if experts.has_bias else loader.dtype
         self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
         self.bias = loader.tensor(router + ".e_score_correction_bias", torch.float32) if experts.has_bias else None
@@ -45,7 +45,7 @@ class MixtureOfExperts:
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden]."""
+        """Map [T, hidden] to [T, hidden]."""
         chosen, weights = route(linear(x.to(self.router.dtype), self.router), self.bias, self.rule)
         is_on_input = self.experts.scoring is Scoring.SIGMOID_INPUT
         out = moe(x, chosen, weights, self.packed, is_on_input)
@@ -53,7 +53,7 @@ class MixtureOfExperts:
 
 
 def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[Stored, Stored]]:
-    """gate_up [2 size, hidden] and down [hidden, size], one expert at a time: together they may be most of a model."""
+    """gate_up [2 size, hidden] and down [hidden, size], one by one: all may be most of a model."""
     if experts.is_fused:
         gate_up, down = loader.matrix(root + "gate_up_proj"), loader.matrix(root + "down_proj")
         for index in range(experts.num_experts):

@@ -11,19 +11,19 @@ from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=32)
     return replace(config, has_qkv_bias=True, layers=_windows(fields, config.num_layers))
 
 
 def read_qwen3(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=32, head_dim=128)
     return replace(config, head_norm=HeadNorm.WEIGHTED, layers=_windows(fields, config.num_layers))
 
 
 def read_qwen3_moe(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=4)
     experts = Experts(
         num_experts=fields.count("num_experts", fields.integer("num_local_experts", 128)),  # transformers 5's name
@@ -41,7 +41,7 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[LayerSpec, ...]:
-    """`layer_types` where it is written out; otherwise the layers from max_window_layers on, if asked for at all."""
+    """Read `layer_types`; if absent, layers from max_window_layers on have the window, if `use_sliding_window`."""
     window = read_window(fields, DEFAULT_WINDOW) if fields.boolean("use_sliding_window") else 0
     first = fields.integer("max_window_layers", 28, least=0)
     return read_layers(fields, window, [FULL if index < first else SLIDING for index in range(num_layers)])

@@ -24,7 +24,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """[T, head_dim] each, times `factor`; `frequencies` [head_dim]. The angles are fp32 whatever `dtype` is."""
+    """[T, head_dim] each, times `factor`; `frequencies` [head_dim]. Angles are float32 for every `dtype`."""
     angles = positions[:, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:

@@ -11,7 +11,7 @@ from weft.errors import BadCheckpoint
 class TensorSlice:
     """Index ranges [start, stop) of dimension `dim`, joined in their order.
 
-    Of a linear weight [outputs, inputs], `dim` 0 are rows and `dim` 1 columns, whatever the stored format. A fused
+    Of a linear weight [outputs, inputs], `dim` 0 are rows and `dim` 1 columns, in every stored format. A fused
     gate_up tensor takes two ranges, one from each half.
     """
 
@@ -20,7 +20,7 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Indices in all ranges."""
+        """Number of indices in all ranges together."""
         return sum(stop - start for start, stop in self.ranges)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:

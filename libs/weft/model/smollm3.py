@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama that leaves the positions out in every fourth layer. No torch."""
+"""SmolLM3: a Llama without rotary positions in every fourth layer. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embed
 
 
 def read(fields: Fields) -> ModelConfig:
-    """See `weft.model.config.read_config`."""
+    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, **DEFAULTS)
     count, interval = config.num_layers, fields.integer("no_rope_layer_interval", 4)
     rotated = fields.integers("no_rope_layers", []) or [int((index + 1) % interval != 0) for index in range(count)]

@@ -64,18 +64,18 @@ class Latent:
 
     @property
     def min_expanded_rows(self) -> int:
-        """From so many rows on, making keys and values costs fewer multiplications, whatever the context."""
+        """Smallest number of rows for which expanding keys and values costs fewer multiplications, for any context."""
         absorbed = 2 * self.kv_rank + self.rope_dim
         expansion = self.kv_rank * (self.nope_dim + self.value_dim)
         return expansion // (absorbed - 2 * self.expanded_dim) + 1 if absorbed > 2 * self.expanded_dim else 1 << 62
 
     @property
     def expanded_dim(self) -> int:
-        """Numbers of a key, and of a value, of one head where they are made: those of the wider one."""
+        """Width of an expanded key and value of one head: that of the wider one."""
         return max(self.nope_dim + self.rope_dim, self.value_dim)
 
     def expanded_heads(self, num_heads: int, num_tokens: int, item_bytes: int) -> int:
-        """Heads whose keys and values of so long a context are made at a time: what fits, of equal parts."""
+        """Return how many heads are expanded at a time for this context: as many as fit, in equal parts."""
         fitting = max(1, WORKSPACE_BYTES // (2 * num_tokens * self.expanded_dim * item_bytes))
         return next(count for count in range(min(num_heads, fitting), 0, -1) if num_heads % count == 0)
 
@@ -112,7 +112,7 @@ class Experts:
 
     @property
     def has_bias(self) -> bool:
-        """Choices are made with a bias for each expert, beside the router."""
+        """True if each expert has a bias for the choice."""
         return self.scoring is Scoring.SIGMOID_GROUPS
 
 
@@ -148,7 +148,7 @@ class ModelConfig:
 
     `num_kv_heads` and `head_dim` are those of the cache, `kv_parts` is 2 for keys and values, 1 when both are one.
     `prefix` stands before every tensor's name; tensors that begin with one of `ignored` are not the text model's.
-    `is_rotated_wide`: in float32, whatever heads are computed in.
+    `is_rotated_wide`: rotation runs in float32 for every dtype of the heads.
     """
 
     architecture: str
@@ -180,10 +180,10 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers, without layers that predict further tokens."""
         return len(self.layers)
 
     @property
     def rotated_dim(self) -> int:
-        """How many numbers of a head are rotated."""
+        """Numbers of each head that are rotated."""
         return self.latent.rope_dim if self.latent else self.head_dim

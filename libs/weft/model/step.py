@@ -1,4 +1,4 @@
-"""One packed batch on its way through the layers: what the caller gives, and what all layers share."""
+"""One packed batch: the caller's input, and what all layers share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft_kernels.paged_attention import PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """A batch: token_ids and positions [T], KV slots [groups, T], rows [R] whose logits are wanted. All int64."""
+    """A batch, all int64: token_ids and positions [T], KV slots [groups, T], and `logit_rows` [R] to return."""
 
     token_ids: Tensor
     positions: Tensor

@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint must hold: their Hugging Face names and the shapes in which they ship. No torch."""
+"""Names and shapes of the tensors that a checkpoint must hold, as on Hugging Face. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def expected_tensors(config: ModelConfig) -> Shapes:
-    """Every tensor a checkpoint of this config must hold.
+    """Return name and shape of every tensor that a checkpoint of this config must hold.
 
     A tied checkpoint may hold `lm_head.weight` as well; it is not expected and not read.
     """
@@ -24,7 +24,7 @@ def expected_tensors(config: ModelConfig) -> Shapes:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """May be there and is not read: rotary frequencies are computed, a tied model's output matrix is its embedding."""
+    """Return True for a tensor that may be present but is not read, such as rotary frequencies or a tied head."""
     is_head = config.is_tied and name == config.prefix + "lm_head.weight"
     return is_head or name.endswith("rotary_emb.inv_freq") or name.startswith(config.ignored)
 
