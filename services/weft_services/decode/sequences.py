@@ -186,7 +186,7 @@ class SequenceManager:
             raise Incompatible("the decode worker has been restarted since the request was routed")
         if scorer is not None and request.prefill is not None:
             raise InvalidRequest(
-                "must be empty with num_prompt_logprobs: the decode worker computes such prompts", "prefill"
+                "prefill must be empty with num_prompt_logprobs: the decode worker computes such prompts", "prefill"
             )
         spec = SequenceSpec(
             key=request.key,

@@ -93,7 +93,7 @@ async def test_of_a_prompt_that_is_scored_nothing_is_taken_from_anywhere(tiny: T
         assert top == pytest.approx(expected.topk(2).values.flatten().tolist(), abs=1e-4)
         refused = await gateway.generate(PROMPT, worker.address, num_prompt_logprobs=2)
         assert refused.failure is not None
-        assert "computed here" in refused.failure.message
+        assert "must be empty with num_prompt_logprobs" in refused.failure.message
 
 
 async def test_a_prompt_of_many_chunks_that_is_scored_is_no_flood_of_frames(
