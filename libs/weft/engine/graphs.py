@@ -51,10 +51,10 @@ class DecodeGraphs:
     A padding row is token 0 at position 0, with a scratch slot for its KV and one token of a scratch page for context.
     """
 
-    def __init__(self, model: Decoder, pool: Tensor, config: EngineConfig, link: DeviceCopier) -> None:
+    def __init__(self, model: Decoder, pool: Tensor, config: EngineConfig, copier: DeviceCopier) -> None:
         self.sizes = graph_sizes(config.max_num_seqs)
-        self._model, self._pool, self._link = model, pool, link
-        self._recorder = GraphRecorder(link.device)
+        self._model, self._pool, self._copier = model, pool, copier
+        self._recorder = GraphRecorder(copier.device)
         self._replays: dict[int, Callable[[], None]] = {}
         largest, num_groups = self.sizes[-1], len(config.spans)
         at = np.arange(largest)
@@ -64,12 +64,12 @@ class DecodeGraphs:
         # The table now in each row of the buffers. Most rows keep the table of the step before.
         self._held: list[Tables] = [[()] * largest for _ in range(num_groups)]
         widths = [aligned(each) for each in config.paging.table_widths(config.context_tokens)]
-        self._rows = link.upload(self._padding).clone()
-        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=link.device)
-        self._lens = torch.ones(num_groups, aligned(largest), dtype=torch.int32, device=link.device)
-        self._tables = [torch.zeros(largest, width, dtype=torch.int32, device=link.device) for width in widths]
-        self._logit_rows = torch.arange(largest, device=link.device)
-        self._logits = torch.zeros(largest, model.config.vocab_size, device=link.device)
+        self._rows = copier.upload(self._padding).clone()
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=copier.device)
+        self._lens = torch.ones(num_groups, aligned(largest), dtype=torch.int32, device=copier.device)
+        self._tables = [torch.zeros(largest, width, dtype=torch.int32, device=copier.device) for width in widths]
+        self._logit_rows = torch.arange(largest, device=copier.device)
+        self._logits = torch.zeros(largest, model.config.vocab_size, device=copier.device)
         for group in range(num_groups):
             self._fill_tables(group, self._pages)
 
@@ -111,8 +111,8 @@ class DecodeGraphs:
         rows[:, :num_rows] = packed.rows
         lens = np.ones((len(packed.lens), size), dtype=np.int32)
         lens[:, :num_rows] = packed.lens
-        self._rows[:, :size] = self._link.upload(rows)
-        self._lens[:, :size] = self._link.upload(lens)
+        self._rows[:, :size] = self._copier.upload(rows)
+        self._lens[:, :size] = self._copier.upload(lens)
         for group, tables in enumerate(packed.tables):
             self._fill_tables(group, tables + self._pages[num_rows:size])
 
@@ -127,6 +127,6 @@ class DecodeGraphs:
         for line, blocks in zip(filled, fitting, strict=True):
             line[: len(blocks)] = blocks
         target = buffer[:, : filled.shape[1]]
-        target.index_copy_(0, self._link.upload(np.array(changed)), self._link.upload(filled))
+        target.index_copy_(0, self._copier.upload(np.array(changed)), self._copier.upload(filled))
         for row in changed:
             held[row] = tables[row]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.errors import BadCheckpoint
 from weft.model.quantization import INT4_PER_WORD, stored_dtypes
-from weft.model.sharding import TensorSlice
+from weft.model.sharding import ShardSlice
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored
 from weft_kernels.linear import PackedWeight, pack
@@ -37,7 +37,7 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         is_resident: bool = False,
-        slices: Mapping[str, TensorSlice] | None = None,
+        slices: Mapping[str, ShardSlice] | None = None,
     ) -> None:
         """With `is_resident`, matrices take the form that `weft_kernels.packed.as_f12` gives them, or on a CPU
         `weft_kernels.linear.pack`.
@@ -125,13 +125,13 @@ class Loader:
         assert not self._unread, f"tensors that no building block read: {sorted(self._unread)[:4]}"
 
     def _blocks(
-        self, name: str, dtype: torch.dtype, part: TensorSlice | None, block: tuple[int, int], shape: tuple[int, int]
+        self, name: str, dtype: torch.dtype, part: ShardSlice | None, block: tuple[int, int], shape: tuple[int, int]
     ) -> Tensor:
         """Read a tensor with one element for each `block` (rows, columns) of a matrix of `shape`."""
         cut = part and part.in_blocks(name, block[part.dim], shape[part.dim])
         return self._read(name, dtype, cut)
 
-    def _read(self, name: str, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
+    def _read(self, name: str, dtype: torch.dtype, part: ShardSlice | None) -> Tensor:
         self._unread.discard(name)
         tensor = self._weights[name]
         if part is not None:

@@ -8,7 +8,7 @@ from weft.errors import BadCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSlice:
+class ShardSlice:
     """Index ranges [start, stop) of dimension `dim`, joined in their order.
 
     Of a linear weight [outputs, inputs], `dim` 0 are rows and `dim` 1 columns, in every stored format. A fused
@@ -33,7 +33,7 @@ class TensorSlice:
                     f"slice of {name}: [{start}, {stop}) is not inside dimension {self.dim} of {list(shape)}"
                 )
 
-    def in_blocks(self, name: str, block: int, size: int) -> TensorSlice:
+    def in_blocks(self, name: str, block: int, size: int) -> ShardSlice:
         """Return the slice in units of `block` indices, for a tensor that holds one element for each block.
 
         `size` is that of the dimension in single indices. Raises BadCheckpoint for a cut inside a block.
@@ -47,4 +47,4 @@ class TensorSlice:
                     f"choose a layout that cuts at multiples of {block}"
                 )
             ranges.append((start // block, -(-stop // block)))
-        return TensorSlice(self.dim, tuple(ranges))
+        return ShardSlice(self.dim, tuple(ranges))

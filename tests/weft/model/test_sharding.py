@@ -11,7 +11,7 @@ from tests.weft.model.test_quantized import pack_fp8, pack_int4
 from weft.errors import BadCheckpoint
 from weft.model.loading import Loader
 from weft.model.mlp import Mlp
-from weft.model.sharding import TensorSlice
+from weft.model.sharding import ShardSlice
 from weft.model.spec import LayerSpec, ModelConfig, Packing, Quantization, Rope
 from weft.model.tensors import expected_tensors
 from weft_kernels.linear import linear
@@ -40,11 +40,11 @@ INT4 = Quantization(Packing.INT4_GROUPS, (1, 4))
 FORMATS = {"float32": None, "bfloat16": None, "packed12": None, "fp8": FP8, "int4": INT4}
 
 
-def half(size: int, rank: int, dim: int) -> TensorSlice:
-    return TensorSlice(dim, ((size // 2 * rank, size // 2 * (rank + 1)),))
+def half(size: int, rank: int, dim: int) -> ShardSlice:
+    return ShardSlice(dim, ((size // 2 * rank, size // 2 * (rank + 1)),))
 
 
-def slices_of(rank: int) -> dict[str, TensorSlice]:
+def slices_of(rank: int) -> dict[str, ShardSlice]:
     """Rows of q, k, v, gate, up and the vocabulary; columns of o and down."""
     slices = {}
     for name, shape in expected_tensors(CONFIG).items():
@@ -56,7 +56,7 @@ def slices_of(rank: int) -> dict[str, TensorSlice]:
     return slices
 
 
-def loader_of(form: str, slices: dict[str, TensorSlice] | None = None) -> Loader:
+def loader_of(form: str, slices: dict[str, ShardSlice] | None = None) -> Loader:
     generator = torch.Generator().manual_seed(5)
     dtype = torch.bfloat16 if form in ("bfloat16", "packed12") else torch.float32
     weights: dict[str, torch.Tensor] = {}
@@ -106,36 +106,36 @@ def test_two_half_shards_compute_what_the_whole_does(form: str) -> None:
 def test_fused_tensors_are_cut_in_both_halves() -> None:
     name = ROOT + "mlp.gate_proj.weight"
     whole = loader_of("float32").tensor(name)
-    part = loader_of("float32", {name: TensorSlice(0, ((0, 8), (48, 56)))}).tensor(name)
+    part = loader_of("float32", {name: ShardSlice(0, ((0, 8), (48, 56)))}).tensor(name)
     torch.testing.assert_close(part, torch.cat((whole[:8], whole[48:56])), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("form", "part", "message"),
     [
-        ("fp8", TensorSlice(0, ((0, 40),)), r"weight_scale_inv: \[0, 40\) of dimension 0 cuts a block of 16; choose"),
-        ("fp8", TensorSlice(1, ((20, 48),)), r"\[20, 48\) of dimension 1 cuts a block of 12"),
-        ("int4", TensorSlice(1, ((0, 12),)), r"weight_packed: \[0, 12\) of dimension 1 cuts a block of 8"),
+        ("fp8", ShardSlice(0, ((0, 40),)), r"weight_scale_inv: \[0, 40\) of dimension 0 cuts a block of 16; choose"),
+        ("fp8", ShardSlice(1, ((20, 48),)), r"\[20, 48\) of dimension 1 cuts a block of 12"),
+        ("int4", ShardSlice(1, ((0, 12),)), r"weight_packed: \[0, 12\) of dimension 1 cuts a block of 8"),
     ],
 )
-def test_cuts_inside_a_block_are_refused(form: str, part: TensorSlice, message: str) -> None:
+def test_cuts_inside_a_block_are_refused(form: str, part: ShardSlice, message: str) -> None:
     loader = loader_of(form, {ROOT + "mlp.gate_proj.weight": part})
     with pytest.raises(BadCheckpoint, match=message):
         loader.linear(ROOT + "mlp.gate_proj")
 
 
 def test_an_odd_last_block_may_be_cut_off() -> None:
-    assert TensorSlice(0, ((16, 40),)).in_blocks("w", 16, 40) == TensorSlice(0, ((1, 3),))
+    assert ShardSlice(0, ((16, 40),)).in_blocks("w", 16, 40) == ShardSlice(0, ((1, 3),))
 
 
 @pytest.mark.parametrize(
     ("name", "part", "message"),
     [
-        ("mlp.weight", TensorSlice(0, ((0, 1),)), "has no such tensor"),
-        (ROOT + "mlp.up_proj.weight", TensorSlice(0, ((90, 97),)), r"\[90, 97\) is not inside dimension 0"),
-        (ROOT + "mlp.up_proj.weight", TensorSlice(2, ((0, 1),)), "dimension 2"),
+        ("mlp.weight", ShardSlice(0, ((0, 1),)), "has no such tensor"),
+        (ROOT + "mlp.up_proj.weight", ShardSlice(0, ((90, 97),)), r"\[90, 97\) is not inside dimension 0"),
+        (ROOT + "mlp.up_proj.weight", ShardSlice(2, ((0, 1),)), "dimension 2"),
     ],
 )
-def test_slices_outside_the_model_are_refused(name: str, part: TensorSlice, message: str) -> None:
+def test_slices_outside_the_model_are_refused(name: str, part: ShardSlice, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loader_of("int4", {name: part})
