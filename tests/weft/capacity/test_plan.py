@@ -188,7 +188,7 @@ STAGES = st.builds(
     page=st.integers(1, 500),
     paging=st.builds(
         PagingPolicy,
-        reaches=st.lists(REACHES, min_size=1, max_size=4).map(tuple),
+        spans=st.lists(REACHES, min_size=1, max_size=4).map(tuple),
         block_tokens=st.integers(1, 64),
         chunk_tokens=st.integers(1, 512),
     ),
