@@ -13,7 +13,7 @@ from typing import Any
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.worker_stats import NO_STATS, WorkerStats
 
-# deadline of a request whose gateway names none
+# deadline of a request without one
 DEFAULT_REQUEST_SECONDS = 600.0
 
 
@@ -37,7 +37,7 @@ class WorkerHello:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens whose KV fits into the worker's pool."""
+        """Number of tokens for which the pool has room."""
         return self.num_blocks * self.fingerprint.block_tokens
 
 
@@ -155,7 +155,7 @@ class RouteQuery:
     """What routing needs to know about one attempt of a request.
 
     `remaining_seconds`: time until the client's deadline. `resumed_tokens`: tokens of the prompt that earlier attempts
-    generated. `computes_prompt`: the decode worker computes the whole prompt, whatever is cached. `gateway_id`: the
+    generated. `computes_prompt`: the decode worker computes the whole prompt and ignores caches. `gateway_id`: the
     gateway that settles the attempt.
     """
 

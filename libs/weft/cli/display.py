@@ -120,7 +120,7 @@ class Display:
             self._print(Text(f"{SPEAKER:<{self._width}} | {text}"))
 
     def show(self, renderable: RenderableType) -> None:
-        """Print any other renderable."""
+        """Print a table or any other renderable above the status lines."""
         with self._while_heard():
             self._console.print(renderable, highlight=False)
 

@@ -28,7 +28,7 @@ FORK_SERVER_COMMAND = (
 )
 # Mooncake logs this as an error at every start, then creates what it missed
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
-# start timeouts: without the reading of weights, whose progress extends it; and when the log level hides progress
+# start timeouts: loading weights extends the first; the second holds when the log level hides progress
 WORKER_START_SECONDS, BLIND_START_SECONDS = 900.0, 4 * 3600.0
 # maximum anonymous memory of each service, with full indexes and long requests
 SERVICE_BYTES = {"valkey": GIB // 2, "scheduler": 3 * GIB, "kvstore": 3 * GIB, "weights": 3 * GIB, "gateway": 4 * GIB}

@@ -72,7 +72,7 @@ class DiskTier:
 
     @property
     def max_bytes(self) -> int:
-        """Configured limit of `used_bytes`."""
+        """Largest size of all segment files, as configured."""
         return self._limits.max_bytes
 
     async def open(self) -> None:

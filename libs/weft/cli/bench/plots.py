@@ -17,7 +17,7 @@ MAX_POINTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From `low` to `high`."""
+    """Label and range of one axis of a plot."""
 
     label: str
     low: float

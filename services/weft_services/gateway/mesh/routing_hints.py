@@ -131,7 +131,7 @@ class ClientHints:
         """Digest of the tenant; empty if unknown."""
         if not self.tenant:
             return b""
-        return hashlib.blake2b(self.tenant.encode(), digest_size=16, person=b"weft-who-asks").digest()
+        return hashlib.blake2b(self.tenant.encode(), digest_size=16, person=b"weft-tenant-id").digest()
 
 
 def read_client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHints:
