@@ -17,8 +17,8 @@ BLOCK_TOKENS = {"cpu": 16, "cuda": 64}
 # Default prompt tokens of a step: enough that arithmetic and not reading weights limits the matrix products.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
 # Prompt tokens beside generating sequences. With 32 clients on two cores and a 182M model, 256 instead of 128 tokens:
-# slowest first token 11.0 -> 8.9 s, median gap between tokens 187 -> 60 ms. The median first token varies between runs,
-# 1.65 to 2.7 s, with 256 as with 320 tokens; with 128 it was 1.6 to 1.9 s (docs/results/servers.md).
+# median gap between tokens 187 -> 73 ms, slowest first token 11.0 -> 10.0 s, median first token 1.5 -> 1.7 to 2.1 s
+# (docs/results/servers.md).
 MIXED_TOKENS = {"cpu": 256, "cuda": 512}
 # Prompt tokens of several prompts in one step where no sequence generates: each waits for all of them. Longer steps are
 # no cheaper per token on a CPU.
