@@ -114,7 +114,7 @@ REFUSED = [
     Allowed(
         "there is nothing to answer",
         "input|prompt",
-        "is empty|at least (one|1) item|expected a string|none of the items",
+        "is empty|at least (one|1) item|expected a string|no item contains",
     ),
     Allowed("they are there to be chosen from", "tool_choice", "the request has no tools|no tool is named"),
     Allowed("said in words: it needs the other", "top_logprobs", "needs logprobs to be true"),
