@@ -19,10 +19,10 @@ class SchedulerConfig:
     """Settings from WEFT_* variables.
 
     Empty `redis_url`: no session affinity. Empty `kvstore_addr`: the prefix index knows only what this scheduler
-    placed. Empty `planner`: roles do not change by themselves.
-    - `max_queue`: requests of one model that may wait for room, each for at most `queue_seconds`
-    - `targets`: SLO of waiting and generating before new requests must wait; empty: the default of slo.py
-    - `planner`: the limits at which workers change their role
+    placed. Empty `role_balancer`: roles do not change by themselves.
+    - `max_queue`: requests of one model that may wait for room, each for at most `max_queue_wait_seconds`
+    - `slo`: targets of waiting and generating before new requests must wait; empty: the default of slo.py
+    - `role_balancer`: the limits at which workers change their role
     """
 
     host: str = "127.0.0.1"
