@@ -172,8 +172,9 @@ class BacklogTracker:
 
 # share of the target that batch requests may use
 BATCH_SHARE = 0.5
-# The default target. With the wait for room (WEFT_QUEUE_SECONDS) and its own prompt, a request has its first token
-# within 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits (loadtest.fleet overload).
+# The default target. A request also waits for room, at most WEFT_MAX_QUEUE_WAIT_SECONDS, and for its own prompt: its
+# first token comes within 2 to 3 s. Goodput is the same from 1 to 1.5 s, and less with longer waits
+# (loadtest.fleet overload).
 DEFAULT_WAIT_SECONDS = 1.0
 # A small or slow fleet still accepts a burst of this size, and this many clients that each send one request at a time.
 # On a fast fleet it takes less than DEFAULT_WAIT_SECONDS.
