@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(([each for each in sys.argv[1:] if each[0] != "-"] or [Path(__file__).parents[1]])[0]).resolve()
+ROOT = Path(sys.argv[-1] if sys.argv[1:] not in ([], ["--list"]) else Path(__file__).parents[1]).resolve()
+READY = "curl -sfo /dev/null --retry 300 --retry-delay 1 --retry-all-errors"  # gives up after five minutes
 PACKAGES = ("services/", "libs/", "kernels/")
 KV_PACKAGES = ("/weft/kv/", "/weft/worker/", "/weft/rpc/", "/prefill/", "/decode/")
 PROFILER = """
@@ -34,7 +34,7 @@ if os.environ["HOPS_PARENT"] in ("", str(os.getppid())):
 
 def ask(base: str) -> None:
     """Send one streamed chat completion and return at its first frame."""
-    body = {"messages": [{"role": "user", "content": f"Hello {time.time()}"}], "stream": True, "max_tokens": 8}
+    body = {"messages": [{"role": "user", "content": f"Hello {os.urandom(4).hex()}"}], "stream": True, "max_tokens": 8}
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(base + "/v1/chat/completions", json.dumps(body).encode(), headers)
     urllib.request.urlopen(request, timeout=120).readline()
@@ -59,7 +59,7 @@ def trace(journey: str, port: int) -> set[tuple[str, ...]]:
         environment = os.environ | {"HOPS": home, "HOPS_PARENT": parent, "PYTHONPATH": ":".join(paths)}
         mesh = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
         try:
-            subprocess.run(f"curl -sfo /dev/null --retry 300 --retry-all-errors {base}/ready".split(), check=True)
+            subprocess.run([*READY.split(), base + "/ready"], check=True)
             for value in "" if journey == "start" else "01":
                 os.pwrite(switch, value.encode(), 0)  # in place: a truncated file would end the processes that map it
                 ask(base)
