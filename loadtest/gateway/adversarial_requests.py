@@ -1,4 +1,4 @@
-"""`python -m loadtest.gateway.adversarial_requests`: requests that nobody should send, many times over.
+"""`python -m loadtest.gateway.adversarial_requests`: hostile requests, each sent many times.
 
 For each: the status that it gets and the one that it should, how long that takes, how long others wait meanwhile for
 `/health`, and what the gateway's memory does: its most, and what is left when it is over.
