@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from loadtest.engine.cpu_task import Report, Task, read_task
-from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
+from weft.engine.runner import build_engine
 from weft.model.config import read_config
 from weft.request import RequestKey, SamplingParams
 from weft.worker.os_tuning import disable_malloc_trim

@@ -18,9 +18,9 @@ import torch
 
 from loadtest.engine.shapes import RandomWeights, Shape, weight_bytes
 from weft.capacity.layout import GIB
-from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import FirstToken, PoolMemory, Reserved, SequenceMode, SequenceSpec, StepOutput
+from weft.engine.runner import build_engine
 from weft.kv.layer_groups import PagingPolicy
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.request import RequestKey, SamplingParams

@@ -22,7 +22,7 @@ from weft.capacity.layout import Demand, Layout
 from weft.capacity.plan import CapacityPlan, make_plan
 from weft.capacity.roofline import TERA, StepShape
 from weft.engine.config import EngineConfig
-from weft.engine.step_input import StepInputBuilder
+from weft.engine.runner import StepInputBuilder
 from weft.engine.step_scheduler import ScheduledChunk
 from weft_kernels.paged_attention import decode
 from weft_kernels.paged_attention.device_batch import AttentionShape

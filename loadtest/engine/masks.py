@@ -19,11 +19,10 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
-from weft.engine.token_history import Constraint
+from weft.engine.messages import Constraint, SequenceMode, SequenceSpec, StepOutput
+from weft.engine.runner import build_engine
 from weft.grammar import Grammars, load_grammars
 from weft.model.config import read_config
 from weft.model.kv_layout import kv_groups

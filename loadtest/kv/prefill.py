@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.runner import build_engine
 from weft.kv.tiers import Tier
 from weft.kv.transfer_protocol import PrefillRequest
 from weft.model.config import ModelConfig, read_config

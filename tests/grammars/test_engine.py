@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from tests.grammars.schemas import random_schema
 from tests.weft.engine.harness import Driver, Heard, hand_over, prefill
-from weft.engine.token_history import Constraint
+from weft.engine.messages import Constraint
 from weft.errors import InvalidRequest
 from weft.grammar import Grammars, load_grammars
 from weft.model.config import read_config

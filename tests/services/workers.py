@@ -11,10 +11,10 @@ from typing import Any
 from tests.services.attach import GREEDY, Gateway
 from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background_tasks
-from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import EngineLoad, StepOutput
+from weft.engine.runner import build_engine
 from weft.kv.local_transport import LocalTransport
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
 
-from weft.engine.niceness import MAX_NICENESS
 from weft.kv.layer_groups import AttentionSpan, PagingPolicy
+
+# On a CPU, steps share cores with event loops, gateway and scheduler, which need a tenth of a core and must
+# run first. A GPU's thread keeps niceness 0, because a delay would leave the device idle.
+CPU_NICENESS, MAX_NICENESS = 10, 19
+
+
+def set_thread_niceness(niceness: int) -> None:
+    """Set the niceness of the calling thread and of the threads that it starts later.
+
+    Only Linux has niceness per thread; elsewhere nothing happens.
+    """
+    if niceness and sys.platform == "linux":
+        os.nice(niceness)  # on Linux this changes only the calling thread
+
 
 MAX_PINNED_SHARE = 8  # at most one block in 8 is pinned for copying
 MIN_PINNED = 64
@@ -19,11 +34,11 @@ class EngineConfig:
     - `mixed_tokens`: maximum prompt tokens of a step that also decodes. 0 means `chunk_tokens`.
     - `shared_tokens`: maximum prompt tokens of a step with several prompts and no decoding sequence. 0 means
       `mixed_tokens`. One longer chunk runs alone.
-    - `burst_tokens`: maximum prompt tokens of a step that computes a burst (see `weft.engine.prefill_order`), but at
+    - `burst_tokens`: maximum prompt tokens of a step that computes a burst (see `weft.engine.wait_queue`), but at
       least `chunk_tokens`.
     - `max_waiting`: maximum sequences that wait for admission.
     - `steps_ahead`: 1 plans and launches a step while the previous one runs, 0 after it. The tokens are the same.
-    - `decode_graphs`: replay steps in which every sequence decodes; see `weft.engine.graphs`.
+    - `decode_graphs`: replay steps in which every sequence decodes; see `weft.engine.executor`.
     - `pin_sealed`: report full blocks for copying, with at most `max_pinned` reports unanswered. `max_pinned` 0 means
       an eighth of the pool, at least 64.
     - `niceness`: of the engine's thread and its compute threads, 0 to 19. On cores shared with event loops, the loops

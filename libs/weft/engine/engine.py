@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from weft.engine.command_queue import CommandQueue
-from weft.engine.config import EngineConfig
-from weft.engine.loop import EngineLoop, Runner
+from weft.engine.config import EngineConfig, set_thread_niceness
+from weft.engine.loop import CommandQueue, EngineLoop, Runner
 from weft.engine.messages import (
     EngineLoad,
     FirstToken,
@@ -20,10 +19,8 @@ from weft.engine.messages import (
     SequenceSpec,
     StepOutput,
 )
-from weft.engine.niceness import set_thread_niceness
 from weft.engine.sequence import Sequence
 from weft.engine.wait_queue import MAX_PRIORITY
-from weft.engine.watchdog import StepWatchdog
 from weft.errors import Cancelled, EngineFailed, InvalidRequest, WeftError
 from weft.kv.layer_groups import PagingPolicy
 from weft.request import RequestKey, SamplingParams
@@ -192,3 +189,49 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", "stop_token_ids")
     if not sampling.repetition_penalty > 0:
         raise InvalidRequest("the repetition penalty must be above 0", "repetition_penalty")
+
+
+# A step takes as long as the model needs on this machine, so the limit follows the slowest step so far.
+MIN_HANG_SECONDS = 20.0
+HANG_STEPS = 4.0
+# The first step may compile kernels, capture graphs and fault in pages.
+FIRST_HANG_SECONDS = 180.0
+
+
+class StepWatchdog:
+    """Detects a hung engine by the age of its step. Between two steps the thread waits for work and is healthy.
+
+    The engine's thread writes, other threads read.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started_at: float | None = None
+        self._slowest_step: float | None = None
+
+    def start_step(self) -> None:
+        """Record that a step begins now."""
+        self._started_at = self._clock()
+
+    def end_step(self, has_computed: bool) -> None:
+        """Record the end. An iteration that computed nothing does not count for the limit."""
+        seconds, self._started_at = self.step_age, None
+        if has_computed:
+            self._slowest_step = max(self._slowest_step or 0.0, seconds)
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the step in progress began; 0 between steps."""
+        began = self._started_at
+        return 0.0 if began is None else self._clock() - began
+
+    @property
+    def hang_timeout(self) -> float:
+        """Seconds after which a step counts as hung."""
+        slowest = self._slowest_step
+        return FIRST_HANG_SECONDS if slowest is None else max(MIN_HANG_SECONDS, HANG_STEPS * slowest)
+
+    @property
+    def is_hung(self) -> bool:
+        """True if the step in progress exceeds `hang_timeout`."""
+        return self.step_age > self.hang_timeout

@@ -7,6 +7,7 @@ one before: while the device computes one step, the host postprocesses the previ
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,14 +15,166 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from weft.engine.command_queue import Command
 from weft.engine.config import EngineConfig
-from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, StepOutput
-from weft.engine.postprocess import Postprocessor
+from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFailed, StepOutput, TokenDelta
 from weft.engine.sequence import Sequence, SequenceState
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler, report_progress
+from weft.errors import EngineFailed, Overloaded, WeftError
+from weft.kv.block_keys import tenant_tag
 from weft.kv.block_pool import BlockPool
-from weft.request import RequestKey
+from weft.kv.layer_groups import page_key
+from weft.kv.offload_queue import FullBlock, OffloadQueue
+from weft.request import FinishReason, PositionLogprobs, RequestKey
+
+Command = Callable[[], None]
+
+
+class CommandQueue:
+    """Bounded: `max_waiting` limits the sequences, and each sequence has only a few commands."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()
+        self._items: deque[Sequence | Command] = deque()
+        self._num_submitted = 0
+        self._num_waiting = 0
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`: the queue accepts nothing more."""
+        return self._is_closed
+
+    def submit(self, sequence: Sequence) -> None:
+        """Add a new sequence. Raises Overloaded if too many wait, EngineFailed after `close`."""
+        with self._changed:
+            if self._is_closed:
+                raise EngineFailed("the engine has ended")
+            if self._num_waiting + self._num_submitted >= self._max_waiting:
+                raise Overloaded(f"{self._num_waiting + self._num_submitted} sequences are waiting already")
+            self._num_submitted += 1
+            self._items.append(sequence)
+            self._changed.notify()
+
+    def post(self, command: Command) -> None:
+        """Add a command. After `close` it is dropped, because no sequence is left."""
+        with self._changed:
+            if not self._is_closed:
+                self._items.append(command)
+                self._changed.notify()
+
+    def take(self, timeout: float | None) -> list[Sequence | Command]:
+        """Return all items in order. If there are none, wait for one or for `close`, up to `timeout` seconds."""
+        with self._changed:
+            if not self._items and not self._is_closed:
+                self._changed.wait(timeout)
+            items = list(self._items)
+            self._items.clear()
+            # Counted here until the engine's thread reports its own count.
+            self._num_waiting += self._num_submitted
+            self._num_submitted = 0
+            return items
+
+    def set_num_waiting(self, num_waiting: int) -> None:
+        """Set how many of the taken sequences wait for admission. Called by the engine's thread."""
+        with self._changed:
+            self._num_waiting = num_waiting
+
+    def close(self) -> None:
+        """Accept nothing more and wake the engine's thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+
+class Postprocessor:
+    """Updates sequences and the block pool after each step. Token counts are totals since the start."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, scheduler: StepScheduler) -> None:
+        self.num_generated_tokens = 0
+        self.num_computed_prompt_tokens = 0
+        self._config = config
+        self._pool = pool
+        self._scheduler = scheduler
+        self._offers = OffloadQueue(pool, config.max_pinned if config.pin_sealed else 0)
+
+    def apply(
+        self,
+        chunks: Items[ScheduledChunk],
+        results: Items[Items[SampledToken]],
+        seconds: float,
+        events: StepOutput,
+    ) -> None:
+        """Apply a finished step. `results` holds the tokens of each chunk, one for each of its sampled positions."""
+        for chunk, tokens in zip(chunks, results, strict=True):
+            sequence = chunk.sequence
+            if not self._scheduler.on_step_done(chunk):
+                continue
+            if not sequence.has_emitted:
+                sequence.compute_seconds += seconds
+                self.num_computed_prompt_tokens += chunk.num_tokens
+            self.seal(sequence, events)
+            self._scheduler.block_tables.release_out_of_window(sequence)
+            report_progress(sequence, events)
+            if tokens:
+                self.accept(sequence, tokens, events)
+
+    def accept(self, sequence: Sequence, tokens: Items[SampledToken], events: StepOutput) -> None:
+        """Append the next tokens of a sequence, in order. Tokens after one that ends it are dropped."""
+        prompt = None if sequence.has_emitted else sequence.prompt_counts()
+        ids: list[int] = []
+        logprobs: list[PositionLogprobs] = []
+        reason: FinishReason | None = None
+        failure: WeftError | None = None
+        for token in tokens:
+            if (failure := token.failure) is not None:
+                break
+            reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id)
+            sequence.token_ids.append(token.token_id)
+            ids.append(token.token_id)
+            if token.logprobs:
+                logprobs.append(token.logprobs)
+            if reason is not None:
+                break
+        if ids:
+            if sequence.is_prefill:
+                self._scheduler.hold(sequence)  # the worker that decodes counts this token
+            else:
+                self.num_generated_tokens += len(ids)
+            events.deltas.append(TokenDelta(sequence.spec.key, tuple(ids), tuple(logprobs), prompt, reason))
+        if failure is not None:
+            events.failures.append(SequenceFailed(sequence.spec.key, failure))
+        if failure is not None or reason is not None:
+            self._scheduler.remove(sequence)
+
+    def end_with(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Return why the sequence ends with that token next; None if it continues."""
+        return sequence.end_with(token_id, self._config.eos_token_ids, self._config.context_tokens)
+
+    def seal(self, sequence: Sequence, events: StepOutput) -> None:
+        """Publish the blocks that have become complete, and report those that should be copied."""
+        assert sequence.state is SequenceState.RUNNING
+        size = self._config.block_tokens
+        while sequence.num_sealed < sequence.num_computed // size:
+            index, key = sequence.num_sealed, sequence.key(sequence.num_sealed, size)
+            sequence.num_sealed += 1
+            tenant = tenant_tag(sequence.spec.cache_salt)
+            for group, run in enumerate(sequence.page_ranges):
+                block = run.page(index)
+                if block is not None:
+                    is_visible = index >= self._config.paging.first(group, sequence.num_reusable(size))
+                    sealed = FullBlock(page_key(key, group), block, tenant, sequence.spec.retention)
+                    self._publish(sealed, is_visible, events)
+
+    def _publish(self, sealed: FullBlock, is_visible: bool, events: StepOutput) -> None:
+        """Publish a block. Offer a copy only if a sequence that continues this prompt can see the block."""
+        if self._pool.publish(sealed.block, sealed.block_key) and is_visible:
+            events.sealed.extend(self._offers.add(sealed))
+
+    def unpin(self, blocks: Iterable[int], events: StepOutput) -> None:
+        """Release sealed blocks that were copied or declined, and offer others. Unknown blocks are ignored."""
+        events.sealed.extend(self._offers.on_copied(blocks))
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from weft.engine.token_history import Constraint
 from weft.errors import WeftError
 from weft.kv.layer_groups import PageRange
 from weft.kv.offload_queue import FullBlock
@@ -18,8 +17,25 @@ from weft.request import KEEP, FinishReason, PositionLogprobs, RequestKey, Reten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Items
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+
+
+class Constraint(Protocol):
+    """Decides which tokens may come next. Belongs to one sequence and is used only on the engine's thread."""
+
+    def accept(self, token_ids: Items[int]) -> None:
+        """Advance by generated tokens, in order. A token that does not fit sets `failure`."""
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        """Write the mask: bit i of word w is 1 if token 32 w + i may come next."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the constraint yields no more masks, as text for people; None while it works."""
 
 
 class SequenceMode(StrEnum):

@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
-from weft.engine.token_history import TokenHistory
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.engine.messages import Constraint, PromptCounts, SequenceMode, SequenceSpec
 from weft.kv.block_keys import block_key, reusable_blocks, root_key
 from weft.kv.layer_groups import PageRange
 from weft.request import FinishReason
+
+
+class TokenHistory:
+    """Tokens that a sequence has seen, for penalties, and the state of its grammar.
+
+    Both depend only on the sequence's tokens: rebuilt elsewhere from prompt and generated tokens, they are the same.
+    Follows one sequence forward. Both methods must be called with ascending ends.
+
+    With `counts_prompt` penalties count the `num_prompt` prompt tokens too, otherwise only generated ones.
+    """
+
+    def __init__(self, num_prompt: int, counts_prompt: bool, constraint: Constraint | None) -> None:
+        self.constraint = constraint
+        self._num_prompt = num_prompt
+        self._num_seen = 0 if counts_prompt else num_prompt
+        self._num_accepted = num_prompt
+        self._places: dict[int, int] = {}
+        self._token_ids = array("q")  # each token once
+        self._counts = array("f")  # how often the token at the same place was generated
+
+    def count(self, token_ids: Items[int], end: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the distinct tokens of `token_ids[:end]`, and how often each was generated."""
+        for position in range(self._num_seen, end):
+            self._note(token_ids[position], position >= self._num_prompt)
+        self._num_seen = max(self._num_seen, end)
+        return np.array(self._token_ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
+
+    def advance(self, token_ids: Items[int], end: int) -> Constraint:
+        """Return the constraint after it has accepted the generated tokens of `token_ids[:end]`."""
+        assert self.constraint is not None
+        if self._num_accepted < end:
+            self.constraint.accept(token_ids[self._num_accepted : end])
+            self._num_accepted = end
+        return self.constraint
+
+    def _note(self, token_id: int, is_generated: bool) -> None:
+        place = self._places.get(token_id)
+        if place is None:
+            self._places[token_id] = place = len(self._token_ids)
+            self._token_ids.append(token_id)
+            self._counts.append(0.0)
+        self._counts[place] += is_generated
 
 
 class SequenceState(Enum):
@@ -161,6 +207,14 @@ class Sequence:
         is_full = self.num_tokens >= context_tokens
         is_long = self.num_generated + self.num_expected >= self.spec.sampling.max_tokens
         self.last_token_pending = self.is_prefill or is_full or is_long
+
+    def token_history(self) -> TokenHistory:
+        """Return the sequence's history. It is created on first use, because most sequences need none."""
+        if self.history is None:
+            spec = self.spec
+            num_prompt = self.num_prompt - spec.resumed_tokens
+            self.history = TokenHistory(num_prompt, spec.sampling.repetition_penalty != 1.0, spec.constraint)
+        return self.history
 
     def prompt_counts(self) -> PromptCounts:
         """Return the cost of the prompt, as sent with the first token."""

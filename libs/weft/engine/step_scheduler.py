@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from weft.engine.block_tables import BlockTables
 from weft.engine.config import EngineConfig
 from weft.engine.messages import PromptProgress, Reserved, StepOutput
-from weft.engine.prefill_order import burst_step, is_burst, prefill_priority
 from weft.engine.sequence import Sequence, SequenceState
-from weft.engine.wait_queue import WaitQueue
+from weft.engine.wait_queue import WaitQueue, burst_step, is_burst, prefill_priority
 from weft.errors import WeftError
 from weft.kv.block_pool import BlockPool
 from weft.kv.layer_groups import PageRange

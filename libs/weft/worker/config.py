@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weft.capacity.sizes import RequestedSizes
 from weft.config import MAX_THREADS, WILDCARD_HOSTS, ConfigError, CpuKernels
-from weft.engine.niceness import CPU_NICENESS, MAX_NICENESS
+from weft.engine.config import CPU_NICENESS, MAX_NICENESS
 from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.os_tuning import parse_cpus

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from weft import metrics
-from weft.engine.messages import EngineLoad, StepOutput
-from weft.engine.token_history import Constraint
+from weft.engine.messages import Constraint, EngineLoad, StepOutput
 from weft.errors import Incompatible
 from weft.grammar import Grammars
 from weft.request import Grammar

@@ -8,8 +8,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from weft.engine.engine import StepWatchdog
 from weft.engine.messages import EngineLoad
-from weft.engine.watchdog import StepWatchdog
 from weft.errors import EngineFailed
 from weft.rpc.server import RpcServer
 

@@ -21,12 +21,11 @@ from weft.capacity.memory_budget import MemoryBudget, default_num_blocks, measur
 from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.sizes import Sizes, choose_sizes
 from weft.config import ConfigError
-from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.executor import DTYPES
-from weft.engine.graphs import graph_sizes, static_bytes
+from weft.engine.executor import DTYPES, graph_sizes, static_bytes
 from weft.engine.messages import StepOutput
+from weft.engine.runner import assemble
 from weft.errors import Overloaded, PeerLost
 from weft.model.config import ModelConfig, config_of, read_config
 from weft.model.decoder import Decoder

@@ -10,9 +10,8 @@ import logging
 from dataclasses import replace
 
 from weft import log, trace
-from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.engine.token_history import Constraint
-from weft.engine.watchdog import StepWatchdog
+from weft.engine.engine import StepWatchdog
+from weft.engine.messages import Constraint, PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import (
     DeadlineExceeded,
     EngineFailed,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from weft.engine.engine import Engine
+from weft.engine.engine import Engine, StepWatchdog
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
-from weft.engine.watchdog import StepWatchdog
 from weft.errors import InvalidRequest, PeerLost
 from weft.request import RequestKey, SamplingParams
 from weft.worker.hidden_state_observers import MeanPooling

@@ -14,7 +14,7 @@ from tests.services.attach import GREEDY, prompt
 from tests.services.decode.test_failures import LONG, Liar, expect_local, failures
 from tests.services.workers import Worker, start_pair
 from tests.weft.tiny_llama import Tiny
-from weft.engine.watchdog import StepWatchdog
+from weft.engine.engine import StepWatchdog
 from weft.errors import Overloaded, PeerLost
 from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PromptFinished, ReadyBlocks
 from weft.request import RequestKey, WorkerAddress

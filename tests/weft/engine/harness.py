@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.weft.tiny_llama import Tiny
-from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import (
     EngineLoad,
@@ -25,6 +24,7 @@ from weft.engine.messages import (
     SequenceSpec,
     StepOutput,
 )
+from weft.engine.runner import build_engine
 from weft.kv.layer_groups import PageRange
 from weft.kv.offload_queue import FullBlock
 from weft.model.kv_layout import kv_groups

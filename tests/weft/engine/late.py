@@ -11,7 +11,6 @@ from collections.abc import Sequence as Items
 from copy import copy
 from dataclasses import dataclass, replace
 
-from weft.engine.logits_processor import token_history_of
 from weft.engine.runner import ModelRunner
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 
@@ -51,6 +50,6 @@ class LateRunner(ModelRunner):
 def snapshot(chunk: ScheduledChunk) -> ScheduledChunk:
     """Copy a chunk with its sequence's pages and tokens of this moment. The token history is shared."""
     sequence = copy(chunk.sequence)
-    sequence.history = token_history_of(chunk.sequence)
+    sequence.history = chunk.sequence.token_history()
     sequence.page_ranges, sequence.token_ids = list(sequence.page_ranges), list(sequence.token_ids)
     return replace(chunk, sequence=sequence)

@@ -17,7 +17,7 @@ from tests.weft.engine.test_tokens import prompts_of
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks, static_bytes
+from weft.engine.executor import DecodeGraphs, graph_sizes, num_scratch_blocks, static_bytes
 from weft.kv.layer_groups import AttentionSpan
 from weft.model.kv_layout import kv_groups
 from weft_kernels.cuda_graphs import GraphRecorder
@@ -112,7 +112,7 @@ def test_padding_writes_nothing_that_is_anybodys(grouped: Tiny, sizes_run: Sizes
 def test_what_does_not_fit_a_graph_runs_as_before(
     grouped: Tiny, sizes_run: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.engine.graphs.MAX_SIZE", 2)
+    monkeypatch.setattr("weft.engine.executor.MAX_SIZE", 2)
     prompts = prompts_of([9, 20, 31], 100)
     with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
         keys = [driver.submit(str(i), prompt, 8 + 4 * i) for i, prompt in enumerate(prompts)]
@@ -151,7 +151,7 @@ def test_where_a_capture_fails_steps_go_on_without(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
-    monkeypatch.setattr("weft.engine.graphs.GraphRecorder", lambda _: GraphRecorder(torch.device("cuda")))
+    monkeypatch.setattr("weft.engine.executor.GraphRecorder", lambda _: GraphRecorder(torch.device("cuda")))
     with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
         keys = [driver.submit(str(i), prompt, 6 + 4 * i) for i, prompt in enumerate(prompts_of([9, 20, 31], 100))]
         found = [driver.wait_end(key).tokens for key in keys]

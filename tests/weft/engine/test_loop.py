@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 from tests.weft.engine.counting import BOUNDED, CONFIG, WINDOWS, CountingRunner, next_token
 from weft.engine.loop import EngineLoop
 from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
-from weft.engine.prefill_order import MAX_FIRST_TOKENS
 from weft.engine.sequence import Sequence
+from weft.engine.wait_queue import MAX_FIRST_TOKENS
 from weft.kv.layer_groups import AttentionSpan, PageRange
 from weft.request import FinishReason, RequestKey, SamplingParams
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from tests.weft.engine.counting import CONFIG, Counted, CountingRunner
 from weft.engine.loop import EngineLoop
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
-from weft.engine.prefill_order import MAX_FIRST_TOKENS, MAX_PAUSE_SECONDS
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import ScheduledChunk
+from weft.engine.wait_queue import MAX_FIRST_TOKENS, MAX_PAUSE_SECONDS
 from weft.request import RequestKey, SamplingParams
 
 # a burst has at most 48 tokens: two steps

@@ -28,10 +28,10 @@ from tests.weft.engine.soak_texts import FAMILIES, MAX_NEW, Live, Text, make_tex
 from tests.weft.engine.test_logits_processor import EveryThird
 from tests.weft.tiny_families import make_family
 from tests.weft.tiny_llama import Tiny
-from weft.engine import build
-from weft.engine.build import build_engine
+from weft.engine import runner
 from weft.engine.config import EngineConfig
 from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.runner import build_engine
 from weft.kv.layer_groups import PageRange
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, RequestKey
@@ -56,7 +56,7 @@ def crowded(tiny: Tiny) -> EngineConfig:
         chunk_tokens=11,
         max_num_seqs=7,
         steps_ahead=Driver.steps_ahead,
-        decode_graphs=vars(build)["ModelRunner"] is LateRunner,  # and all else as on a GPU
+        decode_graphs=vars(runner)["ModelRunner"] is LateRunner,  # and all else as on a GPU
         pin_sealed=True,
         max_pinned=3,
     )
@@ -275,7 +275,7 @@ def test_poisoned_blocks_show_nowhere_on_a_device_that_is_late(
     name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, but a page that goes back while a step under way has yet to look at it is NaN when it does."""
-    monkeypatch.setattr(build, "ModelRunner", LateRunner)
+    monkeypatch.setattr(runner, "ModelRunner", LateRunner)
     soak(name, steps_ahead, tmp_path, monkeypatch)
 
 

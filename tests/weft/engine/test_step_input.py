@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
-from weft.engine.device_copy import DeviceCopier
-from weft.engine.executor import ModelExecutor
+from weft.engine.executor import DeviceCopier, ModelExecutor, StepInput
+from weft.engine.loop import Postprocessor
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
-from weft.engine.postprocess import Postprocessor
-from weft.engine.runner import ModelRunner
+from weft.engine.runner import ModelRunner, StepInputBuilder
 from weft.engine.sequence import Sequence
-from weft.engine.step_input import StepInput, StepInputBuilder
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler
 from weft.kv.block_pool import BlockPool
 from weft.kv.layer_groups import PageRange

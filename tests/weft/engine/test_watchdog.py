@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.watchdog import FIRST_HANG_SECONDS, MIN_HANG_SECONDS, StepWatchdog
+from weft.engine.engine import FIRST_HANG_SECONDS, MIN_HANG_SECONDS, StepWatchdog
 
 
 class Clock:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from weft.engine.engine import FIRST_HANG_SECONDS, StepWatchdog
 from weft.engine.messages import EngineLoad
-from weft.engine.watchdog import FIRST_HANG_SECONDS, StepWatchdog
 from weft.worker.health import EXHAUSTED_SECONDS, LOST_SECONDS, EngineHealth
 
 

@@ -17,7 +17,7 @@ import torch
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.capacity.memory_budget import Machine, estimate_budget
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import DecodeGraphs, static_bytes
+from weft.engine.executor import DecodeGraphs, static_bytes
 from weft.engine.runner import ModelRunner
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
