@@ -38,9 +38,13 @@ from weft.rpc.client import cancelled_on_exit, open_channel
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
-from weft_services.gateway.mesh.scheduler_client import RouteStream, SchedulerClient
-from weft_services.gateway.mesh.scheduler_types import Settlement
-from weft_services.gateway.mesh.settlement_queue import FIRST_TOKEN, SettlementQueue
+from weft_services.gateway.mesh.scheduler_client import (
+    FIRST_TOKEN,
+    RouteStream,
+    SchedulerClient,
+    Settlement,
+    SettlementQueue,
+)
 from weft_services.scheduler.router import AttemptProgress, Router
 from weft_services.scheduler.routing_types import SessionAffinity
 
@@ -215,8 +219,8 @@ async def _caller(settler: SettlementQueue, route: Route, waiting: Iterator[pb.R
     for request in waiting:
         await route(request)
         key = RequestKey(request.key.request_id)
-        settler.put(Settlement(key, FIRST_TOKEN))
-        settler.put(Settlement(key, RequestStage.FINISHED))
+        settler.append(Settlement(key, FIRST_TOKEN))
+        settler.append(Settlement(key, RequestStage.FINISHED))
 
 
 def _request(request_id: str, session: int, has_session: bool) -> pb.RouteRequest:

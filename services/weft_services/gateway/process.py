@@ -23,10 +23,9 @@ from weft_services.gateway.front.response_store import ResponseStore
 from weft_services.gateway.mesh.decode_connection import DecodeConnectionPool
 from weft_services.gateway.mesh.embeddings import EmbeddingClient, EmbeddingRunner
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatcher
+from weft_services.gateway.mesh.generation_run import MeshContext
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.scheduler_client import SchedulerClient
-from weft_services.gateway.mesh.sequence_runner import MeshContext
-from weft_services.gateway.mesh.settlement_queue import SettlementQueue
+from weft_services.gateway.mesh.scheduler_client import SchedulerClient, SettlementQueue
 
 logger = logging.getLogger(__name__)
 

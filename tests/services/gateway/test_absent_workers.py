@@ -21,7 +21,7 @@ from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.stall_clock import TICK_SECONDS, StallAwareClock
 from weft_services.gateway.mesh import embeddings, fleet
 from weft_services.gateway.mesh.fleet import FleetWatcher
-from weft_services.gateway.mesh.scheduler_types import FleetReport
+from weft_services.gateway.mesh.scheduler_client import FleetReport
 
 NOBODY = (grpc.StatusCode.UNAVAILABLE, "no decode worker is live", (("weft-reason", NoWorker.reason),))
 LOADING = (grpc.StatusCode.UNAVAILABLE, "it is being loaded", (("weft-reason", "model_loading"),))

@@ -14,8 +14,8 @@ from weft_services.gateway.access import authentication
 from weft_services.gateway.access.authentication import Principal
 from weft_services.gateway.access.limiter import RateLimiter
 from weft_services.gateway.dialects.choices import ChatChoice
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.pipeline import charge_on_error
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import PartKind, Parts, joined
 from weft_services.gateway.text.tool_formats import DEEPSEEK_V31, HERMES, KIMI, QWEN_XML, ToolFormat

@@ -19,10 +19,11 @@ from weft_services.gateway.mesh import decode_connection, scheduler_client
 from weft_services.gateway.mesh.decode_connection import (
     DecodeConnection,
     DecodeConnectionPool,
+    StartCommand,
     UpdateQueue,
     to_start_message,
 )
-from weft_services.gateway.mesh.scheduler_types import Forecast, SequencePlacement, StartCommand
+from weft_services.gateway.mesh.scheduler_client import Forecast, SequencePlacement
 
 NUM_REQUESTS = 40
 

@@ -145,7 +145,7 @@ async def test_who_takes_a_long_answer_slowly_is_not_taken_for_one_that_does_not
 async def test_an_inbox_is_bounded() -> None:
     inbox = UpdateQueue(max_deltas=2)
     for _ in range(3):
-        inbox.put(SequenceUpdate(RequestKey("a")))
+        inbox.append(SequenceUpdate(RequestKey("a")))
     with pytest.raises(Overloaded):
         await inbox.wait()
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import STOP, SequenceDelta, Stage, Start, deltas, failing, forever, speaking
-from weft_services.gateway.mesh import sequence_runner
+from weft_services.gateway.mesh import generation_run
 
 ROOT = Path(__file__).parents[3]
 FAILED = Stage.STAGE_FAILED
@@ -89,7 +89,7 @@ async def test_workers_that_cannot_be_reached_are_tried_for_as_long_as_a_move_ma
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are more of them than are passed over, so that the scheduler always has another to name."""
-    monkeypatch.setattr(sequence_runner, "MAX_EXCLUDED", 2)
+    monkeypatch.setattr(generation_run, "MAX_EXCLUDED", 2)
     async with bench(num_decoders=3, migration_timeout_seconds=3.0) as b:
         for decoder in b.decoders:
             await decoder.kill()

@@ -19,8 +19,8 @@ from weft_services.gateway.dialects.responses_encoder import ResponsesEncoder
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody, TokenizeBody
 from weft_services.gateway.generation import Conversation
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import prepare
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.model import load_model
 from weft_services.gateway.text.incremental_reader import MAX_SPACE
 from weft_services.gateway.text.parts import PartKind

@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, Heard, MakeBench
 from tests.services.gateway.fakes import LENGTH, FakeDecode, SequenceDelta, Silence, Start, answering, deltas, failing
-from weft_services.gateway.mesh import sequence_runner
+from weft_services.gateway.mesh import generation_run
 
 TEXT = "the answer is here and there, hello world"
 
@@ -156,7 +156,7 @@ async def test_a_stream_waits_for_its_only_worker_to_be_restarted(bench: MakeBen
 async def test_a_lonely_worker_that_failed_is_asked_again_when_it_is_no_longer_suspect(
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence_runner, "SUSPECT_SECONDS", 0.2)
+    monkeypatch.setattr(generation_run, "SUSPECT_SECONDS", 0.2)
     async with bench() as b:
         answer = [*b.ids(TEXT), END]
 

@@ -25,7 +25,7 @@ from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.config import GatewayConfig
-from weft_services.gateway.mesh import sequence_runner
+from weft_services.gateway.mesh import generation_run
 from weft_services.gateway.process import running
 from weft_services.scheduler import service
 from weft_services.scheduler.admission_queue import AdmissionQueue
@@ -227,4 +227,4 @@ async def test_the_access_log_says_what_was_expected(mesh: Mesh, access_log: pyt
 
 
 def test_a_gateway_names_no_more_failed_workers_than_a_scheduler_takes() -> None:
-    assert sequence_runner.MAX_EXCLUDED == service.MAX_EXCLUDED
+    assert generation_run.MAX_EXCLUDED == service.MAX_EXCLUDED

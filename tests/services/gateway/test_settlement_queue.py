@@ -8,8 +8,7 @@ import pytest
 
 from weft.errors import InvalidRequest, PeerLost, WeftError
 from weft.request import RequestKey
-from weft_services.gateway.mesh.scheduler_types import Settlement
-from weft_services.gateway.mesh.settlement_queue import SettlementQueue
+from weft_services.gateway.mesh.scheduler_client import Settlement, SettlementQueue
 
 
 class Ears:
@@ -30,7 +29,7 @@ async def test_what_could_not_be_told_is_told_again_in_its_order() -> None:
     settler = SettlementQueue(ears)  # type: ignore[arg-type]
     ears.trouble = PeerLost("away")
     for name in ("a", "b"):
-        settler.put(Settlement(RequestKey(name), "finished"))
+        settler.append(Settlement(RequestKey(name), "finished"))
     await settler.flush()
     ears.trouble = None
     await settler.flush()
@@ -42,11 +41,11 @@ async def test_what_the_scheduler_does_not_understand_holds_up_nothing(caplog: p
     ears = Ears()
     settler = SettlementQueue(ears)  # type: ignore[arg-type]
     ears.trouble = InvalidRequest("unknown stage 9", "stage")
-    settler.put(Settlement(RequestKey("odd"), "finished"))
+    settler.append(Settlement(RequestKey("odd"), "finished"))
     with caplog.at_level(logging.ERROR):
         await settler.flush()
     assert "unknown stage 9" in caplog.text
     ears.trouble = None
-    settler.put(Settlement(RequestKey("plain"), "finished"))
+    settler.append(Settlement(RequestKey("plain"), "finished"))
     await settler.flush()
     assert ears.heard == ["plain"]

@@ -31,7 +31,7 @@ class Reader:
 def put(delivery: WakeBatcher, *readers: Reader) -> None:
     """A frame."""
     for reader in readers:
-        reader.inbox.put(SequenceUpdate(RequestKey("a"), (1,)))
+        reader.inbox.append(SequenceUpdate(RequestKey("a"), (1,)))
         delivery.mark_ready(reader.inbox)
     delivery.flush()
 

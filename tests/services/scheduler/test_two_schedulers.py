@@ -22,8 +22,7 @@ from weft.errors import WeftError
 from weft.fleet_types import RouteQuery, WorkerHello
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.worker.fleet_client import Membership
-from weft_services.gateway.mesh.scheduler_client import SchedulerClient
-from weft_services.gateway.mesh.scheduler_types import SequencePlacement, Settlement
+from weft_services.gateway.mesh.scheduler_client import SchedulerClient, SequencePlacement, Settlement
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.quick_to_notice]
 SESSION = b"0123456789abcdef"

@@ -13,8 +13,8 @@ from weft.request import FinishReason
 from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
 from weft_services.gateway.dialects.sse import event
 from weft_services.gateway.error_body import public_message, status_of
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest, TooLong
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import Part, PartKind, joined
 
 ERROR_TYPES = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.assistant import END_THINK, AnswerReader
 from weft_services.gateway.text.custom_calls import CustomCalls
 from weft_services.gateway.text.parts import Part, PartKind

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from weft.request import PositionLogprobs, PromptLogprobs, TokenLogprob
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.text.codec import Codec
 
 LOWEST = -9999.0  # JSON has no -inf

@@ -14,8 +14,8 @@ from weft.request import FinishReason, PromptLogprobs
 from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
 from weft_services.gateway.dialects.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from weft_services.gateway.dialects.sse import DONE, KEEP_ALIVE, error_frame, with_obfuscation
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import Part, PartKind, joined
 
 TEXT_FIELDS = {PartKind.TEXT: b"content", PartKind.REASONING: b"reasoning_content"}

@@ -16,8 +16,8 @@ from weft_services.gateway.dialects.logprobs import TextLogprobs, chat_logprobs
 from weft_services.gateway.dialects.responses_tools import own_names
 from weft_services.gateway.dialects.sse import KEEP_ALIVE, event, with_obfuscation
 from weft_services.gateway.error_body import public_message
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind, joined
 
 PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc", PartKind.CUSTOM: "ctc"}

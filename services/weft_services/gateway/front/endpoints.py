@@ -38,11 +38,10 @@ from weft_services.gateway.front.request_record import (
 )
 from weft_services.gateway.generation import Embedding, Generation
 from weft_services.gateway.mesh.embeddings import Vector
-from weft_services.gateway.mesh.generation_run import GenerationRun
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate, GenerationRun
 from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.mesh.routing_hints import ClientHints
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 10.0
@@ -133,7 +132,7 @@ class GenerationEndpoint:
             async with run:
                 # A worker is busy with the request from here on, so this work delays nothing.
                 record.mark_stage("routed")
-                encoder = self._api.make_encoder(prepared, self._pipeline.fingerprint(prepared.model))
+                encoder = self._api.make_encoder(prepared, self._pipeline.fleet.of(prepared.model.name).fingerprint)
                 if prepared.generation.stream:
                     await _stream(run, encoder, writer, context)
                 else:

@@ -26,9 +26,9 @@ from weft_services.gateway.front.asgi_io import (
     read_json_body,
     unless_disconnected,
 )
-from weft_services.gateway.mesh.fleet import Subscription
+from weft_services.gateway.mesh.fleet import HandOff, Subscription
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff
+from weft_services.gateway.mesh.scheduler_client import FleetReport
 
 REFUSAL = (
     "operators only: use an operator's key, or without WEFT_KEYS and WEFT_ALLOW_UNAUTHENTICATED call from the "
@@ -102,7 +102,7 @@ class DrainEndpoint(OperatorEndpoint):
         self._undo = undo
 
     async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
-        await self._pipeline.drain(worker_id, self._undo)
+        await self._pipeline.scheduler.drain(worker_id, self._undo)
         return {"draining": not self._undo}
 
 
@@ -113,7 +113,7 @@ class RoleEndpoint(OperatorEndpoint):
         role = fields.get("role")
         if role not in list(WorkerRole):
             raise InvalidRequest(f"role: expected one of {', '.join(WorkerRole)}", "role")
-        await self._pipeline.set_role(worker_id, WorkerRole(role))
+        await self._pipeline.scheduler.set_role(worker_id, WorkerRole(role))
         return {"role": role}
 
 
@@ -132,13 +132,13 @@ class FleetEvents:
                 await writer.begin_stream(_failure)
                 await writer.end_stream(b"")
                 return
-            with self._pipeline.fleet_events.subscribed() as news:
+            with self._pipeline.fleet.events.subscribed() as news:
                 await unless_disconnected(receive, self._send_events(writer, news, may_operate(scope)))
 
     async def _send_events(self, writer: ResponseWriter, news: News, can_operate: bool) -> None:
         await writer.begin_stream(_failure)
         await writer.send_frames(_event("hello", {"is_operator": can_operate}))
-        await writer.send_frames(self._frame(await self._pipeline.fleet_report()))
+        await writer.send_frames(self._frame(await self._pipeline.fleet.full_report()))
         while (item := await news.next()) is not None:
             current_principal.get().check_key()
             await writer.send_frames(self._frame(item))

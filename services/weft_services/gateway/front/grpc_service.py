@@ -35,9 +35,9 @@ from weft_services.gateway.front.request_record import HEADER, REJECTED, ApiEndp
 from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.embeddings import Vector
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
 from weft_services.gateway.mesh.prepare import PreparedRequest
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
 from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind
 
 if TYPE_CHECKING:

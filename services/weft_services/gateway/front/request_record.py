@@ -17,9 +17,8 @@ from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.choices import Usage
 from weft_services.gateway.front import otel_genai
 from weft_services.gateway.front.access_log import is_logged, note
-from weft_services.gateway.mesh.generation_run import GenerationRun
-from weft_services.gateway.mesh.scheduler_types import Forecast
-from weft_services.gateway.mesh.sequence_runner import ChoiceUpdate
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate, GenerationRun
+from weft_services.gateway.mesh.scheduler_client import Forecast
 
 REJECTED = "rejected"  # outcome of a request that failed below 500, before placement; not a stage
 HEADER = b"x-weft-timeline"

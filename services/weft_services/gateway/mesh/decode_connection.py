@@ -2,8 +2,8 @@
 
 Each live boot of a worker has one stream, opened on first use and reopened after a loss. `WakeBatcher` decides when
 tasks that wait for updates run: immediately while the event loop keeps up, otherwise for several frames together.
-Waking the readers of a frame takes longer than decoding it, so after each delivery the loop decodes frames for as long
-as the delivery took.
+Waking the readers of a frame takes longer than decoding it, so after each round the loop decodes frames for as long as
+the round took.
 """
 
 from __future__ import annotations
@@ -22,13 +22,23 @@ import grpc
 
 from weft import trace
 from weft.errors import Cancelled, Incompatible, Overloaded, PeerLost, WeftError, from_code
-from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey, WorkerAddress
+from weft.request import (
+    KEEP,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptUsage,
+    RequestKey,
+    Retention,
+    SamplingParams,
+    WorkerAddress,
+)
 from weft.rpc import wire
 from weft.rpc.client import open_channel
 from weft.rpc.stream_writer import EagerStreamWriter, writing_to
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
-from weft_services.gateway.mesh.scheduler_types import SequencePlacement, StartCommand
+from weft_services.gateway.mesh.scheduler_client import SequencePlacement
 
 # Bounds of a request's queue: in total, and for each sequence of a request with many. Nothing reads the queue until the
 # last sequence is placed.
@@ -66,7 +76,7 @@ class UpdateQueue:
         self._until = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, delta: SequenceUpdate) -> None:
+    def append(self, delta: SequenceUpdate) -> None:
         """Add an update without blocking or waking the reader.
 
         Beyond the bound the update is dropped, and the next `wait` raises Overloaded.
@@ -129,7 +139,7 @@ class UpdateQueue:
             self.wake()
 
 
-# A longer pause of the event loop has another cause than the delivery.
+# A longer pause of the event loop has another cause than the round.
 MAX_WAKE_PAUSE_SECONDS = 0.02
 # Readers woken per event-loop iteration: a frame for 10,000 streams must not delay everything else.
 MAX_WAKES_PER_ITERATION = 256
@@ -140,7 +150,7 @@ class WakeBatcher:
 
     def __init__(self) -> None:
         self._marked: dict[UpdateQueue, None] = {}
-        self._waking: dict[UpdateQueue, None] = {}  # queues of the delivery in progress
+        self._waking: dict[UpdateQueue, None] = {}  # queues of the current round
         self._began = 0.0
         self._not_before = 0.0
         self._is_due = False
@@ -156,11 +166,11 @@ class WakeBatcher:
         loop = asyncio.get_running_loop()
         self._is_due = True
         if loop.time() < self._not_before:
-            loop.call_at(self._not_before, self._deliver)
+            loop.call_at(self._not_before, self._start_round)
         else:
-            self._deliver()
+            self._start_round()
 
-    def _deliver(self) -> None:
+    def _start_round(self) -> None:
         self._began = asyncio.get_running_loop().time()
         self._waking, self._marked = self._marked, self._waking
         self._wake_some()
@@ -169,9 +179,9 @@ class WakeBatcher:
         for updates in list(islice(self._waking, MAX_WAKES_PER_ITERATION)):
             del self._waking[updates]
             updates.wake()
-        asyncio.get_running_loop().call_soon(self._delivered)  # runs after all readers woken above
+        asyncio.get_running_loop().call_soon(self._end_round)  # runs after all readers woken above
 
-    def _delivered(self) -> None:
+    def _end_round(self) -> None:
         if self._waking:
             self._wake_some()
             return
@@ -184,6 +194,20 @@ class WakeBatcher:
 CONNECT_SECONDS = 1.5
 MAX_QUEUED_STARTS = 4096
 StartMessage = decode_pb.AttachRequest
+
+
+@dataclass(frozen=True, slots=True)
+class StartCommand:
+    """A sequence to start on a decode worker."""
+
+    key: RequestKey
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: bytes
+    resumed_tokens: int = 0
+    priority: int = 0
+    retention: Retention = KEEP
+    num_prompt_logprobs: int | None = None
 
 
 def to_start_message(command: StartCommand) -> StartMessage:
@@ -211,10 +235,10 @@ class DecodeConnection:
     When the stream ends, every sequence on it has failed.
     """
 
-    def __init__(self, worker: WorkerAddress, delivery: WakeBatcher) -> None:
+    def __init__(self, worker: WorkerAddress, wake_batcher: WakeBatcher) -> None:
         self.worker = worker
         self.is_closed = False
-        self._wake_batcher = delivery
+        self._wake_batcher = wake_batcher
         # bounded: each cancel follows a start, and starts are bounded
         self._commands: deque[decode_pb.AttachRequest] = deque()
         self._outgoing: EagerStreamWriter[decode_pb.AttachRequest] | None = None  # set while the stream is open
@@ -319,13 +343,13 @@ class DecodeConnection:
         known = self._queues.get(key.request_id)
         if known is not None and known[0].generation == key.generation:
             updates = known[1]
-            updates.put(_delta_from_wire(known[0], delta))
+            updates.append(_delta_from_wire(known[0], delta))
             self._wake_batcher.mark_ready(updates)
 
     def _fail_all(self, error: PeerLost) -> None:
         # Iterate over a copy: an overflowing queue cancels its request, which removes entries.
         for key, updates in list(self._queues.values()):
-            updates.put(SequenceUpdate(key, error=error, worker_id=error.worker_id))
+            updates.append(SequenceUpdate(key, error=error, worker_id=error.worker_id))
             updates.wake()
         self._queues.clear()
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from weft.errors import BadCheckpoint, Cancelled, EngineFailed, NoWorker, Overloaded, PeerLost
 from weft.fleet_types import WorkerStatus
@@ -19,7 +19,16 @@ from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from weft_services.gateway.mesh.fleet import FleetWatcher
 from weft_services.gateway.mesh.prepare import PreparedEmbedding
-from weft_services.gateway.mesh.scheduler_types import EmbedCommand
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedCommand:
+    """A prompt for a prefill worker to embed as the mean hidden state."""
+
+    key: RequestKey
+    token_ids: tuple[int, ...]
+    cache_salt: bytes
+    priority: int
 
 
 class EmbeddingClient:

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 from weft.errors import Overloaded, PeerLost, WeftError
 from weft.fleet_types import LoadingWorker, WorkerStatus
 from weft.request import WorkerRole
-from weft_services.gateway.mesh.scheduler_client import SchedulerClient
-from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff
+from weft_services.gateway.mesh.scheduler_client import FleetReport, SchedulerClient
 
 MAX_SUBSCRIBERS = 64
 MAX_UNREAD = 64
@@ -83,6 +82,16 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_SECONDS = 1.0
 UNREACHABLE = "the scheduler cannot be reached"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A prompt's KV cache that moved from a prefill to a decode worker."""
+
+    prefill_id: str
+    decode_id: str
+    size_bytes: int
+    exposed_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +246,3 @@ class FleetWatcher:
                 self._served[model] = _LastServed(self._clock(), by)
         if (self.is_ready, self.reasons) != before:
             logger.info("readiness changed ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")
-
-    async def drain(self, worker_id: str, undo: bool) -> None:
-        """Take a worker out of service, or back. Raises NotFound, WeftError."""
-        await self._scheduler.drain(worker_id, undo)
-
-    async def set_role(self, worker_id: str, role: WorkerRole) -> None:
-        """Change a worker's role. Raises NotFound, InvalidRequest, WeftError."""
-        await self._scheduler.set_role(worker_id, role)

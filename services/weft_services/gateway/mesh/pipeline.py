@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from types import TracebackType
+from typing import TypeVar
 
 from weft import metrics
 from weft.errors import Overloaded, PeerLost, Unauthenticated, WeftError
-from weft.request import WorkerRole
 from weft_services.gateway.access.authentication import Principal, current_principal
 from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Embedding, Generation
 from weft_services.gateway.mesh.embeddings import EmbeddingRunner
-from weft_services.gateway.mesh.fleet import Broadcaster, FleetWatcher
-from weft_services.gateway.mesh.generation_run import GenerationRun
+from weft_services.gateway.mesh.fleet import FleetWatcher
+from weft_services.gateway.mesh.generation_run import GenerationRun, MeshContext
 from weft_services.gateway.mesh.prepare import (
     PreparedEmbedding,
     PreparedRequest,
@@ -26,29 +28,33 @@ from weft_services.gateway.mesh.prepare import (
     prepare_embedding,
 )
 from weft_services.gateway.mesh.routing_hints import ClientHints, read_client_hints
-from weft_services.gateway.mesh.scheduler_types import FleetReport, HandOff
-from weft_services.gateway.mesh.sequence_runner import MeshContext
-from weft_services.gateway.mesh.text_pool import FairThreadPool, ResultT
 from weft_services.gateway.model import ServedModel
 
 # Parsing a body up to this size is faster than waking a thread for it.
 SHORT_BYTES = 2048
+# Threads for longer ones.
+NUM_THREADS = 2
+# Each thread has one job queued, because the event loop may be busy when it finishes.
+NUM_HANDED_OUT = 2 * NUM_THREADS
+ResultT = TypeVar("ResultT")
+Slot = asyncio.Future[None]
 
 
 class Pipeline:
     """Admits, prepares and starts requests; one per process."""
 
     def __init__(
-        self, models: Catalog, mesh: MeshContext, embeddings: EmbeddingRunner, watch: FleetWatcher, max_requests: int
+        self, models: Catalog, mesh: MeshContext, embeddings: EmbeddingRunner, fleet: FleetWatcher, max_requests: int
     ) -> None:
         self.models = models
         self.embeddings = embeddings
+        self.fleet = fleet
+        self.scheduler = mesh.scheduler
         self.num_in_flight = 0
         self.is_draining = False
         self._mesh = mesh
-        self._watch = watch
         self._max_requests = max_requests
-        self._held: Counter[str] = Counter()
+        self._num_by_tenant: Counter[str] = Counter()
         self._in_flight: dict[asyncio.Task[object], Principal] = {}
         # tasks aborted here, and the error for the client
         self._abort_errors: dict[asyncio.Task[object], WeftError] = {}
@@ -59,37 +65,16 @@ class Pipeline:
     @property
     def is_ready(self) -> bool:
         """True if new requests are accepted for at least one model."""
-        return self._watch.is_ready and not self.is_draining
+        return self.fleet.is_ready and not self.is_draining
 
     @property
     def reasons(self) -> list[str]:
         """Why new requests are rejected, for all models or some."""
-        return ["shutting down"] if self.is_draining else self._watch.reasons
+        return ["shutting down"] if self.is_draining else self.fleet.reasons
 
     def max_context_tokens(self, model: ServedModel) -> int:
         """Limit of prompt and answer together, from the model and its workers."""
-        return min(model.max_context_tokens, self._watch.of(model.name).max_context_tokens or model.max_context_tokens)
-
-    def fingerprint(self, model: ServedModel) -> str | None:
-        """OpenAI's system_fingerprint; None while no worker has reported its weights."""
-        return self._watch.of(model.name).fingerprint
-
-    @property
-    def fleet_events(self) -> Broadcaster[FleetReport | HandOff]:
-        """Fleet reports as they arrive, and hand-offs."""
-        return self._watch.events
-
-    async def fleet_report(self) -> FleetReport:
-        """Return the latest fleet report, for a new subscriber."""
-        return await self._watch.full_report()
-
-    async def drain(self, worker_id: str, undo: bool) -> None:
-        """Take a worker out of service, or back. Raises NotFound, WeftError."""
-        await self._watch.drain(worker_id, undo)
-
-    async def set_role(self, worker_id: str, role: WorkerRole) -> None:
-        """Change a worker's role. Raises NotFound, InvalidRequest, WeftError."""
-        await self._watch.set_role(worker_id, role)
+        return min(model.max_context_tokens, self.fleet.of(model.name).max_context_tokens or model.max_context_tokens)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -104,9 +89,10 @@ class Pipeline:
         if self.num_in_flight >= self._max_requests:
             # Retry-After stays at one second: with so many requests in flight, some end within it.
             raise Overloaded(f"{self._max_requests} requests are in flight already; retry later")
-        if principal.shares_capacity and (held := self._held[principal.tenant]) >= self._share(held):
-            raise Overloaded(f"{held} requests of this tenant are in flight already; retry later")
-        self._held[principal.tenant] += 1
+        num_own = self._num_by_tenant[principal.tenant]
+        if principal.shares_capacity and num_own >= self._tenant_limit(num_own):
+            raise Overloaded(f"{num_own} requests of this tenant are in flight already; retry later")
+        self._num_by_tenant[principal.tenant] += 1
         self.num_in_flight += 1
         self._idle.clear()
         metrics.IN_FLIGHT.set(self.num_in_flight)
@@ -123,17 +109,17 @@ class Pipeline:
         finally:
             del self._in_flight[task]
             self._abort_errors.pop(task, None)
-            self._held[principal.tenant] -= 1
-            if not self._held[principal.tenant]:
-                del self._held[principal.tenant]
+            self._num_by_tenant[principal.tenant] -= 1
+            if not self._num_by_tenant[principal.tenant]:
+                del self._num_by_tenant[principal.tenant]
             self.num_in_flight -= 1
             metrics.IN_FLIGHT.set(self.num_in_flight)
             if self.num_in_flight == 0:
                 self._idle.set()
 
-    def _share(self, held: int) -> int:
-        """Requests one of several tenants may hold: half of what the others leave."""
-        return max(1, (self._max_requests - (self.num_in_flight - held)) // 2)
+    def _tenant_limit(self, num_own: int) -> int:
+        """Return the limit of one of several tenants: half of what the others leave."""
+        return max(1, (self._max_requests - (self.num_in_flight - num_own)) // 2)
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no request is in flight, for at most `seconds`."""
@@ -196,7 +182,7 @@ class Pipeline:
         model = self.models.resolve(generation.model)
         if not generation.model:
             generation = replace(generation, model=model.name)
-        return prepare(generation, model, self._watch.of(model.name).block_tokens, self.max_context_tokens(model))
+        return prepare(generation, model, self.fleet.of(model.name).block_tokens, self.max_context_tokens(model))
 
     async def prepare_embedding(self, parse: Callable[[], Embedding]) -> PreparedEmbedding:
         """Prepare an embedding request; see `prepare`."""
@@ -257,3 +243,86 @@ def client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHi
     """Read the hints of an admitted request. Raises InvalidRequest."""
     with charge_on_error():
         return read_client_hints(headers)
+
+
+class FairThreadPool:
+    """Thread pool that serves tenants in turn when all threads are busy.
+
+    The number of admitted requests bounds the queues.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+        self._num_free = NUM_HANDED_OUT
+        # Never holds an empty queue; the first is served next.
+        self._queues: OrderedDict[str, deque[Slot]] = OrderedDict()
+
+    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+        """Run `work` in a thread with the caller's context.
+
+        Cancelling the caller does not stop the work; its size is bounded.
+        """
+        await self._acquire(current_principal.get().tenant)
+        try:
+            job = self._pool.submit(copy_context().run, work)
+        except RuntimeError:  # The system cannot start a thread now.
+            self._release()
+            raise
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            self._release_after(job)
+
+    def close(self) -> None:
+        """Drop the work that has not started."""
+        for slot in [slot for queue in self._queues.values() for slot in queue]:
+            slot.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _acquire(self, tenant: str) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        slot = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(tenant, deque()).append(slot)
+        try:
+            await slot
+        except asyncio.CancelledError:
+            if slot.cancelled():
+                self._remove(tenant, slot)
+            else:  # The slot was granted just before the cancellation.
+                self._release()
+            raise
+
+    def _remove(self, tenant: str, slot: Slot) -> None:
+        if slot not in (queue := self._queues.get(tenant, deque())):
+            return
+        queue.remove(slot)
+        if not queue:
+            del self._queues[tenant]
+
+    def _release_after(self, job: Future[ResultT]) -> None:
+        """Free the slot when the job ends; a cancelled caller's job may still occupy its thread."""
+        if job.done():
+            self._release()
+            return
+        loop = asyncio.get_running_loop()
+
+        def release(_: Future[ResultT]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._release)
+
+        job.add_done_callback(release)
+
+    def _release(self) -> None:
+        while self._queues:
+            tenant, queue = next(iter(self._queues.items()))
+            slot = queue.popleft()
+            if queue:
+                self._queues.move_to_end(tenant)
+            else:
+                del self._queues[tenant]
+            if not slot.done():  # otherwise cancelled, with the exception still pending
+                slot.set_result(None)
+                return
+        self._num_free += 1

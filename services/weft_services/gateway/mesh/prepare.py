@@ -1,6 +1,6 @@
 """Turns a request into token ids, block keys and sampling parameters, and checks its limits.
 
-The work is CPU-bound and runs in the threads of `text_pool`. Logprobs are limited because all of a request's lie in
+The work is CPU-bound, so threads of `FairThreadPool` do it. Logprobs are limited because all of a request's lie in
 memory at once.
 """
 

@@ -7,6 +7,7 @@ waiting queries and reopens with the next query, or after one second.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import OrderedDict, deque
@@ -30,22 +31,61 @@ from weft.errors import (
     WeftError,
     from_code,
 )
-from weft.fleet_types import RouteQuery
-from weft.request import WorkerRole
+from weft.fleet_types import LoadingWorker, RouteQuery, StoreUsage, WorkerStatus
+from weft.request import RequestKey, WorkerAddress, WorkerRole
+from weft.request_stage import RequestStage
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES, open_channel, rpc_errors_translated
 from weft.rpc.fleet_wire import loading_from_wire, query_to_wire, status_from_wire, usage_from_wire
 from weft.rpc.stream_writer import EagerStreamWriter, writing_to
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
-from weft_services.gateway.mesh.scheduler_types import (
-    FleetReport,
-    Forecast,
-    SequencePlacement,
-    Settlement,
-)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the scheduler expects of an attempt, and how long the attempt waited for admission."""
+
+    ttft_ms: int = 0
+    itl_ms: int = 0
+    cached_tokens: int = 0
+    waited_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlacement:
+    """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
+
+    decode: WorkerAddress
+    prefill: WorkerAddress | None
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """The state of one attempt, for the scheduler.
+
+    `stage` is first_token, finished, failed or cancelled. `generated_tokens` is set with finished.
+    """
+
+    key: RequestKey
+    stage: str
+    failed_worker_id: str = ""
+    generated_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """One ListWorkers answer. `store` is None if there is no store or it does not answer."""
+
+    workers: tuple[WorkerStatus, ...] = ()
+    store: StoreUsage | None = None
+    num_waiting: int = 0
+    loading: tuple[LoadingWorker, ...] = ()
+
 
 MAX_BATCH = 256
 # Block keys of a long prompt take half a megabyte, and a message over the limit would break the stream for all. The
@@ -76,28 +116,28 @@ class RouteStream:
         self.num_answers = 0  # answer messages received, over all streams
 
     async def route(
-        self, query: RouteQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
+        self, query: RouteQuery, remaining_seconds: float, on_sent: Callable[[], None] = lambda: None
     ) -> SequencePlacement:
         """Return where to run the attempt; see `request`. Raises the scheduler's rejection, or StreamLost."""
-        return placement_from_wire(await self.request(query_to_wire(query, remaining_seconds), meanwhile))
+        return placement_from_wire(await self.request(query_to_wire(query, remaining_seconds), on_sent))
 
-    async def request(self, request: pb.RouteRequest, meanwhile: Callable[[], None] = lambda: None) -> pb.RouteResponse:
+    async def request(self, request: pb.RouteRequest, on_sent: Callable[[], None] = lambda: None) -> pb.RouteResponse:
         """Send a query and return the answer.
 
-        Cancelling the caller withdraws the query. `meanwhile` runs while the scheduler decides.
+        Cancelling the caller withdraws the query. `on_sent` runs while the scheduler decides.
         """
         key = _key_of(request.key)
-        place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = place
+        answer: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = answer
         self._unsent[key] = request
         self._push()
         try:
-            meanwhile()
-            return await place
+            on_sent()
+            return await answer
         finally:
             self._waiting.pop(key, None)
             was_sent = self._unsent.pop(key, None) is None
-            if was_sent and place.cancelled():
+            if was_sent and answer.cancelled():
                 self._withdrawn.append(request.key)
                 self._push()
 
@@ -156,22 +196,22 @@ class RouteStream:
         return batch
 
     def _answer(self, result: pb.RouteResult) -> None:
-        place = self._waiting.get(_key_of(result.key))
-        if place is None or place.done():
+        answer = self._waiting.get(_key_of(result.key))
+        if answer is None or answer.done():
             return  # withdrawn in the meantime
         if result.WhichOneof("outcome") == "placed":
-            place.set_result(result.placed)
+            answer.set_result(result.placed)
         else:
-            place.set_exception(_to_error(result.refused))
+            answer.set_exception(_to_error(result.refused))
 
     def _fail_all(self, error: StreamLost) -> None:
         self._outgoing = None
         self._unsent.clear()
         self._withdrawn.clear()
         self._has_request.clear()
-        for place in self._waiting.values():
-            if not place.done():
-                place.set_exception(error)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)
 
 
 def _key_of(key: common_pb2.RequestKey) -> tuple[str, int]:
@@ -227,16 +267,16 @@ class SchedulerClient:
         self._routes = RouteStream(self._channel)
 
     async def route(
-        self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None] = lambda: None
+        self, query: RouteQuery, timeout_seconds: float, on_sent: Callable[[], None] = lambda: None
     ) -> SequencePlacement:
-        """Return where to run an attempt. `meanwhile` runs while the scheduler decides, perhaps more than once.
+        """Return where to run an attempt. `on_sent` runs while the scheduler decides, perhaps more than once.
 
         Raises Overloaded, StreamLost (no scheduler), PeerLost (no worker), DeadlineExceeded.
         """
         num_answers = self._routes.num_answers
         try:
             async with asyncio.timeout(min(ROUTE_SECONDS, timeout_seconds)):
-                return await self._route(query, timeout_seconds, meanwhile)
+                return await self._route(query, timeout_seconds, on_sent)
         except NotFound as error:  # The gateway serves this model, so no worker has joined yet.
             raise NoWorker(f"no worker serves {query.model!r}") from error
         except Cancelled as error:  # The scheduler cancels calls when it shuts down.
@@ -247,9 +287,7 @@ class SchedulerClient:
             self._routes.reopen_if_silent(num_answers)
             raise StreamLost("the scheduler does not answer") from error
 
-    async def _route(
-        self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None]
-    ) -> SequencePlacement:
+    async def _route(self, query: RouteQuery, timeout_seconds: float, on_sent: Callable[[], None]) -> SequencePlacement:
         """Query again after a lost stream.
 
         Another scheduler may answer at the same address. Several attempts are needed because a closing connection can
@@ -257,9 +295,9 @@ class SchedulerClient:
         """
         for pause in RETRY_PAUSES_SECONDS:
             with suppress(StreamLost):
-                return await self._routes.route(query, timeout_seconds, meanwhile)
+                return await self._routes.route(query, timeout_seconds, on_sent)
             await asyncio.sleep(pause)
-        return await self._routes.route(query, timeout_seconds, meanwhile)
+        return await self._routes.route(query, timeout_seconds, on_sent)
 
     async def run(self) -> None:
         """Keep the route stream open; until cancelled."""
@@ -267,13 +305,13 @@ class SchedulerClient:
 
     async def settle(self, settlements: list[Settlement]) -> None:
         """Report settlements; safe to repeat. Raises WeftError."""
-        request = scheduler_pb.SettleRequest(settlements=[_settlement_to_wire(each) for each in settlements])
+        request = pb.SettleRequest(settlements=[_settlement_to_wire(each) for each in settlements])
         with rpc_errors_translated():
             await self._scheduler.Settle(request, timeout=SETTLE_SECONDS)
 
     async def fleet(self, with_hand_offs: bool = False) -> FleetReport:
         """Return the fleet as the scheduler sees it. Raises WeftError."""
-        request = scheduler_pb.ListWorkersRequest(without_hand_offs=not with_hand_offs)
+        request = pb.ListWorkersRequest(without_hand_offs=not with_hand_offs)
         with rpc_errors_translated():
             response = await self._fleet.ListWorkers(request, timeout=POLL_SECONDS)
         return FleetReport(
@@ -286,11 +324,11 @@ class SchedulerClient:
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Make a worker finish its sequences and accept no new ones, or undo that. Raises NotFound, WeftError."""
         with rpc_errors_translated():
-            await self._fleet.Drain(scheduler_pb.DrainRequest(worker_id=worker_id, undo=undo), timeout=POLL_SECONDS)
+            await self._fleet.Drain(pb.DrainRequest(worker_id=worker_id, undo=undo), timeout=POLL_SECONDS)
 
     async def set_role(self, worker_id: str, role: WorkerRole) -> None:
         """Change the role of a worker. Raises NotFound, InvalidRequest if the worker cannot take it, WeftError."""
-        request = scheduler_pb.SetRoleRequest(worker_id=worker_id, role=wire.role_to_wire(role))
+        request = pb.SetRoleRequest(worker_id=worker_id, role=wire.role_to_wire(role))
         with rpc_errors_translated():
             await self._fleet.SetRole(request, timeout=POLL_SECONDS)
 
@@ -298,10 +336,10 @@ class SchedulerClient:
         await self._channel.close()
 
 
-def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:
-    return scheduler_pb.Settlement(
+def _settlement_to_wire(settlement: Settlement) -> pb.Settlement:
+    return pb.Settlement(
         key=wire.key_to_wire(settlement.key),
-        stage=scheduler_pb.Settlement.Stage.Value(f"STAGE_{settlement.stage.upper()}"),
+        stage=pb.Settlement.Stage.Value(f"STAGE_{settlement.stage.upper()}"),
         failed_worker_id=settlement.failed_worker_id,
         generated_tokens=settlement.generated_tokens,
     )
@@ -332,30 +370,109 @@ class RejectionCache:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: OrderedDict[tuple[str, bytes, int], _Rejection] = OrderedDict()
+        self._rejections: OrderedDict[tuple[str, bytes, int], _Rejection] = OrderedDict()
 
     def add(self, query: RouteQuery, refused: QueueFull) -> None:
         """Store a rejection; it replaces an older one of the same model, tenant and priority."""
         kind = _kind(query)
         until = self._clock() + refused.hold_seconds
         sizes = query.prompt_tokens, query.max_tokens
-        self._held[kind] = _Rejection(str(refused), refused.retry_after_seconds, until, *sizes)
-        self._held.move_to_end(kind)
-        if len(self._held) > MAX_REJECTIONS:
-            self._held.popitem(last=False)
+        self._rejections[kind] = _Rejection(str(refused), refused.retry_after_seconds, until, *sizes)
+        self._rejections.move_to_end(kind)
+        if len(self._rejections) > MAX_REJECTIONS:
+            self._rejections.popitem(last=False)
 
     def check(self, query: RouteQuery) -> None:
         """Raise Overloaded if a smaller or equal request was just rejected.
 
         Requests that were placed before pass: the scheduler judges them.
         """
-        held = self._held.get(_kind(query))
-        if held is None or query.key.generation > 0 or self._clock() >= held.until:
+        known = self._rejections.get(_kind(query))
+        if known is None or query.key.generation > 0 or self._clock() >= known.until:
             return
-        if query.prompt_tokens >= held.prompt_tokens and query.max_tokens >= held.max_tokens:
+        if query.prompt_tokens >= known.prompt_tokens and query.max_tokens >= known.max_tokens:
             metrics.PLACEMENTS.labels("overloaded").inc()
-            raise Overloaded(held.message, held.retry_after_seconds)
+            raise Overloaded(known.message, known.retry_after_seconds)
 
 
 def _kind(query: RouteQuery) -> tuple[str, bytes, int]:
     return query.model, query.tenant, query.priority
+
+
+MAX_SETTLEMENTS = 1024
+MAX_PENDING_SETTLEMENTS = 65_536
+RETRY_SECONDS = 0.5
+# Collects settlements for one call: a call per short request costs the scheduler three times as much.
+BATCH_DELAY_SECONDS = 0.02
+FIRST_TOKEN = "first_token"
+
+
+class SettlementQueue:
+    """Bounded queue of settlements. They are idempotent, so a batch is repeated until the scheduler accepts it."""
+
+    def __init__(self, scheduler: SchedulerClient) -> None:
+        self._scheduler = scheduler
+        # When full, the scheduler was away so long that it has forgotten this gateway.
+        self._pending: deque[Settlement] = deque(maxlen=MAX_PENDING_SETTLEMENTS)
+        self._filled = asyncio.Event()
+
+    def append(self, settlement: Settlement) -> None:
+        """Queue a settlement without blocking."""
+        self._pending.append(settlement)
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Send settlements in batches until cancelled."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while self._pending:
+                if not await self._send_batch():
+                    await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(BATCH_DELAY_SECONDS)
+
+    async def flush(self) -> None:
+        """Try once to send everything, at shutdown. `run` must have ended."""
+        while self._pending and await self._send_batch():
+            pass
+
+    async def _send_batch(self) -> bool:
+        batch = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_SETTLEMENTS))]
+        try:
+            await self._scheduler.settle(batch)
+        except InvalidRequest as error:  # The scheduler has another version, so a repetition would fail too.
+            logger.error("settlements lost, scheduler rejects them count=%d error=%s", len(batch), error)
+        except (WeftError, asyncio.CancelledError) as error:
+            self._pending.extendleft(reversed(batch))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            logger.warning("settle failed, will repeat pending=%d error=%s", len(self._pending), error)
+            return False
+        return True
+
+
+class PlacementReservation:
+    """What the scheduler holds for one attempt; released exactly once."""
+
+    def __init__(self, key: RequestKey, settlements: SettlementQueue) -> None:
+        self.key = key
+        self._settlements = settlements
+        self._has_first_token = False
+        self._is_closed = False
+
+    def first_token(self, failed_worker_id: str = "") -> None:
+        """Report that the prompt is computed.
+
+        `failed_worker_id`: a prefill worker that was asked but did not compute the prompt. If it was lost after the
+        first token, this is reported a second time with its id.
+        """
+        if not self._is_closed and (failed_worker_id or not self._has_first_token):
+            self._has_first_token = True
+            self._settlements.append(Settlement(self.key, FIRST_TOKEN, failed_worker_id))
+
+    def close(self, stage: RequestStage, failed_worker_id: str = "", generated_tokens: int | None = None) -> None:
+        """Report the end of the attempt; later calls do nothing. `generated_tokens` goes with `Stage.FINISHED`."""
+        assert stage.is_terminal
+        if not self._is_closed:
+            self._is_closed = True
+            self._settlements.append(Settlement(self.key, stage.value, failed_worker_id, generated_tokens))

@@ -11,7 +11,7 @@ import pytest
 
 from weft.api_keys import ApiKey
 from weft_services.gateway.access.authentication import Principal, current_principal
-from weft_services.gateway.mesh.text_pool import NUM_HANDED_OUT, NUM_THREADS, FairThreadPool
+from weft_services.gateway.mesh.pipeline import NUM_HANDED_OUT, NUM_THREADS, FairThreadPool
 
 
 class Shop:
