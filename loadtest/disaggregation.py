@@ -32,9 +32,9 @@ from rich.table import Table
 
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
-from weft.cli.bench.load import Load, Record, Target, open_target
-from weft.cli.bench.stats import gaps
-from weft.cli.bench.workload import WorkloadSpec, from_recipe
+from weft.bench.load import Load, Record, Target, open_target
+from weft.bench.stats import gaps
+from weft.bench.workload import WorkloadSpec, from_recipe
 
 # how many prefill and decode workers, and workers that do both
 SIDES = {"2 combined": (0, 0, 2), "prefill + decode": (1, 1, 0)}

@@ -35,9 +35,9 @@ from loadtest.fleet import page
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
 from loadtest.verdict import verdict
-from weft.cli.bench.load import Load, Record, Target, open_target
-from weft.cli.bench.stats import LatencySlo, percentile
-from weft.cli.bench.workload import WorkloadSpec, from_recipe
+from weft.bench.load import Load, Record, Target, open_target
+from weft.bench.stats import LatencySlo, percentile
+from weft.bench.workload import WorkloadSpec, from_recipe
 
 REFUSED = "HTTP 429"
 # answered less than this share of what was asked: more is no use

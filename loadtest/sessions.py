@@ -31,7 +31,7 @@ from rich.table import Table
 from loadtest.local_mesh import LocalMesh
 from loadtest.mesh_bench import percentile
 from loadtest.openai_client import Sample, Server, ask, open_server
-from weft.cli.bench.workload import WORDS
+from weft.bench.workload import WORDS
 
 PARTS = ("undisturbed", "killed", "after it", "frozen", "after that")
 LOOK_SECONDS = 0.5

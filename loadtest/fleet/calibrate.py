@@ -39,9 +39,9 @@ from loadtest.fleet.trace import Request
 from loadtest.fleet.weft_policy import WeftPolicy
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
-from weft.cli.bench.load import Load, Record, Target, open_target
-from weft.cli.bench.stats import gaps, percentile
-from weft.cli.bench.workload import WorkloadSpec, from_recipe
+from weft.bench.load import Load, Record, Target, open_target
+from weft.bench.stats import gaps, percentile
+from weft.bench.workload import WorkloadSpec, from_recipe
 
 LENGTHS = (32, 128, 256, 512, 1024)
 REPEATS = 3

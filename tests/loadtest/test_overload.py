@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loadtest.overload import Figures, Step, verdicts
 
-from weft.cli.bench.load import Record
+from weft.bench.load import Record
 
 RECORDS = [
     Record(0.0, 0.0, [1.0], 2.0, output_tokens=1),

@@ -220,9 +220,9 @@ def bench(
     raw: Annotated[Path | None, typer.Option(help="A JSON file with every request.")] = None,
 ) -> None:
     """Load an OpenAI-compatible server and say what its users felt: rates, latencies, goodput."""
-    from weft.cli.bench.main import BenchOptions, run_bench
-    from weft.cli.bench.stats import LatencySlo
-    from weft.cli.bench.workload import WorkloadSpec
+    from weft.bench.main import BenchOptions, run_bench
+    from weft.bench.stats import LatencySlo
+    from weft.bench.workload import WorkloadSpec
 
     if shared_tokens >= prompt_tokens and trace is None:
         raise typer.BadParameter("prompts have fewer tokens in common than they are long", param_hint="--shared-tokens")
@@ -312,7 +312,8 @@ def _scheduler(command: str, named: str) -> str:
 
 def _gateway(url: str | None) -> str:
     """What --url says, else the latest mesh on this machine, else the usual port."""
-    from weft.cli.mesh_registry import DEFAULT_URL, running_meshes
+    from weft.cli.mesh_registry import running_meshes
+    from weft.completion_client import DEFAULT_URL
 
     return (url or next((mesh.url for mesh in running_meshes()), DEFAULT_URL)).rstrip("/")
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from weft_kernels.cache_dir import user_cache_dir
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
 
 @dataclass(frozen=True, slots=True)
 class MeshRecord:

@@ -16,8 +16,7 @@ from tests.weft.cli.conftest import HELLO, HOLD, USAGE, Gateway
 from typer.testing import CliRunner
 
 from weft.cli.certs import make_certs
-from weft.cli.chat import run_generate
-from weft.cli.completion_client import CompletionStats
+from weft.cli.chat import CompletionStats, run_generate
 from weft.cli.main import app
 
 runner = CliRunner()

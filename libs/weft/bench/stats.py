@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cli.bench.load import Record
+from weft.bench.load import Record
 
 PERCENTILES = (50, 90, 99)
 

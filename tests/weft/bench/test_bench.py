@@ -14,10 +14,10 @@ import pytest
 from tests.weft.cli.conftest import HELLO, Gateway
 from typer.testing import CliRunner
 
-from weft.cli.bench.load import Record
-from weft.cli.bench.plots import Axis, distribution, over_time, steps
-from weft.cli.bench.stats import LatencySlo, percentile, summarize
-from weft.cli.bench.workload import BadTrace, WorkloadSpec, from_recipe, from_trace
+from weft.bench.load import Record
+from weft.bench.plots import Axis, distribution, over_time, steps
+from weft.bench.stats import LatencySlo, percentile, summarize
+from weft.bench.workload import BadTrace, WorkloadSpec, from_recipe, from_trace
 from weft.cli.main import app
 
 runner = CliRunner()

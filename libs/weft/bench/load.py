@@ -1,25 +1,25 @@
-"""Sends jobs to a server and notes when what came. One loop, one connection a request under way."""
+"""Sends jobs to a server and records when each piece of an answer arrived. One event loop; no limit of connections."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
-from weft.cli.bench.workload import Job
-from weft.cli.completion_client import (
+from weft.bench.workload import Job
+from weft.completion_client import (
     CONNECT_SECONDS,
-    THOUGHTS,
-    MeshError,
-    error_text,
-    message_of,
+    CompletionError,
+    CompletionEvent,
+    Request,
+    encode_request,
     open_client,
     served_model,
+    stream_completion,
 )
 from weft.file_descriptors import raise_fd_limit
 
@@ -27,18 +27,17 @@ from weft.file_descriptors import raise_fd_limit
 CALIBRATIONS = tuple(Job(None, (("calibration", tokens),), 1) for tokens in (200, 40))
 GUESSED_CHARS_PER_TOKEN = 4.5
 OUT_OF_TIME, NEVER_SENT = "out of time", "never sent: out of time"
-NO_TEXT, BROKEN_OFF = "no text", "broken off before the answer's end"
-DONE = b"[DONE]"
+NO_TEXT = "no text"
 MAX_ERROR_CHARS = 200
 REFUSED = ("HTTP 400", "HTTP 422")
-# path and body
-Request = tuple[str, bytes]
 
 
 @dataclass(slots=True)
 class Record:
-    """One request, in seconds since the start. `due` is when it should have been sent: a client that is late, because
-    the server or this program is slow, makes the wait longer, not shorter. `is_whole`: the answer told its own end."""
+    """One request, in seconds since the start of the load.
+
+    `due`: when it should have been sent. If the server or this program delays it, the wait counts as latency.
+    """
 
     due: float
     sent: float = 0.0
@@ -49,7 +48,6 @@ class Record:
     output_tokens: int = 0
     error: str = ""
     asked_tokens: int = 0
-    is_whole: bool = False
 
     @property
     def first_token(self) -> float:
@@ -73,29 +71,20 @@ class Target:
     ignores_end: bool = True
 
     def request(self, job: Job) -> Request:
-        """The job in OpenAI's words."""
+        """Return the request of a job."""
         text = job.text(self.chars_per_token)
         prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if self.is_chat else {"prompt": text}
-        body = {
-            **prompt,
-            "model": self.model,
-            "max_tokens": job.output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.ignores_end:
-            body["ignore_eos"] = True
-        return "/v1/chat/completions" if self.is_chat else "/v1/completions", json.dumps(body).encode()
+        ignore = {"ignore_eos": True} if self.ignores_end else {}
+        return encode_request(
+            {**prompt, "model": self.model, "max_tokens": job.output_tokens, "temperature": 0, **ignore}
+        )
 
 
 async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
     """Find the model, how long its tokens are in our words, and whether answers can be made as long as they are to be:
-    `ignore_eos` is not OpenAI's, and strict servers refuse it. Raises MeshError."""
+    `ignore_eos` is not OpenAI's, and strict servers refuse it. Raises CompletionError."""
     raise_fd_limit()  # what fails for want of one is not the server's
     client = open_client(url, api_key, httpx.Limits(max_connections=None, max_keepalive_connections=None))
-    client.headers["content-type"] = "application/json"
-    client.headers["accept-encoding"] = "identity"
     try:
         target = Target(client, model or await served_model(client), is_chat)
         record = await _answered(target, CALIBRATIONS[0])
@@ -106,9 +95,9 @@ async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Targ
             record.error = ""
             target = replace(target, chars_per_token=await _chars_per_token(target, record.prompt_tokens))
         if record.error == httpx.ConnectError.__name__:
-            raise MeshError(f"no server answers at {url}: start one, or look at --url")
+            raise CompletionError(f"no server answers at {url}: start one, or look at --url")
         if record.error:
-            raise MeshError(f"{url}: {record.error}")
+            raise CompletionError(f"{url}: {record.error}")
     except BaseException:
         await client.aclose()
         raise
@@ -193,27 +182,13 @@ class Load:
 
 
 async def _fill(target: Target, request: Request, record: Record, began: float) -> None:
-    path, body = request
     record.sent = time.perf_counter() - began
     try:
-        async with target.client.stream("POST", path, content=body) as response:
-            if response.status_code != httpx.codes.OK:
-                said = message_of(response, await response.aread())
-                record.error = f"HTTP {response.status_code}: {said[:MAX_ERROR_CHARS]}"
-            else:
-                async for data in _events(response):
-                    now = time.perf_counter() - began
-                    if data == DONE:
-                        record.is_whole = True
-                    else:
-                        _take(json.loads(data), record, now)
-    except (httpx.HTTPError, ValueError) as error:
-        record.error = record.error or type(error).__name__
-    except (LookupError, TypeError, AttributeError):
-        record.error = record.error or "an event that is not OpenAI's"
+        async for event in stream_completion(target.client, request):
+            _take(event, record, event.at - began)
+    except CompletionError as error:
+        record.error = error.summary[:MAX_ERROR_CHARS]
     record.ended = time.perf_counter() - began
-    if not record.error and not record.is_whole:
-        record.error = BROKEN_OFF
     if not record.arrivals and record.output_tokens:  # tokens without text, such as the one that starts reasoning
         record.arrivals.append(record.ended)
     # without usage, count each piece as one token
@@ -222,24 +197,9 @@ async def _fill(target: Target, request: Request, record: Record, began: float) 
         record.error = NO_TEXT
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event. OpenAI's events have one data line each."""
-    rest = b""
-    async for piece in response.aiter_raw():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line.removeprefix(b"data:").strip()
-
-
-def _take(event: dict[str, Any], record: Record, now: float) -> None:
-    if error := event.get("error"):
-        record.error = error_text(error)
-    if usage := event.get("usage"):
-        record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        record.is_whole = record.is_whole or bool(choice.get("finish_reason"))
-        if choice.get("text") or any(delta.get(name) for name in ("content", *THOUGHTS)):
-            record.arrivals.append(now)
+def _take(event: CompletionEvent, record: Record, at: float) -> None:
+    if event.usage:
+        record.prompt_tokens, record.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+        record.cached_tokens = event.usage.cached_tokens
+    if event.has_token:
+        record.arrivals.append(at)

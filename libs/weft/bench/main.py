@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from weft.cli.bench.load import NEVER_SENT, OUT_OF_TIME, Load, Record, open_target
-from weft.cli.bench.report import page, tables
-from weft.cli.bench.stats import LatencySlo, summarize
-from weft.cli.bench.workload import BadTrace, Job, WorkloadSpec, from_recipe, from_trace
-from weft.cli.completion_client import MeshError
+from weft.bench.load import NEVER_SENT, OUT_OF_TIME, Load, Record, open_target
+from weft.bench.report import page, tables
+from weft.bench.stats import LatencySlo, summarize
+from weft.bench.workload import BadTrace, Job, WorkloadSpec, from_recipe, from_trace
+from weft.completion_client import CompletionError
 from weft.file_io import format_os_error
 
 
@@ -62,7 +62,7 @@ def run_bench(options: BenchOptions) -> int:
         for path in filter(None, (options.raw, options.report)):
             path.open("a").close()  # told before the load is sent, and not after
         records = _measured(options)
-    except (MeshError, BadTrace, OSError) as error:
+    except (CompletionError, BadTrace, OSError) as error:
         print(f"weft bench: {format_os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
     figures = summarize(records, options.promise)

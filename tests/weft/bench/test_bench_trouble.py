@@ -15,8 +15,8 @@ import pytest
 from tests.weft.cli.conftest import HELLO, HOLD, Gateway
 from typer.testing import CliRunner
 
-from weft.cli.bench.load import NEVER_SENT, OUT_OF_TIME, Load, open_target
-from weft.cli.bench.workload import Job
+from weft.bench.load import NEVER_SENT, OUT_OF_TIME, Load, open_target
+from weft.bench.workload import Job
 from weft.cli.main import app
 
 runner = CliRunner()

@@ -9,9 +9,9 @@ from html import escape
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.bench.load import Record
-from weft.cli.bench.plots import distribution, over_time, steps
-from weft.cli.bench.stats import PERCENTILES, BenchStats, gaps
+from weft.bench.load import Record
+from weft.bench.plots import distribution, over_time, steps
+from weft.bench.stats import PERCENTILES, BenchStats, gaps
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2024; --soft: #5f666e; --paper: #faf9f7; --card: #fff; --faint: #e2e0da;
