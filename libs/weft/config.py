@@ -1,34 +1,52 @@
-"""Reads settings from the environment into frozen dataclasses: field `foo_bar` comes from WEFT_FOO_BAR.
-
-Fields may be str, int, float, bool, Path, a StrEnum, or any of these `| None`. Fields named `*_port` must hold a port.
-"""
+"""Settings from the environment: field `foo_bar` of a pydantic model comes from WEFT_FOO_BAR."""
 
 from __future__ import annotations
 
-import dataclasses
-import ipaddress
-import math
 import os
-import re
-import types
-import typing
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-ConfigT = TypeVar("ConfigT")
-# Hosts to listen on; peers cannot call them.
-WILDCARD_HOSTS = ("0.0.0.0", "::")
-MAX_PORT = 65_535
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
+
+from weft.addresses import MAX_PORT, check_addresses, redact_credentials
+from weft.errors import ConfigError
+
 # Limit for torch and reader threads: more than any machine has cores, fewer than a process may have threads.
 MAX_THREADS = 1024
-# Integer range of the messages between services.
-INT64 = range(-(2**63), 2**63)
 
 
-class ConfigError(ValueError):
-    """An unusable setting; the message names the variable."""
+class Settings(BaseModel):
+    """Base of every process's settings. A wrong value raises ConfigError, which names the variable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _first_error(error) from None
+
+    def __str__(self) -> str:
+        """Format as one line of key=value, without the credentials in URLs."""
+        return " ".join(f"{name}={redact_credentials(str(value))}" for name, value in self)
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def _check_addresses(value: str, info: ValidationInfo) -> str:
+    check_addresses(variable_name(str(info.field_name)), value)
+    return value
+
+
+# gRPC would use the lower 16 bits of a larger port. Messages between services hold 64-bit integers.
+Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Threads = Annotated[int, Field(ge=0, le=MAX_THREADS)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Address = Annotated[str, AfterValidator(_check_addresses)]
 
 
 class CpuKernels(StrEnum):
@@ -44,73 +62,23 @@ class CpuKernels(StrEnum):
     TORCH = "torch"
 
 
-class BindError(OSError):
-    """The port is taken, or the host is not this machine's; the message names both. A later start may succeed."""
-
-
 def variable_name(field: str) -> str:
     """Return the environment variable of a field."""
     return f"WEFT_{field.upper()}"
 
 
-def read_config(cls: type[ConfigT], environ: Mapping[str, str] = os.environ) -> ConfigT:
-    """Fill the dataclass from the environment. Raises ConfigError naming the variable."""
-    assert dataclasses.is_dataclass(cls)
-    hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        name = variable_name(field.name)
-        raw = environ.get(name, "")
-        if raw:
-            values[field.name] = _parse(name, raw, hints[field.name])
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{name} is not set")
-    return cls(**values)
+def read_config(cls: type[SettingsT], environ: Mapping[str, str] = os.environ) -> SettingsT:
+    """Read the fields' variables; an empty one counts as unset. Raises ConfigError naming the variable."""
+    found = {name: environ.get(variable_name(name), "") for name in cls.model_fields}
+    return cls(**{name: value for name, value in found.items() if value})
 
 
-def _parse(name: str, raw: str, kind: Any) -> Any:
-    if isinstance(kind, types.UnionType):
-        kind = next(arm for arm in kind.__args__ if arm is not type(None))
-    if kind is bool:
-        if raw.lower() not in ("0", "1", "true", "false"):
-            raise ConfigError(f"{name}={raw!r}: expected 0, 1, true or false")
-        return raw.lower() in ("1", "true")
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        try:
-            return kind(raw)
-        except ValueError:
-            raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(kind)}") from None
-    if kind in (str, int, float, Path):
-        return _parse_plain(name, raw, kind)
-    raise TypeError(f"{name}: fields of type {kind} are not supported")
-
-
-def _parse_plain(name: str, raw: str, kind: Any) -> Any:
-    try:
-        value = kind(raw)
-    except ValueError:
-        raise ConfigError(f"{name}={raw!r}: expected {kind.__name__}") from None
-    if kind is float and not math.isfinite(value):  # NaN passes every comparison, and a wait must end.
-        raise ConfigError(f"{name}={raw!r}: expected a finite number")
-    # gRPC would use the lower 16 bits of a larger number.
-    if kind is int and name.endswith("_PORT") and not 0 <= value <= MAX_PORT:
-        raise ConfigError(f"{name}={raw!r}: expected 0 to {MAX_PORT}")
-    if kind is int and value not in INT64:
-        raise ConfigError(f"{name}={raw!r}: expected a 64-bit integer")
-    if name.endswith(("_ADDR", "_FROM")):
-        check_addresses(name, raw)
-    return value
-
-
-def check_addresses(name: str, addresses: str) -> None:
-    """Check the ports of comma-separated peer addresses. Raises ConfigError.
-
-    gRPC would use the lower 16 bits of a larger number and call another service there.
-    """
-    for address in addresses.split(","):
-        _, colon, port = address.strip().rpartition(":")
-        if colon and port.isdecimal() and not 0 < float(port) <= MAX_PORT:
-            raise ConfigError(f"{name}={address.strip()!r}: expected a port of 1 to {MAX_PORT}")
+def _first_error(error: ValidationError) -> ConfigError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = variable_name(str(first["loc"][0]))
+    if first["type"] == "missing":
+        return ConfigError(f"{name} is not set")
+    return ConfigError(f"{name}={first['input']!r}: {first['msg'].replace('Input should be', 'expected')}")
 
 
 def read_models(text: str, name: str = "") -> dict[str, Path]:
@@ -140,30 +108,3 @@ def model_name(directory: Path) -> str:
     if path.parent.name != "snapshots" or not repository.startswith("models--"):
         return path.name
     return repository.rpartition("--")[2] or path.name
-
-
-def format_config(config: Any) -> str:
-    """Format a config as one line of key=value. Masks keys, tokens, passwords and credentials in URLs."""
-    pairs = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        # A number or a path with such a name is not secret.
-        is_secret = isinstance(value, str) and field.name.endswith(("_key", "_keys", "_token", "_password"))
-        pairs.append(f"{field.name}={'***' if is_secret else redact_credentials(str(value))}")
-    return " ".join(pairs)
-
-
-def redact_credentials(url: str) -> str:
-    """Replace the credentials of a URL by ***, also those in its query, which Valkey clients accept."""
-    return re.sub(r"//.*@", "//***@", re.sub(r"([?&](?:username|password)=)[^&]*", r"\1***", url))
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach `host`. Any name other than localhost counts as remote.
-
-    IPv6 addresses may stand in brackets, as compose requires before a port.
-    """
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return host == "localhost"

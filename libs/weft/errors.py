@@ -18,6 +18,8 @@ WeftError
   Cancelled          the caller left
   ModelFailed        the model's files are at fault: its template, or weights with NaN logits
   EngineFailed       a bug or a broken device
+
+ConfigError and BindError end a process at its start and never reach a client.
 """
 
 from __future__ import annotations
@@ -33,6 +35,14 @@ class WeftError(Exception):
     error_type: ClassVar[str] = "server_error"
     # The message came from another service and may contain internal addresses; do not show it to clients.
     is_remote = False
+
+
+class ConfigError(Exception):
+    """An unusable setting; the message names the variable."""
+
+
+class BindError(OSError):
+    """The port is taken, or the host is not this machine's; the message names both. A later start may succeed."""
 
 
 class InvalidRequest(WeftError):

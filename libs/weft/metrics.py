@@ -17,7 +17,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from weft.config import BindError
+from weft.errors import BindError
 
 REGISTRY = CollectorRegistry()
 MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from weft.config import ConfigError
+from weft.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

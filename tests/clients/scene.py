@@ -144,7 +144,8 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         secret, keys = make_secret(), folder / "keys.json"
         keys.write_text(dump_keys([ApiKey("tester", digest_of(secret))]))
         config = GatewayConfig(
-            *(str(NANO), scheduler.address),
+            model=str(NANO),
+            scheduler_addr=scheduler.address,
             http_port=0,
             grpc_port=0,
             redis_url=valkey.connection_url,

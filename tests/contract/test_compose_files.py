@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from tests.contract.compose_files import COMPOSE, OVERRIDE, ROOT, all_services, is_weft, plain_services
 
+from weft.config import variable_name
 from weft_services.kvstore.config import KvStoreConfig
 
 
@@ -112,7 +112,7 @@ def test_the_store_has_a_disk_that_outlives_its_container_once_it_is_told_so(ser
     assert f"-o weft -g weft -m 700 {target}\n" in (ROOT / "Dockerfile").read_text()
     # what compose gives is what the service reads
     settings = {name for name in services["kvstore"]["environment"] if name.startswith("WEFT_")}
-    assert {f"WEFT_{each.name.upper()}" for each in fields(KvStoreConfig)} <= settings
+    assert {variable_name(name) for name in KvStoreConfig.model_fields} <= settings
 
 
 def test_each_image_is_built_by_one_service_and_pulled_by_none() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from tests.docs.pages import PAGES, ROOT, named
 from weft.cli.bundles import PassedOn
 from weft.cli.main import app
-from weft.config import variable_name
+from weft.config import Settings, variable_name
 from weft.metrics import REGISTRY
 from weft.weights.bundle.__main__ import app as bundle_program
 from weft.worker.config import WorkerConfig
@@ -147,10 +146,10 @@ def test_answer_formats_and_priority_classes_are_explained() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__module__)
-def test_every_setting_is_explained(config: type) -> None:
+def test_every_setting_is_explained(config: type[Settings]) -> None:
     lines = (ROOT / "docs" / "reference" / "settings.md").read_text().splitlines()
     rows = "".join(line.partition(" | ")[0] for line in lines if line.startswith("| `"))
-    unknown = {variable_name(field.name) for field in dataclasses.fields(config)} - set(SETTING.findall(rows))
+    unknown = {variable_name(name) for name in config.model_fields} - set(SETTING.findall(rows))
     assert not unknown
 
 

@@ -99,7 +99,9 @@ async def scene(folder: Path, port: int = 0, keys: str = "") -> AsyncIterator[Sc
         await scheduler.open()
         stack.push_async_callback(scheduler.kill)
         model = str(write_model(folder, TOKENIZER, TEMPLATE))
-        config = GatewayConfig(model, scheduler.address, http_port=port, grpc_port=0, grace_seconds=1, keys=keys)
+        config = GatewayConfig(
+            model=model, scheduler_addr=scheduler.address, http_port=port, grpc_port=0, grace_seconds=1, keys=keys
+        )
         gateway = await stack.enter_async_context(running(config))
         await gateway.watch.poll()
         yield Scene(gateway, scheduler)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from weft.config import ConfigError, CpuKernels, format_config, model_name, read_config, read_models
+from weft.config import Address, Count, CpuKernels, Port, Settings, model_name, read_config, read_models
+from weft.errors import ConfigError
 from weft.worker.config import WorkerConfig
 from weft_kernels.native.build import FLAGS
 from weft_services.weights.config import WeightsConfig as WeightsConfig
@@ -48,8 +48,7 @@ def test_lists_that_name_no_model_are_refused_with_the_variable(text: str) -> No
         read_models(text)
 
 
-@dataclass(frozen=True)
-class Patience:
+class Patience(Settings):
     """Settings of a service."""
 
     wait_seconds: float = 1.0
@@ -60,16 +59,14 @@ def test_a_number_of_no_size_is_refused_by_the_name_of_its_variable(raw: str) ->
     """A service would compare with it, and find all well."""
     with pytest.raises(ConfigError, match=f"WEFT_WAIT_SECONDS='{raw}'"):
         read_config(Patience, {"WEFT_WAIT_SECONDS": raw})
-    assert read_config(Patience, {"WEFT_WAIT_SECONDS": "2.5"}) == Patience(2.5)
+    assert read_config(Patience, {"WEFT_WAIT_SECONDS": "2.5"}) == Patience(wait_seconds=2.5)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Settings):
     """Where a service listens."""
 
-    port: int = 0
-    private_port: int | None = None
-    num_ports: int = 0
+    port: Port = 0
+    private_port: Port | None = None
 
 
 @pytest.mark.parametrize("name", ["WEFT_PORT", "WEFT_PRIVATE_PORT"])
@@ -78,16 +75,15 @@ def test_a_port_that_there_is_not_is_refused_by_the_name_of_its_variable(name: s
     """gRPC would listen on another one, and say nothing."""
     with pytest.raises(ConfigError, match=f"{name}='{raw}'"):
         read_config(Place, {name: raw})
-    assert read_config(Place, {"WEFT_PORT": "65535", "WEFT_NUM_PORTS": "70000"}) == Place(65535, None, 70000)
+    assert read_config(Place, {"WEFT_PORT": "65535"}) == Place(port=65535)
 
 
-@dataclass(frozen=True)
-class Peers:
+class Peers(Settings):
     """Who is called, and how much there is of something."""
 
-    scheduler_addr: str = ""
-    weights_from: str = ""
-    num_blocks: int = 0
+    scheduler_addr: Address = ""
+    weights_from: Address = ""
+    num_blocks: Count = 0
 
 
 @pytest.mark.parametrize("name", ["WEFT_SCHEDULER_ADDR", "WEFT_WEIGHTS_FROM"])
@@ -97,21 +93,20 @@ def test_an_address_with_a_port_that_there_is_not_is_refused(name: str, port: st
     with pytest.raises(ConfigError, match=f"{name}='two:{port}': expected a port of 1 to 65535"):
         read_config(Peers, {name: f"one:18777, two:{port}"})
     for good in ("one:1,two:65535", "[::1]:80", "one", "::1"):
-        assert read_config(Peers, {"WEFT_SCHEDULER_ADDR": good}) == Peers(good)
+        assert read_config(Peers, {"WEFT_SCHEDULER_ADDR": good}) == Peers(scheduler_addr=good)
 
 
 def test_a_number_that_no_message_between_services_holds_is_refused() -> None:
-    for good in (2**63 - 1, -(2**63)):
-        assert read_config(Peers, {"WEFT_NUM_BLOCKS": str(good)}) == Peers(num_blocks=good)
-    for wrong in (2**63, -(2**63) - 1):
-        with pytest.raises(ConfigError, match=f"WEFT_NUM_BLOCKS='{wrong}': expected a 64-bit integer"):
+    assert read_config(Peers, {"WEFT_NUM_BLOCKS": str(2**63 - 1)}) == Peers(num_blocks=2**63 - 1)
+    for wrong in (2**63, -1):
+        with pytest.raises(ConfigError, match=f"WEFT_NUM_BLOCKS='{wrong}': expected"):
             read_config(Peers, {"WEFT_NUM_BLOCKS": str(wrong)})
 
 
 @pytest.mark.parametrize("config", [WorkerConfig, WeightsConfig])
 def test_more_threads_than_a_process_may_have_are_refused_before_any_is_started(config: type) -> None:
     needed = {f"WEFT_{name}": "x" for name in ("MODEL", "MODEL_NAME", "WORKER_ID", "SCHEDULER_ADDR", "WEIGHTS_ADDR")}
-    with pytest.raises(ConfigError, match="WEFT_THREADS=100000: expected 0 to 1024"):
+    with pytest.raises(ConfigError, match="WEFT_THREADS='100000': expected less than or equal to 1024"):
         read_config(config, {**needed, "WEFT_THREADS": "100000"})
 
 
@@ -128,32 +123,30 @@ def test_a_level_that_the_log_has_not_ends_a_service_with_status_2_and_one_line(
 @pytest.mark.parametrize("config", [WorkerConfig, WeightsConfig])
 def test_kernels_that_there_are_not_are_refused_before_a_model_is_loaded(config: type) -> None:
     needed = {f"WEFT_{name}": "x" for name in ("MODEL", "MODEL_NAME", "WORKER_ID", "SCHEDULER_ADDR", "WEIGHTS_ADDR")}
-    with pytest.raises(ConfigError, match="WEFT_CPU_KERNELS='sse': expected one of"):
+    with pytest.raises(ConfigError, match="WEFT_CPU_KERNELS='sse': expected 'amx', "):
         read_config(config, {**needed, "WEFT_CPU_KERNELS": "sse"})
     for isa in (*FLAGS, "torch"):
         assert read_config(config, {**needed, "WEFT_CPU_KERNELS": isa}).cpu_kernels == isa
     assert len(CpuKernels) == len(FLAGS) + 1
 
 
-@dataclass(frozen=True)
-class Store:
-    """Where it lies, and what opens it."""
+class Store(Settings):
+    """Where it lies."""
 
     redis_url: str = ""
-    api_key: str = ""
 
 
 @pytest.mark.parametrize("password", ["secret", "sec@ret", "secret@", "sec/ret"])
 def test_the_log_has_no_password_whatever_it_is_made_of(password: str) -> None:
     """Clients take what stands before the last @ for it."""
-    told = format_config(Store(f"redis://me:{password}@valkey:6379/0", "secret"))
-    assert told == "redis_url=redis://***@valkey:6379/0 api_key=***"
+    told = str(Store(redis_url=f"redis://me:{password}@valkey:6379/0"))
+    assert told == "redis_url=redis://***@valkey:6379/0"
 
 
 @pytest.mark.parametrize("query", ["password=secret", "db=1&password=sec@ret&username=me"])
 def test_the_log_has_no_password_from_behind_an_address(query: str) -> None:
     """Where clients of a Valkey look for one too."""
-    told = format_config(Store(f"redis://valkey:6379/0?{query}"))
+    told = str(Store(redis_url=f"redis://valkey:6379/0?{query}"))
     assert told.startswith("redis_url=redis://valkey:6379/0?")
     assert "password=***" in told
     assert "ret" not in told

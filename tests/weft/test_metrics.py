@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from weft.config import BindError
+from weft.errors import BindError
 from weft.metrics import LATENCY_BUCKETS, SingleThreadHistogram, expose
 
 TIMES = st.one_of(st.sampled_from(LATENCY_BUCKETS), st.floats(0, 100))

@@ -5,10 +5,9 @@ The worker itself, `weft up` and `weft doctor` go by it, so that all say the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from weft.capacity.memory_budget import Machine, MemoryBudget, estimate_budget
-from weft.config import ConfigError, variable_name
 from weft.kv.layer_groups import PagingPolicy
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig
@@ -41,12 +40,6 @@ class RequestedSizes:
     chunk_tokens: int = 0
     mixed_step_prefill_tokens: int = 0
     max_seqs: int = 0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 0:
-                raise ConfigError(f"{variable_name(field.name)}={value}: expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

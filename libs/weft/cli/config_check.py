@@ -9,7 +9,8 @@ from typing import Any
 from weft.api_keys import VALKEY_SCHEMES, BadKeys
 from weft.cli.child_spec import ChildSpec
 from weft.cli.key_store import read_keys
-from weft.config import ConfigError, read_config
+from weft.config import read_config
+from weft.errors import ConfigError
 
 # Not the scheduler: its Config takes ten times as long to import as the others together, and it starts first.
 CLASSES = {

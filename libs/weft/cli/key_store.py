@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 
+from weft.addresses import redact_credentials
 from weft.api_keys import (
     VALKEY_KEYS,
     VALKEY_SCHEMES,
@@ -24,7 +25,7 @@ from weft.api_keys import (
     load_key,
     load_keys,
 )
-from weft.config import ConfigError, redact_credentials
+from weft.errors import ConfigError
 from weft.rpc.valkey import checked_url
 
 SECONDS, RETRY_SECONDS = 5.0, 0.05

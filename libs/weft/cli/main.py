@@ -11,10 +11,11 @@ from typing import Annotated
 
 import typer
 
+from weft.addresses import check_addresses
 from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.up_command import DTypeOption, WeightFormatOption, up
-from weft.config import ConfigError, check_addresses
+from weft.errors import ConfigError
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
 
 app = typer.Typer(

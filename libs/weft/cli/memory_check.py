@@ -9,20 +9,21 @@ import importlib.metadata
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from weft.capacity.footprint import footprint, with_stored_dtype
 from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
-from weft.capacity.sizes import RequestedSizes, Sizes, choose_sizes
+from weft.capacity.sizes import Sizes, choose_sizes
 from weft.cli.gpus import VISIBLE, Card, all_report_memory, cards
 from weft.cli.layout import MeshOptions
+from weft.config import Count, Settings
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, read_config
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.object_store import is_remote
+from weft.worker.config import SizeSettings
 
 SHARED_MEMORY = Path("/dev/shm")
 # beside weights and activations: imports, sequences that wait, grammars, what malloc keeps; on a GPU its libraries too
@@ -41,7 +42,7 @@ def check_memory(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, 
         "WEFT_WEIGHT_FORMAT": options.weight_format,
         "WEFT_MAX_SEQS": str(options.max_seqs),
     }
-    wanted = read_settings(RequestedSizes, {**environ, **said})
+    wanted = read_settings(SizeSettings, {**environ, **said}).wanted
     sizes = choose_sizes(wanted, bool(options.gpus) and not is_for_cpus_only())
     found = {name: _read(directory) for name, directory in options.models.items()}
     models = {name: config for name, (config, _) in found.items()}
@@ -65,11 +66,10 @@ def _worker_bytes(model: ModelConfig, sizes: Sizes) -> int:
     return room.weights + room.activations + WORKER_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsLimit:
+class WeightsLimit(Settings):
     """The weights service's limit on shared memory; 0: none."""
 
-    weights_shm_bytes: int = 0
+    weights_shm_bytes: Count = 0
 
 
 def shared_memory() -> tuple[int, int]:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from weft.capacity.layout import GIB
@@ -19,7 +19,7 @@ from weft.cli.child_spec import ChildSpec
 from weft.cli.health import grpc_serves, http_answers, redis_answers
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.ports import LOOPBACK, bare_host, reachable
-from weft.config import read_config
+from weft.config import Port, Settings, read_config
 
 # imports the modules of both worker roles, then forks workers
 FORK_SERVER_COMMAND = (
@@ -153,18 +153,16 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
     return _with_start_timeout(options, spec)
 
 
-@dataclass(frozen=True, slots=True)
-class _StoreSettings:
+class _StoreSettings(Settings):
     """The user's setting of the kvstore, or its default."""
 
     store_memory_bytes: int = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _GatewaySettings:
+class _GatewaySettings(Settings):
     """The user's private port; 0: any free port."""
 
-    private_port: int | None = None
+    private_port: Port | None = None
 
 
 def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:

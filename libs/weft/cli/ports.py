@@ -7,7 +7,7 @@ import random
 import socket
 from collections.abc import Collection
 
-from weft.config import MAX_PORT
+from weft.addresses import MAX_PORT
 
 LOOPBACK = "127.0.0.1"
 # below the range that the kernel hands out to connections, so that a restarted child finds its port free;

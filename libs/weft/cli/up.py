@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from weft.addresses import check_addresses, is_loopback
 from weft.cli.child_spec import ChildFailed, ChildSpec
 from weft.cli.config_check import check_settings
 from weft.cli.display import Display
@@ -28,8 +29,8 @@ from weft.cli.mesh_registry import MeshRecord, recorded
 from weft.cli.ports import PortTaken, reachable
 from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
-from weft.config import ConfigError, check_addresses, is_loopback, model_name, read_models
-from weft.errors import BadCheckpoint, StorageUnavailable
+from weft.config import model_name, read_models
+from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
 from weft.foreign_files import foreign_path
 from weft.model.config import read_config
 from weft.rpc.tls import channel_credentials

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from weft.config import INT64, MAX_THREADS
-
 
 class DTypeOption(StrEnum):
     AUTO = "auto"
@@ -73,9 +71,7 @@ def up(
     ] = TransportOption.AUTO,
     threads: Annotated[
         int,
-        typer.Option(
-            min=0, max=MAX_THREADS, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."
-        ),
+        typer.Option(min=0, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."),
     ] = 0,
     max_seqs: Annotated[
         int,
@@ -101,7 +97,7 @@ def up(
     disk: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep cached KV blocks in this directory, across restarts.")
     ] = None,
-    disk_gib: Annotated[int, typer.Option(min=1, max=(INT64.stop >> 30) - 1, help="Size limit of --disk in GiB.")] = 8,
+    disk_gib: Annotated[int, typer.Option(min=1, max=(1 << 33) - 1, help="Size limit of --disk in GiB.")] = 8,
     weights_from: Annotated[
         str, typer.Option(help="HOST:PORT of another mesh that may have the weights in memory.")
     ] = "",

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from weft.config import ConfigError
-from weft.errors import EngineFailed
+from weft.errors import ConfigError, EngineFailed
 from weft.rpc.status import raise_as_weft
 from weft.rpc.tls import MESH_NAME, channel_credentials
 

@@ -14,8 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from weft.config import BindError, ConfigError
-from weft.errors import BadCheckpoint, StorageUnavailable
+from weft.errors import BadCheckpoint, BindError, ConfigError, StorageUnavailable
 from weft.rpc.client import CHANNEL_OPTIONS
 from weft.rpc.health_service import HealthService
 from weft.rpc.status import StatusInterceptor

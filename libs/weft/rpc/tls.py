@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from weft.config import ConfigError
+from weft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 VARIABLE = "WEFT_TLS_DIR"

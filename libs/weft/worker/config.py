@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, model_validator
+
+from weft.addresses import WILDCARD_HOSTS
 from weft.capacity.sizes import RequestedSizes
-from weft.config import MAX_THREADS, WILDCARD_HOSTS, ConfigError, CpuKernels
+from weft.config import Address, Count, CpuKernels, Port, Settings, Share, Threads
 from weft.engine.config import CPU_NICENESS, MAX_NICENESS
+from weft.errors import ConfigError
 from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.os_tuning import parse_cpus
@@ -60,71 +65,61 @@ class StoreFetchPolicy(StrEnum):
     ALWAYS = "always"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class SizeSettings(Settings):
+    """The settings that determine a worker's sizes; 0 and auto: the worker chooses."""
+
+    dtype: Dtype = Dtype.AUTO
+    weight_format: WeightFormat = WeightFormat.AUTO
+    num_blocks: Count = 0
+    chunk_tokens: Count = 0
+    mixed_step_prefill_tokens: Count = 0
+    max_seqs: Count = 0
+
+    @property
+    def wanted(self) -> RequestedSizes:
+        """The same for `choose_sizes`."""
+        return RequestedSizes(**{field.name: getattr(self, field.name) for field in fields(RequestedSizes)})
+
+
+class WorkerConfig(SizeSettings):
     """Zero means: choose for me (ports, blocks from memory, tokens and sequences of a step, all cores).
 
     `role`: what a worker that serves both begins with.
     """
 
     worker_id: str
-    scheduler_addr: str
-    weights_addr: str
-    kvstore_addr: str = ""
+    scheduler_addr: Address
+    weights_addr: Address
+    kvstore_addr: Address = ""
     model: Path | None = None
     model_name: str = ""
     host: str = "127.0.0.1"
-    port: int = 0
+    port: Port = 0
     advertise_host: str = ""
-    metrics_port: int = 0
+    metrics_port: Port = 0
     device: DeviceChoice = DeviceChoice.AUTO
-    dtype: Dtype = Dtype.AUTO
-    weight_format: WeightFormat = WeightFormat.AUTO
-    num_blocks: int = 0
-    chunk_tokens: int = 0
-    mixed_step_prefill_tokens: int = 0
-    max_seqs: int = 0
-    gpu_share: float = 1.0
-    tune_seconds: float = 0.0
+    gpu_share: Share = 1.0
+    tune_seconds: Annotated[float, Field(ge=0)] = 0.0
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
     store_fetch_policy: StoreFetchPolicy = StoreFetchPolicy.CHEAPER
-    lease_seconds: float = LEASE_SECONDS
-    threads: int = 0
+    lease_seconds: Annotated[float, Field(ge=MIN_LEASE_SECONDS, le=MAX_LEASE_SECONDS)] = LEASE_SECONDS
+    threads: Threads = 0
     cpus: str = ""
-    niceness: int = CPU_NICENESS
-    grace_seconds: float = 30.0
+    niceness: Annotated[int, Field(ge=0, le=MAX_NICENESS)] = CPU_NICENESS
+    grace_seconds: Annotated[float, Field(ge=0)] = 30.0
     role: WorkerRole = WorkerRole.BOTH
     cpu_kernels: CpuKernels | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.threads <= MAX_THREADS:
-            raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 to {MAX_THREADS}")
-        self._check_seconds()
-        _ = self.wanted
+    @model_validator(mode="after")
+    def _check(self) -> WorkerConfig:
         if self.cpus:
             parse_cpus(self.cpus)
-        if not 0 <= self.niceness <= MAX_NICENESS:
-            raise ConfigError(f"WEFT_NICENESS={self.niceness}: expected 0 to {MAX_NICENESS}")
-        if not 0 < self.gpu_share <= 1:
-            raise ConfigError(f"WEFT_GPU_SHARE={self.gpu_share:g}: expected above 0 and at most 1")
         if not self.served_name:
             raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: peers need one address")
-
-    def _check_seconds(self) -> None:
-        if not MIN_LEASE_SECONDS <= self.lease_seconds <= MAX_LEASE_SECONDS:
-            limits = f"{MIN_LEASE_SECONDS:g} to {MAX_LEASE_SECONDS:g}"
-            raise ConfigError(f"WEFT_LEASE_SECONDS={self.lease_seconds:.7g}: expected {limits}")
-        for name in ("grace_seconds", "tune_seconds"):
-            if not getattr(self, name) >= 0:  # also rejects NaN
-                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name):g}: expected 0 or more")
-
-    @property
-    def wanted(self) -> RequestedSizes:
-        """The fields that determine the worker's sizes. Raises ConfigError."""
-        return RequestedSizes(**{field.name: getattr(self, field.name) for field in fields(RequestedSizes)})
+        return self
 
     @property
     def served_name(self) -> str:

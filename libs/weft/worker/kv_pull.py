@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft import metrics
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.kv.local_transport import LocalTransport
 from weft.kv.memory import BlockBytes, checksums
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable

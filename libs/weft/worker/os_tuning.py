@@ -13,7 +13,7 @@ import os
 import re
 from pathlib import Path
 
-from weft.config import ConfigError
+from weft.errors import ConfigError
 
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -20,7 +20,6 @@ import grpc
 
 from weft import log, metrics, trace
 from weft.asyncio_compat import background_tasks
-from weft.config import format_config
 from weft.engine.engine import Engine
 from weft.errors import EngineFailed
 from weft.fleet_types import WorkerHello
@@ -110,18 +109,19 @@ async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
     Raises when the engine dies, so that the process ends and is restarted.
     """
     mark_inherited_modules()
-    logger.info(format_config(config))
+    logger.info("%s", config)
     role = roles[0].role if len(roles) == 1 else config.role
     trace.setup(role, config.worker_id)
     log.startup_phase("imports")
-    config = replace(config, role=role, metrics_port=metrics.expose(config.host, config.metrics_port))
+    port = metrics.expose(config.host, config.metrics_port)
+    config = config.model_copy(update={"role": role, "metrics_port": port})
     parked = await _run_until_parked(config, roles)
     while parked is not None:
         release_memory()
         if (woken := await run_parked(config.scheduler_addr, parked)) is None:
             return
         log.startup_phase(log.SLEEPING)
-        parked = await _run_until_parked(replace(config, role=woken.role), roles, woken.is_draining)
+        parked = await _run_until_parked(config.model_copy(update={"role": woken.role}), roles, woken.is_draining)
 
 
 async def _run_until_parked(

@@ -20,13 +20,12 @@ from weft.capacity.host_limits import available_bytes, granted_cores
 from weft.capacity.memory_budget import MemoryBudget, default_num_blocks, measured_budget
 from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.sizes import Sizes, choose_sizes
-from weft.config import ConfigError
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES, graph_sizes, static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import assemble
-from weft.errors import Overloaded, PeerLost
+from weft.errors import ConfigError, Overloaded, PeerLost
 from weft.model.config import ModelConfig, config_of, read_config
 from weft.model.decoder import Decoder
 from weft.model.fields import Fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from weft import log, trace
-from weft.config import format_config, read_config
+from weft.config import read_config
 from weft.rpc.server import run
 from weft.weights.object_store import with_local_model
 from weft_services.gateway.config import GatewayConfig
@@ -20,7 +20,7 @@ IN_THE_CLEAR = (
 async def main() -> None:
     """Serve until a signal. `run` reports a wrong setting, a bad model or a taken port in one line."""
     config = read_config(GatewayConfig, with_local_model())
-    logging.getLogger(__name__).info("%s", format_config(config))
+    logging.getLogger(__name__).info("%s", config)
     if config.sends_keys_in_clear:
         logging.getLogger(__name__).warning(IN_THE_CLEAR, config.publish_host or config.host)
     trace.setup("gateway")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from weft.config import ConfigError, is_loopback, read_models
+from pydantic import Field, model_validator
+
+from weft.addresses import is_loopback
+from weft.config import Address, Port, Settings, read_models
+from weft.errors import ConfigError
 
 MAX_RESPONSES_SECONDS = 30 * 24 * 3600
+Seconds = Annotated[float, Field(gt=0)]
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
+class GatewayConfig(Settings):
     """Each field is read from WEFT_<NAME>."""
 
     model: str
-    scheduler_addr: str
+    scheduler_addr: Address
     model_name: str = ""
     tool_format: str = "auto"
     allow_user_special_tokens: bool = True
@@ -26,21 +30,22 @@ class GatewayConfig:
     keys: str = ""
     allow_unauthenticated: bool = False
     redis_url: str = ""
-    responses_seconds: float = 3600.0
-    http_port: int = 8000
-    grpc_port: int = 9000
+    responses_seconds: Annotated[float, Field(ge=0, le=MAX_RESPONSES_SECONDS)] = 3600.0
+    http_port: Port = 8000
+    grpc_port: Port = 9000
     reuse_port: bool = False
     private_host: str = "127.0.0.1"
-    private_port: int | None = None
+    private_port: Port | None = None
     cors_origins: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    max_requests: int = 1024
-    request_timeout_seconds: float = 600.0
-    migration_timeout_seconds: float = 30.0
-    grace_seconds: float = 5.0
+    max_requests: Annotated[int, Field(ge=1)] = 1024
+    request_timeout_seconds: Seconds = 600.0
+    migration_timeout_seconds: Seconds = 30.0
+    grace_seconds: Seconds = 5.0
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> GatewayConfig:
         self._check_models()
         if not all(":" in address for address in self.scheduler_addr.split(",")):
             raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port, separated by commas")
@@ -54,13 +59,11 @@ class GatewayConfig:
             raise ConfigError(f"WEFT_TLS_CERT and WEFT_TLS_KEY must be set together; {missing} is missing")
         if self.reuse_port and not (self.http_port and self.grpc_port):
             raise ConfigError("WEFT_REUSE_PORT=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
-        if self.max_requests < 1:
-            raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):
                 expected = "expected * or origins separated by commas, such as https://app.example, without a path"
                 raise ConfigError(f"WEFT_CORS_ORIGINS={origin!r}: {expected}")
-        self._check_seconds()
+        return self
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
@@ -72,14 +75,6 @@ class GatewayConfig:
     def sends_keys_in_clear(self) -> bool:
         """True if API keys may cross a network without TLS."""
         return bool(self.keys) and self.tls_cert is None and not is_loopback(self.publish_host or self.host)
-
-    def _check_seconds(self) -> None:
-        for name in ("request_timeout_seconds", "migration_timeout_seconds", "grace_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
-        if not 0 <= self.responses_seconds <= MAX_RESPONSES_SECONDS:
-            limits = f"0 (none is kept) to {MAX_RESPONSES_SECONDS}"
-            raise ConfigError(f"WEFT_RESPONSES_SECONDS={self.responses_seconds}: expected {limits}")
 
     def _check_models(self) -> None:
         for name, directory in self.models.items():

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from weft import log, metrics, trace
-from weft.config import ConfigError, format_config, read_config
+from weft.config import read_config
+from weft.errors import ConfigError
 from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
@@ -26,7 +27,7 @@ TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EM
 async def main() -> None:
     """Serve until SIGTERM or SIGINT; ready while the store is."""
     config = read_config(KvStoreConfig)
-    logging.info(format_config(config))
+    logging.info("%s", config)
     raise_fd_limit()  # a segment and a connection each take a file descriptor
     trace.setup("kvstore")
     log.startup_phase("imports")

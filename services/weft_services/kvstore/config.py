@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from weft.config import WILDCARD_HOSTS, ConfigError
+from pydantic import Field, model_validator
+
+from weft.addresses import WILDCARD_HOSTS
+from weft.config import Port, Settings, Share
+from weft.errors import ConfigError
 from weft_services.kvstore.memory_index import IndexLimits
 
 MIN_DISK_BYTES = 64 * 1024 * 1024
 MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's allocation unit
 
 
-@dataclass(frozen=True, slots=True)
-class KvStoreConfig:
+class KvStoreConfig(Settings):
     """Settings of the kvstore; port 0 means any free port.
 
     `advertise_host`: the address workers use, `host` if empty. Empty `disk_path`: no disk tier. `cache_ttl_seconds` 0:
@@ -21,29 +24,21 @@ class KvStoreConfig:
     """
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: Port = 0
     advertise_host: str = ""
-    metrics_port: int = 0
-    master_port: int = 0
-    store_memory_bytes: int = 256 * 1024 * 1024
+    metrics_port: Port = 0
+    master_port: Port = 0
+    store_memory_bytes: Annotated[int, Field(ge=MIN_SEGMENT_BYTES, lt=2**63)] = 256 * 1024 * 1024
     disk_path: Path | None = None
-    disk_bytes: int = 8 * 1024 * 1024 * 1024
-    cache_ttl_seconds: float = 0.0
-    tenant_share: float = 1.0
+    disk_bytes: Annotated[int, Field(ge=MIN_DISK_BYTES, lt=2**63)] = 8 * 1024 * 1024 * 1024
+    cache_ttl_seconds: Annotated[float, Field(ge=0)] = 0.0
+    tenant_share: Share = 1.0
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_host(self) -> KvStoreConfig:
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: workers need one address")
-        if self.store_memory_bytes < MIN_SEGMENT_BYTES:
-            raise ConfigError(
-                f"WEFT_STORE_MEMORY_BYTES={self.store_memory_bytes}: expected at least {MIN_SEGMENT_BYTES}"
-            )
-        if self.disk_bytes < MIN_DISK_BYTES:
-            raise ConfigError(f"WEFT_DISK_BYTES={self.disk_bytes}: expected at least {MIN_DISK_BYTES}")
-        if self.cache_ttl_seconds < 0:
-            raise ConfigError(f"WEFT_CACHE_TTL_SECONDS={self.cache_ttl_seconds:g}: expected 0 or more")
-        if not 0 < self.tenant_share <= 1:
-            raise ConfigError(f"WEFT_TENANT_SHARE={self.tenant_share}: expected above 0 and at most 1")
+        return self
 
     @property
     def index_limits(self) -> IndexLimits:

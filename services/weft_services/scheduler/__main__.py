@@ -4,7 +4,7 @@ import logging
 from functools import partial
 
 from weft import log, metrics, trace
-from weft.config import format_config, read_config
+from weft.config import read_config
 from weft.rpc.server import RpcServer, freeze_startup_objects, run, until_signal
 from weft.stall_clock import StallAwareClock
 from weft_services.scheduler.admission_queue import AdmissionQueue
@@ -21,7 +21,7 @@ from weft_services.scheduler.slo import parse_targets
 
 async def main(config: SchedulerConfig) -> None:
     """Serve until SIGTERM. Memberships end with the process, so there is nothing to drain."""
-    logging.info(format_config(config))
+    logging.info("%s", config)
     trace.setup("scheduler")
     log.startup_phase("imports")
     affinity = AffinityStore(config.redis_url)

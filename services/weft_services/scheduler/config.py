@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
-from weft.config import ConfigError
+from pydantic import Field, model_validator
+
+from weft.config import Address, Count, Port, Settings
 from weft_services.scheduler.role_balancer import BalancerLimits, parse_limits
 from weft_services.scheduler.slo import parse_targets
 
@@ -14,8 +16,7 @@ MAX_MISSED_REPORTS = 5
 MAX_QUEUE_SECONDS = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(Settings):
     """Settings from WEFT_* variables.
 
     Empty `redis_url`: no session affinity. Empty `kvstore_addr`: the prefix index knows only what this scheduler
@@ -26,27 +27,21 @@ class SchedulerConfig:
     """
 
     host: str = "127.0.0.1"
-    port: int = 0
-    metrics_port: int = 0
+    port: Port = 0
+    metrics_port: Port = 0
     redis_url: str = ""
-    kvstore_addr: str = ""
-    report_interval_ms: int = 1000
-    max_queue: int = 1024
-    max_queue_wait_seconds: float = 2.0
+    kvstore_addr: Address = ""
+    report_interval_ms: Annotated[int, Field(ge=50, le=10_000)] = 1000
+    max_queue: Count = 1024
+    max_queue_wait_seconds: Annotated[float, Field(ge=0, le=MAX_QUEUE_SECONDS)] = 2.0
     slo: str = ""
     role_balancer: str = ""
 
-    def __post_init__(self) -> None:
-        if not 50 <= self.report_interval_ms <= 10_000:
-            raise ConfigError(f"WEFT_REPORT_INTERVAL_MS={self.report_interval_ms}: expected 50 to 10000")
-        if self.max_queue < 0:
-            raise ConfigError(f"WEFT_MAX_QUEUE={self.max_queue}: expected at least 0")
-        if not 0 <= self.max_queue_wait_seconds <= MAX_QUEUE_SECONDS:
-            raise ConfigError(
-                f"WEFT_MAX_QUEUE_WAIT_SECONDS={self.max_queue_wait_seconds}: expected 0 to {MAX_QUEUE_SECONDS:g}"
-            )
+    @model_validator(mode="after")
+    def _check_targets(self) -> SchedulerConfig:
         parse_targets(self.slo)
         parse_limits(self.role_balancer)
+        return self
 
     @property
     def role_balancer_limits(self) -> BalancerLimits | None:

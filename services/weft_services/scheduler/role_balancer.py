@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.request import WorkerRole
 from weft_services.scheduler.fleet import takes_requests
 from weft_services.scheduler.fleet_state import INFINITE, NEVER, ModelWorkers, Worker

@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from weft.config import ConfigError
-from weft.errors import InvalidRequest, NoWorker, Overloaded, PeerLost, WeftError
+from weft.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, WeftError
 from weft.fleet_types import Priority, RouteQuery
 from weft.request import ModelFingerprint, WorkerRole
 from weft_services.scheduler.fleet import takes_requests

@@ -4,8 +4,8 @@ import asyncio
 import logging
 
 from weft import log, metrics
-from weft.config import ConfigError, format_config, read_config
-from weft.errors import Overloaded, StorageUnavailable
+from weft.config import read_config
+from weft.errors import ConfigError, Overloaded, StorageUnavailable
 from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, run, until_signal
 from weft.weights.object_store import with_local_model
@@ -80,7 +80,7 @@ async def main() -> None:
     """Serve until SIGTERM or SIGINT."""
     raise_fd_limit()  # a load keeps all files of its model open, and models may load concurrently
     config = read_config(WeightsConfig, with_local_model())
-    logging.info(format_config(config))
+    logging.info("%s", config)
     log.startup_phase("imports")
     await until_signal(serve(config))
 

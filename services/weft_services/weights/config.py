@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from weft.config import MAX_THREADS, ConfigError, CpuKernels, read_models
+from pydantic import model_validator
+
+from weft.config import Address, Count, CpuKernels, Port, Settings, Threads, read_models
+from weft.errors import ConfigError
 from weft.weights.object_store import is_remote
 
 REMOTE_READERS = 24  # object stores have high latency and serve many requests at once
 READERS = 8  # independent of the cores: readers mostly wait for the disk, and more of them gain nothing
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsConfig:
+class WeightsConfig(Settings):
     """Settings of the weights process.
 
     model: a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR. threads: readers per model; 0 = 8, or 24 for an
@@ -24,21 +25,19 @@ class WeightsConfig:
     model: str
     model_name: str = ""
     host: str = "127.0.0.1"
-    port: int = 0
-    metrics_port: int = 0
-    threads: int = 0
-    weights_from: str = ""
-    weights_shm_bytes: int = 0
+    port: Port = 0
+    metrics_port: Port = 0
+    threads: Threads = 0
+    weights_from: Address = ""
+    weights_shm_bytes: Count = 0
     cpu_kernels: CpuKernels | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.threads <= MAX_THREADS:
-            raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 to {MAX_THREADS}")
-        if self.weights_shm_bytes < 0:
-            raise ConfigError(f"WEFT_WEIGHTS_SHM_BYTES={self.weights_shm_bytes}: expected 0 or more")
+    @model_validator(mode="after")
+    def _check(self) -> WeightsConfig:
         if self.weights_from and ":" not in self.weights_from:
             raise ConfigError(f"WEFT_WEIGHTS_FROM={self.weights_from!r}: expected host:port")
         read_models(self.model, self.model_name)
+        return self
 
     @property
     def models(self) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import pytest
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_keys import bearer, entry, keys
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.front.asgi_io import MAX_BODY_BYTES
 from weft_services.gateway.front.model_cards import ModelCards

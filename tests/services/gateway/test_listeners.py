@@ -19,7 +19,7 @@ from weft.cli import health
 from weft.cli.certs import make_certs
 from weft.cli.health import http_answers
 from weft.cli.ports import free_ports
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.rpc import tls
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -147,7 +147,7 @@ async def shown(address: str) -> bytes:
 def test_a_certificate_that_cannot_be_used_is_told_by_its_variable(model_dir: Path, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     with pytest.raises(ConfigError, match="WEFT_TLS_KEY"):
-        GatewayConfig(str(model_dir), "127.0.0.1:1", tls_cert=cert)
+        GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", tls_cert=cert)
     with pytest.raises(ConfigError, match="WEFT_TLS_CERT"):
         Certificate(cert, key)
     cert.write_text("no certificate")
@@ -158,7 +158,7 @@ def test_a_certificate_that_cannot_be_used_is_told_by_its_variable(model_dir: Pa
 
 def test_ports_that_are_shared_have_to_be_named(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="WEFT_REUSE_PORT"):
-        GatewayConfig(str(model_dir), "127.0.0.1:1", http_port=0, reuse_port=True)
+        GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", http_port=0, reuse_port=True)
 
 
 def test_a_port_is_shared_by_those_who_both_say_so_and_by_nobody_else() -> None:

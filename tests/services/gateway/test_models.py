@@ -14,7 +14,7 @@ import pytest
 from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -114,7 +114,7 @@ async def test_a_grpc_request_must_name_its_model_where_there_is_a_choice(bench:
 
 def test_tool_formats_are_set_for_all_models_or_by_name(both: str) -> None:
     def formats(setting: str) -> dict[str, str]:
-        return GatewayConfig(both, "127.0.0.1:1", tool_format=setting).tool_formats
+        return GatewayConfig(model=both, scheduler_addr="127.0.0.1:1", tool_format=setting).tool_formats
 
     assert formats("hermes") == {MODEL_NAME: "hermes", OTHER: "hermes"}
     assert formats(f"{OTHER}=none") == {MODEL_NAME: "auto", OTHER: "none"}

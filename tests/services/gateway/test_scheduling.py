@@ -82,7 +82,9 @@ async def meshed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     async with serving(AffinityStore("", 60), queue=room) as scheduler:
         address.address = decode.address
         said = hello("both-0", "both", worker=address, model=MODEL_NAME, max_context_tokens=CONTEXT)
-        config = GatewayConfig(str(model_dir), scheduler.address, http_port=0, grpc_port=0, grace_seconds=1)
+        config = GatewayConfig(
+            model=str(model_dir), scheduler_addr=scheduler.address, http_port=0, grpc_port=0, grace_seconds=1
+        )
         async with FakeWorker(scheduler, said) as worker, running(config) as gateway:
             await gateway.watch.poll()
             async with httpx.AsyncClient(base_url=f"http://{gateway.http_address}", timeout=20) as http:

@@ -15,7 +15,7 @@ from tests.collector import Collector
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import failing, speaking
 from weft import trace
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
 from weft import metrics
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft_services.kvstore import segment_space
 from weft_services.kvstore.__main__ import _lock_disk
 from weft_services.kvstore.config import KvStoreConfig

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from tests.services.kvstore.node import POLL_SECONDS, KvStoreProcess, until
-from weft.config import ConfigError
-from weft.errors import InvalidRequest, PeerLost
+from weft.errors import ConfigError, InvalidRequest, PeerLost
 from weft.kv.block_keys import store_key
 from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
 from weft.rpc.client import open_channel, rpc_errors_translated

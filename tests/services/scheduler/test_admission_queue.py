@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
-from weft.config import ConfigError
-from weft.errors import Overloaded, QueueFull
+from weft.errors import ConfigError, Overloaded, QueueFull
 from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.admission_queue import MAX_HOLD_SECONDS, AdmissionQueue, QueuedRequest

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.services.scheduler.choosing import BOTH, DECODE, PREFILL
 from tests.services.scheduler.fakes import MODEL, ready_worker
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.fleet_types import WorkerReport
 from weft.metrics import ROLE_CHANGE_TIMEOUTS
 from weft_services.scheduler.fleet import ROLE_CHANGE_SECONDS

@@ -86,7 +86,9 @@ async def test_weights_that_are_whole_when_the_service_ends_go_with_it(
     monkeypatch.setattr(loader_module, "write_image", slowly)
     monkeypatch.setattr(RpcServer, "stop", stop)
     monkeypatch.setattr(peers.WeightsPeer, "close", close)
-    service = asyncio.create_task(serve(WeightsConfig(str(directory), MODEL, weights_from="127.0.0.1:1")))
+    service = asyncio.create_task(
+        serve(WeightsConfig(model=str(directory), model_name=MODEL, weights_from="127.0.0.1:1"))
+    )
     assert await asyncio.to_thread(is_read.wait, PATIENCE_SECONDS)
     service.cancel()
     await asyncio.wait({service})
@@ -107,7 +109,7 @@ async def test_a_read_that_does_not_end_keeps_no_other_image(
         return write_image(checkpoint, report, num_threads)
 
     models = f"{MODEL}={directory},other={tmp_path / 'other'}"
-    service = asyncio.create_task(serve(WeightsConfig(models, port=port)))
+    service = asyncio.create_task(serve(WeightsConfig(model=models, port=port)))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         await load(channel, "other")
         (image_module.SHARED_MEMORY / (await load(channel))[-1].ready.shm_name).unlink()

@@ -17,7 +17,7 @@ from weft.cli import up
 from weft.cli.layout import MeshOptions
 from weft.cli.main import app
 from weft.cli.up import UsageError, find_models
-from weft.config import ConfigError
+from weft.errors import ConfigError
 
 runner = CliRunner()
 SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"

@@ -20,8 +20,7 @@ from weft.cli.gpus import Card
 from weft.cli.layout import MeshOptions
 from weft.cli.main import app
 from weft.cli.memory_check import check_memory, held_bytes
-from weft.config import ConfigError
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, ConfigError
 from weft.model.config import read_config
 from weft.weights.checkpoint import read_checkpoint
 
@@ -143,7 +142,7 @@ def test_gpus_whose_memory_nobody_tells_are_left_to_their_workers(monkeypatch: p
 
 
 def test_a_setting_that_cannot_be_is_named() -> None:
-    with pytest.raises(ConfigError, match="WEFT_CHUNK_TOKENS=-1"):
+    with pytest.raises(ConfigError, match="WEFT_CHUNK_TOKENS='-1'"):
         check_memory(OPTIONS, {"WEFT_CHUNK_TOKENS": "-1"})
     with pytest.raises(ConfigError, match="WEFT_WEIGHTS_SHM_BYTES='lots'"):
         check_memory(OPTIONS, {"WEFT_WEIGHTS_SHM_BYTES": "lots"})

@@ -14,7 +14,8 @@ from weft.cli.gpus import usable_gpus
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.mesh import mesh_specs, with_memory
 from weft.cli.up import ending_signals
-from weft.config import ConfigError, read_config, read_models
+from weft.config import read_config, read_models
+from weft.errors import ConfigError
 from weft.worker.config import WeightFormat, WorkerConfig
 from weft_services.kvstore.config import KvStoreConfig
 

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.weft.rpc.bare_http2 import saying_goaway
 
 from weft.cli.health import grpc_serves
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.rpc.client import MAX_IDLE_SECONDS, ChannelPool, open_channel
 from weft.rpc.server import RpcServer
 

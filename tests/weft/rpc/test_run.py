@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.config import ConfigError
-from weft.errors import BadCheckpoint, EngineFailed, StorageUnavailable
+from weft.errors import BadCheckpoint, ConfigError, EngineFailed, StorageUnavailable
 from weft.metrics import expose
 from weft.rpc.server import NUM_YOUNG_OBJECTS, RpcServer, freeze_startup_objects, run
 

@@ -26,7 +26,7 @@ from weft.cli import certs, health
 from weft.cli.certs import make_certs
 from weft.cli.health import grpc_serves
 from weft.cli.main import app
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.rpc.server import RpcServer
 from weft.rpc.tls import channel_credentials, peer_credentials, reloaded
 

@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import ConnectionError as Refused
 from redis.exceptions import TimeoutError as LateError
 
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.rpc.valkey import MAX_CONNECTIONS, MAX_LATE, Valkey
 
 URL = "redis://127.0.0.1:1/0"

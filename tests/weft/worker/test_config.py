@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config import ConfigError, read_config
+from weft.config import read_config
+from weft.errors import ConfigError
 from weft.worker.config import WorkerConfig
 
 
@@ -43,5 +44,12 @@ def test_seconds_that_cannot_be_are_refused_by_name(variable: str, value: str) -
     ],
 )
 def test_peers_are_told_an_address_that_they_can_call(host: str, advertised: str, expected: str) -> None:
-    config = WorkerConfig("decode-0", "a:1", "b:2", model_name="weft-nano", host=host, advertise_host=advertised)
+    config = WorkerConfig(
+        worker_id="decode-0",
+        scheduler_addr="a:1",
+        weights_addr="b:2",
+        model_name="weft-nano",
+        host=host,
+        advertise_host=advertised,
+    )
     assert config.peer_address("7004") == expected

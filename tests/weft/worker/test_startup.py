@@ -16,9 +16,9 @@ import torch
 
 from weft.capacity.memory_budget import Machine
 from weft.capacity.sizes import Sizes, choose_sizes
-from weft.config import ConfigError, read_config
+from weft.config import read_config
 from weft.engine.runner import assemble
-from weft.errors import BadCheckpoint, NotFound, Overloaded, PeerLost
+from weft.errors import BadCheckpoint, ConfigError, NotFound, Overloaded, PeerLost
 from weft.request import WorkerRole
 from weft.rpc.server import RpcServer
 from weft.worker import startup

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.kv import local_transport
 from weft.kv.memfd import SharedMemory, create_shared_memory
 from weft.kv.memory import BlockBytes, HostBlocks

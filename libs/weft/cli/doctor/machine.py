@@ -26,7 +26,7 @@ from weft.cli.mesh_registry import MeshRecord, running_meshes
 from weft.cli.ports import PortTaken, check_port
 from weft.cli.status import explain
 from weft.cli.up import mooncake_trouble
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.rpc.client import open_channel
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc

@@ -15,20 +15,20 @@ from pathlib import Path
 from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
 from weft.capacity.memory_budget import MemoryBudget, default_num_blocks
-from weft.capacity.sizes import RequestedSizes, Sizes, choose_sizes
+from weft.capacity.sizes import Sizes, choose_sizes
 from weft.cli.doctor.finding import Finding, Severity, Subject
 from weft.cli.gpus import all_report_memory, cards, chosen_cards, usable_gpus
 from weft.cli.memory_check import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory, stored_config
 from weft.cli.mesh_registry import running_meshes
-from weft.config import ConfigError
 from weft.config import read_config as read_settings
-from weft.errors import BadCheckpoint, StorageUnavailable
+from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
 from weft.tokenizer import SETTINGS, check_tokenizer
 from weft.weights.bundle.format import SUFFIX
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image_writer import uses_huge_pages
+from weft.worker.config import SizeSettings
 
 LARGE_PAGES_PAY = GIB
 LOOK_AT_THE_DISK = "look at the disk, mount or network that the files are on, then try again"
@@ -134,7 +134,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 def check_memory(subject: Subject) -> Iterator[Finding]:
     """Check the memory of each worker, as the worker does at its start."""
     try:
-        wanted = read_settings(RequestedSizes)
+        wanted = read_settings(SizeSettings).wanted
     except ConfigError as error:
         yield Finding("memory", Severity.FAILURE, str(error), "correct it, or unset it")
         return

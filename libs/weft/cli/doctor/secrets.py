@@ -10,10 +10,11 @@ from pathlib import Path
 
 from cryptography import x509
 
+from weft.addresses import is_loopback
 from weft.api_keys import BadKeys
 from weft.cli.doctor.finding import Finding, Severity, Subject
 from weft.cli.key_store import read_keys
-from weft.config import ConfigError, is_loopback
+from weft.errors import ConfigError
 from weft.rpc.tls import FILES, MESH_NAME, VARIABLE, read_folder, read_pem
 
 RENEW, BEGIN_ANEW = "weft certs FOLDER makes a new one", "weft certs makes another authority in a new folder"

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from weft.config import ConfigError, CpuKernels, read_config
-from weft.errors import StorageUnavailable, WeftError
+from weft.config import CpuKernels, Settings, read_config
+from weft.errors import ConfigError, StorageUnavailable, WeftError
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
 from weft.file_io import TRANSIENT, with_filename
 from weft.weights.bundle import convert
@@ -32,8 +31,7 @@ console = Console(soft_wrap=True, **AS_IT_IS)
 Threads = Annotated[int, typer.Option(min=0, help="0: all cores.")]
 
 
-@dataclass(frozen=True)
-class Settings:
+class _Environment(Settings):
     """Environment settings to validate; the native kernels read the variable themselves."""
 
     cpu_kernels: CpuKernels | None = None
@@ -142,7 +140,7 @@ def main() -> int:
     """Run the program. Status 2: user error, 1: disk or storage failure; each error is one line."""
     ensure_stdio()
     try:
-        read_config(Settings)
+        read_config(_Environment)
         with flush_stdout_on_exit():
             app(standalone_mode=True, prog_name="weft")  # users run these as `weft` commands
     except StorageUnavailable as error:

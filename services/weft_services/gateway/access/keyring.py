@@ -26,8 +26,7 @@ from weft.api_keys import (
     load_keys,
 )
 from weft.asyncio_compat import reraise_lost_cancellation
-from weft.config import ConfigError
-from weft.errors import PeerLost, Unauthenticated
+from weft.errors import ConfigError, PeerLost, Unauthenticated
 from weft.rpc.valkey import checked_url
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from weft.config import ConfigError
+from weft.errors import ConfigError
 from weft.rpc.tls import read_pem, reloaded
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from weft.config import BindError
+from weft.errors import BindError
 
 HEAD, CHUNKED = b"HTTP/1.1 ", b"transfer-encoding: chunked\r\n"
 Bytes = bytes | bytearray | memoryview
