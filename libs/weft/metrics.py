@@ -128,7 +128,7 @@ KVSTORE_LOCATES = Counter(
 )
 PLACEMENTS = Counter("weft_placements", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
 
-# Every service, for the stages of weft.request_stage that it sees.
+# Every service, for the stages of weft.request that it sees.
 STAGE_SECONDS = Histogram(
     "weft_request_stage_seconds",
     "Time that requests spent in a stage of their life",

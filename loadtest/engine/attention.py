@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from loadtest.engine.limits import measure, seconds
-from weft.capacity.gpus import Gpu
-from weft.capacity.roofline import TERA
+from weft.capacity.layout import Gpu
+from weft.capacity.plan import TERA
 from weft_kernels.paged_attention import PagedBatch, paged_attention
 
 NUM_LAYERS = 4

@@ -37,8 +37,8 @@ from loadtest.engine.cpu_bars import FIRST_TOKEN, OURS, PREFILL, bars, is_behind
 from loadtest.engine.cpu_model import make_model
 from loadtest.engine.cpu_task import Task, add_arguments, to_task
 from loadtest.engine.limits import limits_of, read_bandwidth
-from weft.capacity.gpus import Gpu
-from weft.capacity.roofline import TERA
+from weft.capacity.layout import Gpu
+from weft.capacity.plan import TERA
 from weft.cli.mesh import spin_settings
 from weft.model.config import read_config
 

@@ -28,8 +28,7 @@ from loadtest.engine.report import write_report
 from loadtest.engine.results import Results
 from loadtest.engine.shapes import SHAPES, Shape, weight_bytes
 from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, ShapeFailed, Sweep, facts
-from weft.capacity.gpus import Gpu
-from weft.capacity.layout import GIB
+from weft.capacity.layout import GIB, Gpu
 from weft.capacity.sizes import RequestedSizes, choose_sizes
 
 FULL = Grid(GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, (8, 32), 24, 30.0)

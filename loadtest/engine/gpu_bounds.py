@@ -17,7 +17,7 @@ import triton
 from loadtest.engine.gpu_parts import SHAPE, attention_loop, host_seconds, least_ms, parts_of, peer_seconds, plan_of
 from loadtest.kernels.packed_bounds import COPIED, ISSUED, MULTIPLIED
 from loadtest.provenance import made_at
-from weft.capacity.roofline import TERA
+from weft.capacity.plan import TERA
 from weft_kernels.paged_attention import decode
 
 CONTEXT = 1024

@@ -17,10 +17,8 @@ from loadtest.engine.queue_cost import NoModel, config_for, microseconds
 from loadtest.engine.queue_cost import Step as Done
 from loadtest.engine.shapes import SHAPES
 from loadtest.kernels.packed_bounds import COPIED, ISSUED, MULTIPLIED, largest_loop
-from weft.capacity.gpus import Gpu
-from weft.capacity.layout import Demand, Layout
-from weft.capacity.plan import CapacityPlan, make_plan
-from weft.capacity.roofline import TERA, StepShape
+from weft.capacity.layout import Demand, Gpu, Layout
+from weft.capacity.plan import TERA, CapacityPlan, StepShape, make_plan
 from weft.engine.config import EngineConfig
 from weft.engine.runner import StepInputBuilder
 from weft.engine.step_scheduler import ScheduledChunk

@@ -13,10 +13,8 @@ from dataclasses import replace
 import torch
 
 from weft.capacity.footprint import footprint
-from weft.capacity.gpus import Gpu
-from weft.capacity.layout import GIB, Demand, Layout
-from weft.capacity.plan import make_plan
-from weft.capacity.roofline import TERA, Roofline
+from weft.capacity.layout import GIB, Demand, Gpu, Layout
+from weft.capacity.plan import TERA, Roofline, make_plan
 from weft.engine.executor import DTYPES
 from weft.model.spec import ModelConfig
 

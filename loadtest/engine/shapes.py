@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.capacity.footprint import footprint
-from weft.model.config import FAMILIES, ModelConfig, expected_tensors
+from weft.model.config import ModelConfig, config_of, expected_tensors
 from weft.model.fields import Fields
 
 LLAMA: dict[str, Any] = {
@@ -115,8 +115,7 @@ class Shape:
 
     def config(self) -> ModelConfig:
         """Read as a checkpoint's would be."""
-        fields = Fields(Path(self.name), self.all_fields)
-        return FAMILIES[self.fields["architectures"][0]](fields)
+        return config_of(Fields(Path(self.name), self.all_fields))
 
     def tiny(self) -> Shape:
         """The same architecture, small enough for a test."""

@@ -23,8 +23,7 @@ from loadtest.engine.limits import limits_of, measure
 from loadtest.engine.report import write_report
 from loadtest.engine.results import Point, Results
 from loadtest.engine.shapes import SHAPES, Shape
-from weft.capacity.gpus import Gpu
-from weft.capacity.layout import GIB
+from weft.capacity.layout import GIB, Gpu
 from weft.capacity.sizes import RequestedSizes, choose_sizes
 
 CPU_BATCHES, CPU_CONTEXTS, CPU_PROMPTS = (1, 2, 4, 8, 16, 32, 64), (128, 1024, 8192, 32_768), (512, 2048, 8192)

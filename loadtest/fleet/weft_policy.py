@@ -9,10 +9,8 @@ from loadtest.fleet.simulator import Chosen, Rejected
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 from weft.errors import Overloaded
-from weft.fleet_types import RouteQuery, WorkerHello, WorkerReport
-from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft.request_stage import RequestStage
-from weft.worker_stats import EngineTimeStats, PrefixCacheStats, WorkerStats
+from weft.fleet_types import EngineTimeStats, PrefixCacheStats, RouteQuery, WorkerHello, WorkerReport, WorkerStats
+from weft.request import ModelFingerprint, RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.role_balancer import RoleBalancer
 from weft_services.scheduler.router import AttemptProgress, Router

@@ -17,7 +17,7 @@ from tests.weft.engine.harness import Driver
 from tests.weft.model import test_families
 from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import make_family
-from weft.model import attention, decoder, latent, loading, mlp
+from weft.model import attention, decoder, latent, loading
 from weft.model.config import ModelConfig
 from weft.model.step import TokenBatch
 from weft_kernels import packed
@@ -63,8 +63,8 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (latent, "latent_kv", latent_kv_kernel),
         (latent, "paged_attention", paged_attention),
         (latent, "rms_norm", rms_norm_kernel),
-        (mlp, "silu_mul", silu_mul_kernel),
-        (mlp, "pack_experts", pack_experts),
+        (decoder, "silu_mul", silu_mul_kernel),
+        (decoder, "pack_experts", pack_experts),
     ]
     for module, name, kernel in replaced:
         monkeypatch.setattr(module, name, kernel)
@@ -142,7 +142,7 @@ def test_logits_on_weights_that_stay_quantized_are_those_of_transformers(
         return weight
 
     monkeypatch.setattr(loading, "on_device", held)
-    monkeypatch.setattr(mlp, "pack_experts", stack_experts)
+    monkeypatch.setattr(decoder, "pack_experts", stack_experts)
     monkeypatch.setattr(test_families, "NUM_TOKENS", 3)
     logits = test_families.logits_in_chunks(tiny, 3, device=DEVICE)
     expected = tiny.logits(test_families.TOKENS[:3])

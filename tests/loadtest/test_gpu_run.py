@@ -14,7 +14,7 @@ from loadtest.engine.gpu import TINY, run_shape, settings_for
 from loadtest.engine.results import Point, Results
 from loadtest.engine.shapes import SHAPES
 
-from weft.capacity.gpus import Gpu
+from weft.capacity.layout import Gpu
 
 GRID = replace(TINY, batches=(1, 2), contexts=(128,), prompts=(64,), mixed=())
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from weft.model.quantization import FLOATS, INT4_PER_WORD, stored_dtypes
 from weft.model.spec import ModelConfig
-from weft.model.tensors import expected_tensors
+from weft.model.tensors import FLOATS, INT4_PER_WORD, expected_tensors, stored_dtypes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # 12 bits of 16, and escapes: the size that matrices with the published statistics stay below

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.capacity.footprint import ITEM_BYTES, TensorKind
-from weft.capacity.gpus import GPUS
 from weft.capacity.layout import (
     GIB,
+    GPUS,
     UNBOUNDED,
     BadPlan,
     Demand,
@@ -25,8 +25,7 @@ from weft.capacity.layout import (
     on_stage,
     share,
 )
-from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, CapacityPlan, make_plan
-from weft.capacity.roofline import TERA, StepShape
+from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, TERA, CapacityPlan, StepShape, make_plan
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.foreign_files import foreign_path
 from weft.model.config import read_config

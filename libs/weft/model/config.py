@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
 from weft.file_io import path_exists
 from weft.foreign_files import foreign_path
-from weft.model import deepseek, llama, llama4, mistral, mixtral, qwen, smollm3
 from weft.model.common import read_eos
 from weft.model.fields import Fields, read_json
 from weft.model.spec import ModelConfig as ModelConfig
@@ -18,20 +18,21 @@ from weft.model.tensors import expected_tensors as expected_tensors
 from weft.model.tensors import is_ignored as is_ignored
 from weft.tokenizer import read_end_token
 
-FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
-    "LlamaForCausalLM": llama.read,
-    "MistralForCausalLM": mistral.read,
-    "MinistralForCausalLM": mistral.read,
-    "Qwen2ForCausalLM": qwen.read_qwen2,
-    "Qwen3ForCausalLM": qwen.read_qwen3,
-    "MixtralForCausalLM": mixtral.read,
-    "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
-    "SmolLM3ForCausalLM": smollm3.read,
-    "Llama4ForCausalLM": llama4.read,
-    "Llama4ForConditionalGeneration": llama4.read_wrapped,
-    "DeepseekV3ForCausalLM": deepseek.read,
-    "KimiK25ForConditionalGeneration": deepseek.read_wrapped,
-    "Kimi_K25ForConditionalGeneration": deepseek.read_wrapped,
+# Module below `weft.model` and function that read the config of an architecture. Only one is imported.
+FAMILIES = {
+    "LlamaForCausalLM": ("common", "read_common"),
+    "MistralForCausalLM": ("families.mistral", "read"),
+    "MinistralForCausalLM": ("families.mistral", "read"),
+    "Qwen2ForCausalLM": ("families.qwen", "read_qwen2"),
+    "Qwen3ForCausalLM": ("families.qwen", "read_qwen3"),
+    "MixtralForCausalLM": ("families.mixtral", "read"),
+    "Qwen3MoeForCausalLM": ("families.qwen", "read_qwen3_moe"),
+    "SmolLM3ForCausalLM": ("families.smollm3", "read"),
+    "Llama4ForCausalLM": ("families.llama4", "read"),
+    "Llama4ForConditionalGeneration": ("families.llama4", "read_wrapped"),
+    "DeepseekV3ForCausalLM": ("families.deepseek", "read"),
+    "KimiK25ForConditionalGeneration": ("families.deepseek", "read_wrapped"),
+    "Kimi_K25ForConditionalGeneration": ("families.deepseek", "read_wrapped"),
 }
 MAX_EXPERTS = 100_000  # of all layers together; each has its own tensors
 
@@ -53,7 +54,9 @@ def read_config(model_dir: Path) -> ModelConfig:
 
 def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
     """Return what config.json says, with further end tokens `eos` of other files. Raises BadCheckpoint."""
-    config = FAMILIES[_architecture(fields)](fields)
+    module, function = FAMILIES[_architecture(fields)]
+    read: Callable[[Fields], ModelConfig] = getattr(import_module(f"weft.model.{module}"), function)
+    config = read(fields)
     if config.rotated_dim % 2:
         raise fields.error("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
     if experts := config.experts:

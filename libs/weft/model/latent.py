@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft.model.attention import pairs_to_halves
 from weft.model.kv_layout import kv_groups
-from weft.model.latent_plan import ExpandedSequence
 from weft.model.loading import Loader
-from weft.model.rotary import pairs_to_halves
 from weft.model.spec import Latent, ModelConfig
-from weft.model.step import LayerInputs
+from weft.model.step import ExpandedSequence, LayerInputs
 from weft_kernels.latent_attention import latent_attention
 from weft_kernels.latent_kv import latent_kv
 from weft_kernels.linear import linear

@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
-from weft.model.quantization import INT4_PER_WORD, stored_dtypes
-from weft.model.sharding import ShardSlice
 from weft.model.spec import ModelConfig, Packing
-from weft.model.tensors import expected_tensors, is_ignored
+from weft.model.tensors import INT4_PER_WORD, expected_tensors, is_ignored, stored_dtypes
 from weft_kernels.linear import PackedWeight, pack
 from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, read_fp8, read_int4, stack
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """Index ranges [start, stop) of dimension `dim`, joined in their order.
+
+    Of a linear weight [outputs, inputs], `dim` 0 are rows and `dim` 1 columns, in every stored format. A fused
+    gate_up tensor takes two ranges, one from each half.
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of indices in all ranges together."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if a range does not lie inside a tensor of this shape."""
+        if not self.ranges or not 0 <= self.dim < len(shape):
+            raise ValueError(f"slice of {name}: dimension {self.dim} of {list(shape)} has no range; name one")
+        for start, stop in self.ranges:
+            if not 0 <= start < stop <= shape[self.dim]:
+                raise ValueError(
+                    f"slice of {name}: [{start}, {stop}) is not inside dimension {self.dim} of {list(shape)}"
+                )
+
+    def in_blocks(self, name: str, block: int, size: int) -> ShardSlice:
+        """Return the slice in units of `block` indices, for a tensor that holds one element for each block.
+
+        `size` is that of the dimension in single indices. Raises BadCheckpoint for a cut inside a block.
+        """
+        ranges = []
+        for number, (start, stop) in enumerate(self.ranges, 1):
+            is_end = stop == size and number == len(self.ranges)
+            if start % block or (stop % block and not is_end):
+                raise BadCheckpoint(
+                    f"tensor {name}: [{start}, {stop}) of dimension {self.dim} cuts a block of {block}; "
+                    f"choose a layout that cuts at multiples of {block}"
+                )
+            ranges.append((start // block, -(-stop // block)))
+        return ShardSlice(self.dim, tuple(ranges))
+
 
 Tensors = Mapping[str, Tensor]
 DTYPE_NAMES = {

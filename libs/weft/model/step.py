@@ -1,14 +1,84 @@
-"""One packed batch: the caller's input, and what all layers share."""
+"""One packed batch: the caller's input, what all layers share, and how latent attention computes it.
+
+In latent attention a sequence with few new rows takes its queries to the latent space and its results back. A long
+chunk is cheaper the other way round: every head's keys and values are made once, into a workspace that looks like a
+block pool, and shared by all rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 
+import torch
 from torch import Tensor
 
-from weft.model.latent_plan import LatentPlan
+from weft.model.spec import Latent
 from weft_kernels.paged_attention import PagedBatch
+from weft_kernels.pinned_upload import pinned_upload
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedSequence:
+    """One sequence: its rows, its blocks [B] in the real pool, and a batch over the workspace for some of the heads.
+
+    The workspace is [B, heads, 1, 2, block_tokens, max(key, value dim)]; all sequences, layers and groups of heads use
+    the same memory in turn.
+    """
+
+    rows: slice
+    blocks: Tensor
+    batch: PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """`absorbed`: rows and the batch that they make up, or None; together with `expanded`, all rows."""
+
+    absorbed: tuple[Tensor, PagedBatch] | None
+    expanded: tuple[ExpandedSequence, ...] = ()
+
+
+def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
+    """Return the plan of a batch, which every layer uses."""
+    starts = batch.query_starts
+    counts = [end - start for start, end in pairwise(starts)]
+    few = [index for index, count in enumerate(counts) if count < latent.min_expanded_rows]
+    many = [index for index, count in enumerate(counts) if count >= latent.min_expanded_rows]
+    if not many:
+        return LatentPlan((torch.arange(starts[-1], device=batch.pool.device), batch))
+    shapes = [_workspace_shape(latent, batch, index) for index in many]
+    memory = batch.pool.new_zeros(max(map(prod, shapes)))
+    expanded = tuple(_expansion(batch, index, memory, shape) for index, shape in zip(many, shapes, strict=True))
+    return LatentPlan(_absorbed(batch, few) if few else None, expanded)
+
+
+def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedBatch]:
+    rows = [torch.arange(batch.query_starts[index], batch.query_starts[index + 1]) for index in indices]
+    starts = list(accumulate(map(len, rows), initial=0))
+    lens = [batch.context_lens[index] for index in indices]
+    tables = [batch.block_tables[index] for index in indices]
+    return pinned_upload(torch.cat(rows), batch.pool.device), PagedBatch(
+        batch.pool, batch.num_heads, starts, lens, tables
+    )
+
+
+def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int, ...]:
+    block_tokens = batch.pool.shape[4]
+    num_blocks = -(-batch.context_lens[index] // block_tokens)
+    num_heads = latent.expanded_heads(batch.num_heads, num_blocks * block_tokens, batch.pool.itemsize)
+    return num_blocks, num_heads, 1, 2, block_tokens, latent.expanded_dim
+
+
+def _expansion(batch: PagedBatch, index: int, memory: Tensor, shape: tuple[int, ...]) -> ExpandedSequence:
+    start, end = batch.query_starts[index], batch.query_starts[index + 1]
+    num_blocks, num_heads = shape[:2]
+    blocks = pinned_upload(torch.tensor(batch.block_tables[index][:num_blocks]), memory.device)
+    workspace, context = memory[: prod(shape)].view(shape), batch.context_lens[index]
+    whole = PagedBatch(workspace, num_heads, [0, end - start], [context], [range(num_blocks)])
+    return ExpandedSequence(slice(start, end), blocks, whole)
 
 
 @dataclass(frozen=True, slots=True)

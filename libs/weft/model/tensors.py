@@ -1,10 +1,15 @@
-"""Names and shapes of the tensors that a checkpoint must hold, as on Hugging Face. No torch."""
+"""Names, shapes and stored dtypes of the tensors that a checkpoint must hold, as on Hugging Face. No torch."""
 
 from __future__ import annotations
 
-from weft.model.quantization import packed_shapes
-from weft.model.spec import Experts, HeadNorm, Latent, LayerSpec, ModelConfig
+import re
+from collections.abc import Container
+from functools import cache
 
+from weft.model.spec import Experts, HeadNorm, Latent, LayerSpec, ModelConfig, Packing, Quantization
+
+INT4_PER_WORD = 8
+FLOATS = ("F32", "F16", "BF16")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -96,3 +101,36 @@ def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
     if experts.shared_size:
         shapes |= _mlp(config, f"{root}{experts.shared}.", experts.shared_size)
     return shapes
+
+
+def packed_shapes(name: str, shape: tuple[int, int], how: Quantization | None) -> dict[str, tuple[int, ...]]:
+    """The tensors in which the linear weight `name` ships, with their shapes; itself, when it is not packed."""
+    module = name.removesuffix(".weight")
+    if how is None or not name.endswith(".weight") or _is_skipped(module, how):
+        return {name: shape}
+    rows, columns = (-(-size // block) for size, block in zip(shape, how.block, strict=True))
+    if how.packing is Packing.FP8_BLOCKS:
+        return {name: shape, module + ".weight_scale_inv": (rows, columns)}
+    return {
+        module + ".weight_packed": (shape[0], -(-shape[1] // INT4_PER_WORD)),
+        module + ".weight_scale": (rows, columns),
+        module + ".weight_shape": (2,),
+    }
+
+
+def stored_dtypes(name: str, names: Container[str]) -> tuple[str, ...]:
+    """What a tensor may be stored as, by safetensors' names; `names` are those of all tensors of the model."""
+    if name.endswith(".weight_packed"):
+        return ("I32",)
+    if name.endswith(".weight_shape"):
+        return ("I32", "I64")
+    return ("F8_E4M3",) if name.removesuffix(".weight") + ".weight_scale_inv" in names else FLOATS
+
+
+def _is_skipped(module: str, how: Quantization) -> bool:
+    return bool(how.skipped) and _compiled(how.skipped).match(module) is not None
+
+
+@cache
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.fleet_types import NOTHING_LOOKED_UP, EngineTimeStats, PrefixCacheStats, TransferStats, WorkerStats
 from weft.request import (
     FinishReason,
     Grammar,
@@ -18,7 +19,6 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
-from weft.worker_stats import NOTHING_LOOKED_UP, EngineTimeStats, PrefixCacheStats, TransferStats, WorkerStats
 from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
 
 _FINISH_TO_WIRE = {

@@ -21,7 +21,7 @@ from weft.file_io import path_exists
 from weft.foreign_files import PICKLE_SUFFIXES, foreign_names
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
-from weft.model.quantization import stored_dtypes
+from weft.model.tensors import stored_dtypes
 from weft.weights.bundle.format import SUFFIX, bundle_header_of
 from weft.weights.checkpoint_files import Origin, WeightsFile
 from weft.weights.header import TensorEntry, header_of, is_text

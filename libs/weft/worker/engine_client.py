@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from weft import metrics
 from weft.engine.messages import Constraint, EngineLoad, StepOutput
 from weft.errors import Incompatible
+from weft.fleet_types import NO_ENGINE_TIME
 from weft.grammar import Grammars
 from weft.request import Grammar
-from weft.worker_stats import NO_ENGINE_TIME
 
 Consumer = Callable[[StepOutput], None]
 ComputeListener = Callable[[int, float], None]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
-from weft.fleet_types import LoadingWorker, WorkerHello, WorkerReport
+from weft.fleet_types import LoadingWorker, WorkerHello, WorkerReport, WorkerStats
 from weft.request import WorkerRole
 from weft.rpc.client import cancelled_on_exit, open_channel, send_failures_raised
 from weft.rpc.fleet_wire import hello_to_wire, loading_to_wire, report_to_wire
@@ -25,7 +25,6 @@ from weft.rpc.wire import (
     role_from_wire,
     transfer_stats_to_wire,
 )
-from weft.worker_stats import WorkerStats
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ import torch
 from weft import log
 from weft.capacity.footprint import with_stored_dtype
 from weft.capacity.host_limits import available_bytes, granted_cores
-from weft.capacity.memory_budget import MemoryBudget, default_num_blocks, measured_budget
 from weft.capacity.plan import RUNTIME_BYTES
-from weft.capacity.sizes import Sizes, choose_sizes
+from weft.capacity.sizes import MemoryBudget, Sizes, choose_sizes, default_num_blocks, measured_budget
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES, graph_sizes, static_bytes

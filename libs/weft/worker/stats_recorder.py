@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from weft import metrics
+from weft.fleet_types import PrefixCacheStats, TransferStats, WorkerStats
 from weft.kv.tiers import Tier
-from weft.worker_stats import PrefixCacheStats, TransferStats, WorkerStats
 
 # Bounds reports: prefill workers come and go under new names.
 MAX_PREFILL_WORKERS = 256

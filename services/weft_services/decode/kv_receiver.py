@@ -26,8 +26,7 @@ from weft.kv.transfer_protocol import (
     ReadyBlocks,
 )
 from weft.kv.transport import KvSource
-from weft.request import WorkerAddress
-from weft.request_stage import RequestStage
+from weft.request import RequestStage, WorkerAddress
 from weft.rpc.client import ChannelPool, cancelled_on_exit, rpc_errors_translated, send_failures_raised
 from weft.rpc.transfer_wire import event_from_wire, prefill_request_to_wire
 from weft.stall_clock import StallAwareTimeout

@@ -31,8 +31,7 @@ from weft.errors import (
 from weft.kv.layer_groups import PageRange
 from weft.kv.transfer_protocol import Heartbeat, PrefillRequest, PromptFinished
 from weft.kv.transport import TransferFailed
-from weft.request import ModelFingerprint, PromptUsage, RequestKey, WorkerAddress
-from weft.request_stage import RequestStage
+from weft.request import ModelFingerprint, PromptUsage, RequestKey, RequestStage, WorkerAddress
 from weft.worker.kv_pull import ChecksumMismatch, KvPuller
 from weft.worker.stats_recorder import StatsRecorder
 from weft_services.decode.kv_receiver import KvReceiver, LeaseLost, PrefillClient, ProtocolViolation

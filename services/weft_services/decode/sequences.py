@@ -23,8 +23,7 @@ from weft.errors import (
 )
 from weft.kv.tiers import Tier
 from weft.kv.transfer_protocol import is_superseded
-from weft.request import PromptUsage, RequestKey
-from weft.request_stage import RequestStage
+from weft.request import PromptUsage, RequestKey, RequestStage
 from weft.worker.hidden_state_observers import PromptLogprobReader
 from weft.worker.process import WorkerContext
 from weft.worker.store_client import StorePrefix

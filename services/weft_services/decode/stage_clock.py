@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from weft import metrics
 from weft.engine.messages import PromptCounts
-from weft.request import PromptUsage
-from weft.request_stage import RequestStage
+from weft.request import PromptUsage, RequestStage
 from weft.trace import Span
 
 MAX_US = 2**32 - 1  # limit of the wire: more than an hour

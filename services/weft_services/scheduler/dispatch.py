@@ -17,8 +17,7 @@ from typing import Any
 from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.fleet_types import Priority, RouteQuery, WorkerHello, WorkerReport
 from weft.metrics import OVER_SLO, PLACEMENTS, WAITING_REQUESTS
-from weft.request import WorkerRole
-from weft.request_stage import RequestStage
+from weft.request import RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import MAX_EXPECTED_WAIT_SHARE, AdmissionQueue, QueuedRequest, rank_of
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow

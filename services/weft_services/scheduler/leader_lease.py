@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from weft.ids import new_id
+from weft.request import new_id
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 
 LEASE_SECONDS = 10.0

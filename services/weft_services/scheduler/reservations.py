@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from weft.errors import Cancelled
 from weft.fleet_types import RouteQuery
 from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
-from weft.request import RequestKey
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.routing_types import PlacementDecision
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from weft.errors import InvalidRequest, NoWorker
 from weft.fleet_types import Priority, RouteQuery, WorkerHello, WorkerReport
 from weft.kv.tiers import Tier
-from weft.request import RequestKey
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage
 from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow, backfill_window
 from weft_services.scheduler.fleet import Fleet, GatewayRegistry, takes_requests
 from weft_services.scheduler.fleet_state import ModelWorkers, Worker

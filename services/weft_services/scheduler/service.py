@@ -28,8 +28,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.fleet_types import DEFAULT_REQUEST_SECONDS, RouteQuery
-from weft.request import RequestKey
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage
 from weft.rpc.fleet_wire import priority_from_wire
 from weft.rpc.status import as_weft_error
 from weft.rpc.wire import address_into_wire, key_from_wire

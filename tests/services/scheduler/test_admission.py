@@ -8,8 +8,7 @@ from tests.services.scheduler.fakes import MODEL, Clock, ready_worker, worker_in
 from weft.errors import Overloaded
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.metrics import OVER_SLO
-from weft.request import RequestKey, WorkerRole
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher

@@ -12,8 +12,7 @@ import pytest
 from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import Overloaded
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
-from weft.request import RequestKey, WorkerRole
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.backfill import MAX_BYPASSED, UNRESTRICTED, BackfillWindow, backfill_window

@@ -6,10 +6,9 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible
-from weft.fleet_types import WorkerReport
+from weft.fleet_types import EngineTimeStats, PrefixCacheStats, WorkerReport, WorkerStats
 from weft.metrics import READY_WORKERS, REGISTRY
 from weft.request import WorkerAddress, WorkerRole
-from weft.worker_stats import EngineTimeStats, PrefixCacheStats, WorkerStats
 from weft_services.scheduler.fleet import MAX_MODELS, READY_METRIC_SECONDS, Fleet
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, FetchStats, StoreCredit, store_credit

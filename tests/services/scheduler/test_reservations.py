@@ -10,8 +10,7 @@ from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.errors import Cancelled
 from weft.fleet_types import DEFAULT_REQUEST_SECONDS, RouteQuery, WorkerReport
 from weft.metrics import REGISTRY
-from weft.request import RequestKey, WorkerRole
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler import reservations as reservations_module
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.reservations import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Reservation, Reservations

@@ -8,8 +8,7 @@ import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, worker_info
 from weft.fleet_types import RouteQuery, WorkerReport
-from weft.request import RequestKey, WorkerAddress, WorkerRole
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft_services.scheduler.fleet import ABSENT_SECONDS
 from weft_services.scheduler.fleet_state import NEVER, ReservedLoad
 from weft_services.scheduler.router import AttemptProgress, Router

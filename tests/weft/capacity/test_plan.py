@@ -17,8 +17,7 @@ from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
 
 from weft.capacity.footprint import TensorKind, footprint
-from weft.capacity.gpus import GPUS, Gpu
-from weft.capacity.layout import UNBOUNDED, BadPlan, Demand, Layout, PipelineStage, check_layout, layouts
+from weft.capacity.layout import GPUS, UNBOUNDED, BadPlan, Demand, Gpu, Layout, PipelineStage, check_layout, layouts
 from weft.capacity.plan import CapacityPlan, make_plan
 from weft.kv.layer_groups import AttentionSpan, PagingPolicy
 from weft.model.config import expected_tensors, read_config

@@ -12,8 +12,7 @@ import torch
 
 from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.tiny_families import TinyFamily
-from weft.capacity.gpus import GPUS
-from weft.capacity.layout import Demand, Layout
+from weft.capacity.layout import GPUS, Demand, Layout
 from weft.capacity.plan import make_plan
 from weft.kv.block_pool import BlockPool
 from weft.model.kv_layout import group_size, kv_groups

@@ -15,9 +15,9 @@ from weft import file_io
 from weft.errors import BadCheckpoint
 from weft.kv.block_keys import fingerprint_digest
 from weft.model import kv_layout
+from weft.model.common import ORIGINAL
 from weft.model.config import Rope, expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, layout_name
-from weft.model.rope_fields import ORIGINAL
 from weft.request import ModelFingerprint
 
 PLAIN: dict[str, Any] = {

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.capacity.gpus import GPUS
-from weft.capacity.layout import Demand, Layout
+from weft.capacity.layout import GPUS, Demand, Layout
 from weft.capacity.plan import make_plan
 from weft.model import spec
 from weft.model.config import read_config
-from weft.model.latent_plan import LatentPlan, plan_latent
 from weft.model.spec import WORKSPACE_BYTES, Latent
+from weft.model.step import LatentPlan, plan_latent
 from weft_kernels.paged_attention import PagedBatch
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -12,11 +12,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.weft.tiny_llama import Tiny
 from weft.errors import BadCheckpoint
+from weft.model.attention import inverse_frequencies, pairs_to_halves
+from weft.model.common import read_rope
 from weft.model.config import Rope
 from weft.model.decoder import Decoder
 from weft.model.fields import Fields
-from weft.model.rope_fields import read_rope
-from weft.model.rotary import inverse_frequencies, pairs_to_halves
 from weft.model.step import TokenBatch
 from weft_kernels.paged_attention import PagedBatch
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.weft.tiny_families import FAMILIES, TinyFamily
-from weft.capacity.memory_budget import Machine, estimate_budget
+from weft.capacity.sizes import Machine, estimate_budget
 from weft.engine.config import EngineConfig
 from weft.engine.executor import DecodeGraphs, static_bytes
 from weft.engine.runner import ModelRunner

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.capacity.memory_budget import Machine
-from weft.capacity.sizes import Sizes, choose_sizes
+from weft.capacity.sizes import Machine, Sizes, choose_sizes
 from weft.config import read_config
 from weft.engine.runner import assemble
 from weft.errors import BadCheckpoint, ConfigError, NotFound, Overloaded, PeerLost

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.fleet_types import EngineTimeStats, PrefixCacheStats, TransferStats
 from weft.kv.tiers import Tier
 from weft.metrics import REGISTRY
 from weft.rpc import wire
 from weft.worker import stats_recorder
 from weft.worker.stats_recorder import StatsRecorder
-from weft.worker_stats import EngineTimeStats, PrefixCacheStats, TransferStats
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 
 

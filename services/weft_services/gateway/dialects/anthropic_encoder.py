@@ -8,8 +8,7 @@ from typing import Any
 import orjson
 
 from weft.errors import WeftError
-from weft.ids import new_id
-from weft.request import FinishReason
+from weft.request import FinishReason, new_id
 from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
 from weft_services.gateway.dialects.sse import event
 from weft_services.gateway.error_body import public_message, status_of

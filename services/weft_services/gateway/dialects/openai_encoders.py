@@ -9,8 +9,7 @@ from typing import Any
 import orjson
 
 from weft.errors import WeftError
-from weft.ids import new_id
-from weft.request import FinishReason, PromptLogprobs
+from weft.request import FinishReason, PromptLogprobs, new_id
 from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
 from weft_services.gateway.dialects.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from weft_services.gateway.dialects.sse import DONE, KEEP_ALIVE, error_frame, with_obfuscation

@@ -9,8 +9,7 @@ from typing import Any
 import orjson
 
 from weft.errors import Overloaded, WeftError
-from weft.ids import new_id
-from weft.request import FinishReason
+from weft.request import FinishReason, new_id
 from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
 from weft_services.gateway.dialects.logprobs import TextLogprobs, chat_logprobs
 from weft_services.gateway.dialects.responses_tools import own_names

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import InvalidRequest
-from weft.ids import new_id
+from weft.request import new_id
 from weft_services.gateway.dialects.chat_translation import Fields, tool_result_text
 from weft_services.gateway.dialects.responses_tools import qualified
 

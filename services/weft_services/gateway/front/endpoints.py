@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft import trace
 from weft.errors import Cancelled, WeftError
-from weft.request_stage import RequestStage
+from weft.request import RequestStage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.choices import CollectedChoice, Usage

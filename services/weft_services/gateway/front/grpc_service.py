@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import trace
 from weft.errors import Cancelled
-from weft.request_stage import RequestStage
+from weft.request import RequestStage
 from weft.rpc import wire
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb

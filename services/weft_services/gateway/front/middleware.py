@@ -10,8 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.errors import Forbidden, WeftError
-from weft.ids import new_id
 from weft.log import request_id
+from weft.request import new_id
 from weft_services.gateway.access.authentication import Authenticator, Principal, current_principal
 from weft_services.gateway.access.limiter import KINDS, RateLimitState
 from weft_services.gateway.front.access_log import note, open_entry

@@ -12,7 +12,7 @@ import orjson
 
 from weft import metrics, trace
 from weft.metrics import cached_labels
-from weft.request_stage import RequestStage
+from weft.request import RequestStage
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.choices import Usage
 from weft_services.gateway.front import otel_genai

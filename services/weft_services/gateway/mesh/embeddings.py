@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import BadCheckpoint, Cancelled, EngineFailed, NoWorker, Overloaded, PeerLost
 from weft.fleet_types import WorkerStatus
-from weft.ids import new_id
-from weft.request import RequestKey, WorkerAddress, WorkerRole
+from weft.request import RequestKey, WorkerAddress, WorkerRole, new_id
 from weft.rpc import wire
 from weft.rpc.client import ChannelPool, rpc_errors_translated
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb

@@ -18,9 +18,16 @@ from typing import Self
 from weft import metrics
 from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, QueueFull, WeftError
 from weft.fleet_types import Priority, RouteQuery
-from weft.ids import new_id
-from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey, WorkerAddress
-from weft.request_stage import RequestStage
+from weft.request import (
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptUsage,
+    RequestKey,
+    RequestStage,
+    WorkerAddress,
+    new_id,
+)
 from weft.rpc.status import as_weft_error
 from weft.stall_clock import StallAwareClock
 from weft_services.gateway.mesh.decode_connection import (

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from weft.errors import InvalidRequest
-from weft.ids import new_seed
 from weft.kv.block_keys import block_keys
-from weft.request import Grammar, SamplingParams
+from weft.request import Grammar, SamplingParams, new_seed
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, TokenizeRequest
 from weft_services.gateway.grammar.request_grammar import request_grammar

@@ -32,8 +32,7 @@ from weft.errors import (
     from_code,
 )
 from weft.fleet_types import LoadingWorker, RouteQuery, StoreUsage, WorkerStatus
-from weft.request import RequestKey, WorkerAddress, WorkerRole
-from weft.request_stage import RequestStage
+from weft.request import RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES, open_channel, rpc_errors_translated
 from weft.rpc.fleet_wire import loading_from_wire, query_to_wire, status_from_wire, usage_from_wire

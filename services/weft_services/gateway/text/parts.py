@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from secrets import choice
 
-from weft.ids import new_id
+from weft.request import new_id
 from weft_services.gateway.text.json_repair import SPACE
 
 

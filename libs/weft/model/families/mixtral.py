@@ -1,19 +1,17 @@
-"""Mixtral: a Mistral with a mixture of experts in every layer. No torch."""
+"""Mixtral: a Mistral with a mixture of experts in every layer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import read_common
+from weft.model.common import read_common, read_window
 from weft.model.fields import Fields
-from weft.model.mistral import read_window
 from weft.model.spec import Experts, LayerSpec, ModelConfig
 
 DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}  # transformers' class
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, num_key_value_heads=8, **DEFAULTS)
     experts = Experts(
         num_experts=fields.count("num_local_experts", 8),

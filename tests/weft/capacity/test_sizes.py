@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
-from weft.capacity.memory_budget import Machine, MemoryBudget, default_num_blocks, estimate_budget, measured_budget
+from weft.capacity.sizes import Machine, MemoryBudget, default_num_blocks, estimate_budget, measured_budget
 from weft.errors import BadCheckpoint
 
 CPU = Machine("cpu", "float32", 16)

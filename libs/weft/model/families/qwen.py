@@ -1,29 +1,26 @@
-"""Qwen2.5 (biased queries, keys, values), Qwen3 (normed heads) and Qwen3-MoE. No torch."""
+"""Qwen2.5 (biased queries, keys, values), Qwen3 (normed heads) and Qwen3-MoE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import read_common
+from weft.model.common import FULL, SLIDING, read_common, read_layers, read_window
+from weft.model.families.mistral import DEFAULT_WINDOW
 from weft.model.fields import Fields
-from weft.model.mistral import DEFAULT_WINDOW, FULL, SLIDING, read_layers, read_window
 from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:
-    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=32)
     return replace(config, has_qkv_bias=True, layers=_windows(fields, config.num_layers))
 
 
 def read_qwen3(fields: Fields) -> ModelConfig:
-    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=32, head_dim=128)
     return replace(config, head_norm=HeadNorm.WEIGHTED, layers=_windows(fields, config.num_layers))
 
 
 def read_qwen3_moe(fields: Fields) -> ModelConfig:
-    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=4)
     experts = Experts(
         num_experts=fields.count("num_experts", fields.integer("num_local_experts", 128)),  # transformers 5's name

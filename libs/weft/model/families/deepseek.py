@@ -1,17 +1,15 @@
-"""DeepSeek-V3, Kimi K2 and the text model of Kimi K2.5: latent attention, experts chosen by groups. No torch."""
+"""DeepSeek-V3, Kimi K2 and the text model of Kimi K2.5: latent attention, experts chosen by groups."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import read_common
+from weft.model.common import mscale, read_common, rope_object
 from weft.model.fields import Fields
-from weft.model.rope_fields import mscale, rope_object
 from weft.model.spec import Experts, Latent, LayerSpec, ModelConfig, Scoring
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=4096)
     latent = _latent(fields, config)
     num_dense = fields.integer("first_k_dense_replace", 3, least=0)
@@ -33,7 +31,6 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:
-    """Read the text model inside a multimodal one."""
     config = read(fields.text_config())
     inner = tuple("language_model." + name for name in config.ignored)
     return replace(config, prefix="language_model.", ignored=("vision_tower.", "mm_projector.", *inner))

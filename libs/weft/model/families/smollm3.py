@@ -1,19 +1,17 @@
-"""SmolLM3: a Llama without rotary positions in every fourth layer. No torch."""
+"""SmolLM3: a Llama without rotary positions in every fourth layer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import read_common
+from weft.model.common import FULL, SLIDING, read_common, read_layers, read_window
 from weft.model.fields import Fields
-from weft.model.mistral import FULL, SLIDING, read_layers, read_window
 from weft.model.spec import ModelConfig
 
 DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # transformers' class
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, max_position_embeddings=32_768, **DEFAULTS)
     count, interval = config.num_layers, fields.integer("no_rope_layer_interval", 4)
     rotated = fields.integers("no_rope_layers", []) or [int((index + 1) % interval != 0) for index in range(count)]

@@ -1,4 +1,4 @@
-"""Llama 4's text model: chunked and unrotated layers in turn, top-1 routing beside a shared expert. No torch."""
+"""Llama 4's text model: chunked and unrotated layers in turn, top-1 routing beside a shared expert."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ DEFAULTS = {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "max_position_embeddi
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Read the fields of config.json; raises BadCheckpoint for what is not supported."""
     config = read_common(fields, num_key_value_heads=8, head_dim=128, **DEFAULTS)
     layers = _layers(fields, config.num_layers)
     experts = Experts(
@@ -41,7 +40,6 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:
-    """Read the text model inside a multimodal one."""
     return replace(
         read(fields.text_config()), prefix="language_model.", ignored=("vision_model.", "multi_modal_projector.")
     )
