@@ -188,8 +188,7 @@ def parse_options() -> tuple[Options, Path | None]:
 def main() -> None:
     """Measure and print."""
     options, out = parse_options()
-    chunk_tokens = str(options.chunk_tokens)
-    environment = {"WEFT_CHUNK_TOKENS": chunk_tokens, "WEFT_MIXED_STEP_PREFILL_TOKENS": chunk_tokens}
+    environment = {"WEFT_CHUNK_TOKENS": str(options.chunk_tokens)}
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_checkpoint(Path(folder) / "llama-30M"))
         with ExitStack() as stack:

@@ -138,13 +138,15 @@ def serve(port: int, redis_url: str) -> None:
     import os
     import runpy
 
+    from weft_services.scheduler.config import SchedulerConfig
+
     # No SLO: the bench measures placement, and its requests never end.
     settings = {
         "WEFT_PORT": str(port),
         "WEFT_REDIS_URL": redis_url,
-        "WEFT_REPORT_INTERVAL_MS": "10000",
         "WEFT_SLO": "0/0",
     }
+    SchedulerConfig.report_interval_ms = 10_000
     os.environ.update(settings | {"WEFT_LOG_LEVEL": "ERROR"})
     runpy.run_module("weft_services.scheduler", run_name="__main__")
 

@@ -19,8 +19,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from weft_kernels.packed import hopper, pack_f12
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed.linear import gemm, linear_packed, tiles_table, tune
-from weft_kernels.packed.tune_all import tune_all
-from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
+from weft_kernels.packed.tuning import Tiles, TuningTable, candidates
 
 IDENTITY = {"device": "one", "triton": "3"}
 QUICK: Tiles = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "num_stages": 2}
@@ -171,42 +170,3 @@ def test_prompts_of_middling_length_are_multiplied_as_tuning_found_best(
     close(found / 64, expected / 64)
     long = torch.randn(hopper.MOST_ROWS + 1, 2048, device=DEVICE).bfloat16()
     assert torch.equal(linear_packed(long, packed), functional.linear(long, weight))
-
-
-@pytest.mark.usefixtures("own_tables")
-def test_all_shapes_of_a_model_are_tuned_few_rows_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(2)
-    sizes = (70, 512), (70, 512), (40, 256)
-    weights = [pack_f12(torch.randn(size, generator=generator).bfloat16().to(DEVICE)) for size in sizes]
-    monkeypatch.setattr(packed_linear, "candidates", lambda form, num_rows: [SLOW, QUICK])
-    timed: list[tuple[int, int]] = []
-
-    def timer(calls: Sequence[Callable[[], Tensor]]) -> float:
-        out = calls[-1]()
-        timed.append((out.shape[-2], out.shape[-1]))
-        return float(len(timed) % 2)  # the second of each two is quicker
-
-    assert tune_all(weights, (9, 13, 16, 20), timer, 60.0) == 4
-    assert timed == [(16, 70)] * 2 + [(16, 40)] * 2 + [(32, 70)] * 2 + [(32, 40)] * 2
-    table_of.cache_clear()  # as the next start does
-    assert tiles_table(weights[0].device).of("F12", 40, 256, 17) == QUICK
-    assert tune_all(weights, (11, 32), timer, 60.0) == 0
-    assert len(timed) == 8
-
-
-@pytest.mark.usefixtures("own_tables")
-def test_when_the_time_is_over_what_was_tried_to_its_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = [pack_f12(torch.randn(size, 256).bfloat16().to(DEVICE)) for size in (40, 70)]
-    monkeypatch.setattr(packed_linear, "candidates", lambda form, num_rows: [SLOW, QUICK])
-    now = [0.0]
-    monkeypatch.setattr("weft_kernels.packed.tune_all.time.monotonic", lambda: now[0])
-
-    def timer(calls: Sequence[Callable[[], Tensor]]) -> float:
-        now[0] += 1.0
-        return now[0]
-
-    assert tune_all(weights, (16,), timer, 3.0) == 1
-    table_of.cache_clear()
-    table = tiles_table(weights[0].device)
-    assert (table.of("F12", 40, 256, 16), table.of("F12", 70, 256, 16)) == (SLOW, None)
-    assert tune_all([], (16,), timer, 60.0) == 0

@@ -106,7 +106,6 @@ class RequestedSizes:
     weight_format: str = "auto"
     num_blocks: int = 0
     chunk_tokens: int = 0
-    mixed_step_prefill_tokens: int = 0
     max_seqs: int = 0
 
 
@@ -153,8 +152,8 @@ def choose_sizes(wanted: RequestedSizes, has_cuda: bool) -> Sizes:
     return Sizes(
         machine=Machine(device, dtype, BLOCK_TOKENS[device], is_resident),
         chunk_tokens=wanted.chunk_tokens or CHUNK_TOKENS[device],
-        mixed_tokens=wanted.mixed_step_prefill_tokens or MIXED_TOKENS[device],
-        shared_tokens=wanted.mixed_step_prefill_tokens or SHARED_TOKENS[device],
+        mixed_tokens=MIXED_TOKENS[device],
+        shared_tokens=SHARED_TOKENS[device],
         max_seqs=wanted.max_seqs or MAX_SEQS[device],
         num_blocks=wanted.num_blocks,
     )

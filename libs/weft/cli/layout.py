@@ -103,7 +103,6 @@ class Addresses:
     kvstore: str
     weights: str
     workers: Mapping[str, str]
-    master_port: int
     gateways: Mapping[str, int]
 
 
@@ -124,12 +123,12 @@ def pick_addresses(options: MeshOptions) -> Addresses:
         lender = check_listen_address(options.weights_listen, "--weights-listen")
         _choose(chosen, int(lender.rpartition(":")[2]), "--weights-listen")
     names, gateways = options.workers, options.gateways
-    ports = free_ports(5 + len(names) + len(gateways), chosen)
+    ports = free_ports(4 + len(names) + len(gateways), chosen)
     valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
     weights = lender or weights
-    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[5 : 5 + len(names)], strict=True)}
-    private = dict(zip(gateways, ports[5 + len(names) :], strict=True))
-    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], gateways=private)
+    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[4 : 4 + len(names)], strict=True)}
+    private = dict(zip(gateways, ports[4 + len(names) :], strict=True))
+    return Addresses(valkey, scheduler, kvstore, weights, workers, private)
 
 
 def _choose(chosen: dict[int, str], port: int, flag: str) -> None:

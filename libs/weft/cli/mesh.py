@@ -38,7 +38,7 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
     """Return the children of `weft up`, in display order. Raises ConfigError."""
     stores = [_valkey(at), _service("scheduler", at.scheduler, _common(options, at))]
     if options.has_store:
-        own = {**_common(options, at), **_disk(options), "WEFT_MASTER_PORT": str(at.master_port)}
+        own = {**_common(options, at), **_disk(options)}
         stores.append(_service("kvstore", at.kvstore, own))
     stores.append(_weights(options, at))
     workers = [

@@ -25,6 +25,7 @@ class WeightFormatOption(StrEnum):
 class TransportOption(StrEnum):
     AUTO = "auto"
     MOONCAKE = "mooncake"
+    RDMA = "rdma"
     GRPC = "grpc"
 
 

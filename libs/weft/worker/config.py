@@ -46,16 +46,16 @@ class WeightFormat(StrEnum):
 
 
 class TransportChoice(StrEnum):
-    """How KV blocks are pulled; auto tries a local pool's file, then Mooncake, then gRPC."""
+    """How KV blocks are pulled; auto tries a local pool's file, then Mooncake over TCP, then gRPC.
+
+    `rdma` tries a local pool's file, then Mooncake over RDMA. With `mooncake` or `rdma`, a worker without Mooncake does
+    not start.
+    """
 
     AUTO = "auto"
     MOONCAKE = "mooncake"
-    GRPC = "grpc"
-
-
-class MooncakeProtocol(StrEnum):
-    TCP = "tcp"
     RDMA = "rdma"
+    GRPC = "grpc"
 
 
 class StoreFetchPolicy(StrEnum):
@@ -72,7 +72,6 @@ class SizeSettings(Settings):
     weight_format: WeightFormat = WeightFormat.AUTO
     num_blocks: Count = 0
     chunk_tokens: Count = 0
-    mixed_step_prefill_tokens: Count = 0
     max_seqs: Count = 0
 
     @property
@@ -99,9 +98,7 @@ class WorkerConfig(SizeSettings):
     metrics_port: Port = 0
     device: DeviceChoice = DeviceChoice.AUTO
     gpu_share: Share = 1.0
-    tune_seconds: Annotated[float, Field(ge=0)] = 0.0
     transport: TransportChoice = TransportChoice.AUTO
-    mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
     store_fetch_policy: StoreFetchPolicy = StoreFetchPolicy.CHEAPER
     lease_seconds: Annotated[float, Field(ge=MIN_LEASE_SECONDS, le=MAX_LEASE_SECONDS)] = LEASE_SECONDS
     threads: Threads = 0

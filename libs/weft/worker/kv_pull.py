@@ -21,7 +21,7 @@ from weft.kv.memory import BlockBytes, checksums
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
 from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, Transport
 from weft.rpc.grpc_transport import GrpcTransport
-from weft.worker.config import MooncakeProtocol, TransportChoice
+from weft.worker.config import TransportChoice
 
 logger = logging.getLogger(__name__)
 SWEEP_SECONDS = 0.25
@@ -223,25 +223,25 @@ async def _outcome(pull: Awaitable[None]) -> TransferFailed | None:
 
 
 def choose_transports(
-    choice: TransportChoice, host: str, protocol: MooncakeProtocol, fallback: GrpcTransport, memory: BlockBytes
+    choice: TransportChoice, host: str, fallback: GrpcTransport, memory: BlockBytes
 ) -> tuple[Transport, ...]:
     """Return the usable transports in order of preference, gRPC last, with the pool registered in each.
 
-    Raises ConfigError if WEFT_TRANSPORT=mooncake and Mooncake is unavailable.
+    Raises ConfigError if WEFT_TRANSPORT demands Mooncake and it is unavailable.
     """
     transports: list[Transport] = [fallback]
     pool_bytes = memory.num_blocks * memory.block_bytes
     if choice is not TransportChoice.GRPC:
         try:
-            mooncake = MooncakeTransport(host, protocol)
+            mooncake = MooncakeTransport(host, "rdma" if choice is TransportChoice.RDMA else "tcp")
             mooncake.register(memory.address, pool_bytes)
             transports.insert(0, mooncake)
         except MooncakeUnavailable as error:
-            if choice is TransportChoice.MOONCAKE:
-                raise ConfigError(f"WEFT_TRANSPORT=mooncake: Mooncake is unavailable: {error}") from error
+            if choice is not TransportChoice.AUTO:
+                raise ConfigError(f"WEFT_TRANSPORT={choice}: Mooncake is unavailable: {error}") from error
             logger.warning("kv transport falls back to grpc, mooncake unavailable error=%s", error)
     fallback.register(memory.address, pool_bytes)
-    if choice is TransportChoice.AUTO and memory.shared_fd is not None:
+    if choice in (TransportChoice.AUTO, TransportChoice.RDMA) and memory.shared_fd is not None:
         try:
             transports.insert(0, LocalTransport(memory))
         except OSError as error:

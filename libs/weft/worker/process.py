@@ -190,7 +190,7 @@ async def _build_context(
     memory = open_blocks(engine.pool_memory, loaded.device)
     channels = ChannelPool()
     fallback = GrpcTransport(channels, memory)
-    transports = choose_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, memory)
+    transports = choose_transports(config.transport, config.peer_host, fallback, memory)
     endpoint = advertised_endpoint(transports)
     choose = AlwaysFetch if config.store_fetch_policy is StoreFetchPolicy.ALWAYS else FetchCostModel
     cost_model = choose(loaded.engine_config.block_tokens, loaded.engine_config.chunk_tokens)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.sizes import MemoryBudget, Sizes, choose_sizes, default_num_blocks, measured_budget
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.executor import DTYPES, graph_sizes, static_bytes
+from weft.engine.executor import DTYPES, static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import assemble
 from weft.errors import ConfigError, Overloaded, PeerLost
@@ -191,14 +191,10 @@ def _build(
 def _profile_memory(
     config: WorkerConfig, decoder: Decoder, limits: EngineConfig, dtype: str, weights_hash: str, progress: LoadProgress
 ) -> tuple[int, int]:
-    """Tune and compile kernels. Return the GPU's free bytes and the peak bytes of the largest step."""
+    """Compile kernels. Return the GPU's free bytes and the peak bytes of the largest step."""
     device, model = decoder.device, decoder.config
-    if config.tune_seconds and decoder.packed:
-        progress.set_phase("tuning kernels")
-        tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
-        log.startup_phase("tuning")
     progress.set_phase("measuring the largest step")
-    free = free_bytes(device)  # Also releases what packing and tuning left, so that it does not count as held.
+    free = free_bytes(device)  # Also releases what packing left, so that it does not count as held.
     held = torch.cuda.memory_reserved(device) + RUNTIME_BYTES  # RUNTIME_BYTES: memory of libraries outside torch.
     free = usable_bytes(free, _total_bytes(), config.gpu_share, held)
     identity = peak_identity(weights_hash, limits, dtype, device)
@@ -263,18 +259,3 @@ def _total_bytes() -> int:
 def _free_bytes(sizes: Sizes, share: float) -> int:
     is_cpu = sizes.machine.device == "cpu"
     return available_bytes() if is_cpu else usable_bytes(*torch.cuda.mem_get_info(), share, 0)
-
-
-def tune_tiles(decoder: Decoder, rows: Iterable[int], max_seconds: float) -> None:
-    """Tune tiles for packed matrices that the cache lacks. Failures only cost speed."""
-    from weft_kernels.cuda_graphs import seconds_in_graph
-    from weft_kernels.packed.tune_all import tune_all  # needs Triton
-
-    try:
-        num_tuned = tune_all(decoder.packed, rows, seconds_in_graph, max_seconds)
-    except OSError as error:
-        logger.warning("tile cache not written error=%s", error)
-    except RuntimeError as error:  # Out of memory next to the model, or a failed capture.
-        logger.warning("tile tuning stopped, using current tiles error=%s", error)
-    else:
-        logger.info("tiles tuned products=%d", num_tuned)

@@ -12,7 +12,7 @@ from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.process import serve
 
 IN_THE_CLEAR = (
-    "api keys and prompts cross the network unencrypted host=%s; set a certificate with "
+    "api keys and prompts cross any network before this listener unencrypted host=%s; set a certificate with "
     "WEFT_TLS_CERT and WEFT_TLS_KEY, or put a TLS proxy in front that alone can reach this listener"
 )
 
@@ -22,7 +22,7 @@ async def main() -> None:
     config = read_config(GatewayConfig, with_local_model())
     logging.getLogger(__name__).info("%s", config)
     if config.sends_keys_in_clear:
-        logging.getLogger(__name__).warning(IN_THE_CLEAR, config.publish_host or config.host)
+        logging.getLogger(__name__).warning(IN_THE_CLEAR, config.host)
     trace.setup("gateway")
     log.startup_phase("imports")
     await serve(config)

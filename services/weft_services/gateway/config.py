@@ -26,7 +26,6 @@ class GatewayConfig(Settings):
     tool_format: str = "auto"
     allow_user_special_tokens: bool = True
     host: str = "127.0.0.1"
-    publish_host: str = ""
     keys: str = ""
     allow_unauthenticated: bool = False
     redis_url: str = ""
@@ -74,7 +73,7 @@ class GatewayConfig(Settings):
     @property
     def sends_keys_in_clear(self) -> bool:
         """True if API keys may cross a network without TLS."""
-        return bool(self.keys) and self.tls_cert is None and not is_loopback(self.publish_host or self.host)
+        return bool(self.keys) and self.tls_cert is None and not is_loopback(self.host)
 
     def _check_models(self) -> None:
         for name, directory in self.models.items():

@@ -32,7 +32,7 @@ async def main() -> None:
     trace.setup("kvstore")
     log.startup_phase("imports")
     rpc = RpcServer([SERVICE_NAME])
-    place = StoreAddress(config.host, config.store_host, config.master_port, config.store_memory_bytes)
+    place = StoreAddress(config.host, config.store_host, config.store_memory_bytes)
     disk = await _lock_disk(config)
     places = PoolIndex()
     store = NodeStore(place, rpc.set_ready, disk, config.index_limits)

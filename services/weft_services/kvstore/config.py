@@ -27,7 +27,6 @@ class KvStoreConfig(Settings):
     port: Port = 0
     advertise_host: str = ""
     metrics_port: Port = 0
-    master_port: Port = 0
     store_memory_bytes: Annotated[int, Field(ge=MIN_SEGMENT_BYTES, lt=2**63)] = 256 * 1024 * 1024
     disk_path: Path | None = None
     disk_bytes: Annotated[int, Field(ge=MIN_DISK_BYTES, lt=2**63)] = 8 * 1024 * 1024 * 1024

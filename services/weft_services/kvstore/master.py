@@ -30,11 +30,11 @@ class Master:
         self._process = process
 
     @classmethod
-    async def start(cls, bind_host: str, host: str, port: int) -> Master:
-        """Start a master and wait until it listens; port 0 takes a free one. Raises StoreLost."""
+    async def start(cls, bind_host: str, host: str) -> Master:
+        """Start a master and wait until it listens on a free port. Raises StoreLost."""
         program = _find_program()
         try:
-            port = port or _free_port(bind_host)
+            port = _free_port(bind_host)
             process = _spawn(program, bind_host, port)
         except OSError as error:  # out of descriptors or processes, which may pass
             raise StoreLost(f"{PROGRAM} cannot be started: {error}") from error

@@ -36,11 +36,10 @@ MAX_BACKOFF_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where the store listens (`bind_host`), how peers reach it (`host`), the master's port, and its capacity."""
+    """Where the store listens (`bind_host`), how peers reach it (`host`), and its capacity."""
 
     bind_host: str
     host: str
-    master_port: int
     segment_bytes: int
 
 
@@ -204,7 +203,7 @@ class NodeStore:
     async def run_once(self) -> None:
         """Run one start of the store until StoreLost or cancellation; both processes are gone afterwards."""
         address = self.place
-        master = await Master.start(address.bind_host, address.host, address.master_port)
+        master = await Master.start(address.bind_host, address.host)
         try:
             staging_bytes = STAGING_BYTES if self.disk is not None else 0
             spec = StoreSpec(master.address, address.host, PROTOCOL, address.segment_bytes, staging_bytes)

@@ -155,7 +155,7 @@ async def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.Monk
     async def announce(ready: bool) -> None:
         announced.append(ready)
 
-    store = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 0, 64 << 20), announce)
+    store = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 64 << 20), announce)
     with pytest.raises(StoreLost, match=r"not installed; install it with: pip install 'weft\[mooncake-cpu\]'"):
         await store.run_once()
     with pytest.raises(PeerLost, match="the store is starting"):
@@ -170,7 +170,7 @@ async def test_a_master_that_cannot_be_started_now_is_a_store_that_is_away(monke
     monkeypatch.setattr(master_module, "_find_program", lambda: "true")
     monkeypatch.setattr(master_module, "_free_port", full)
     with pytest.raises(StoreLost, match="Too many open files"):
-        await master_module.Master.start("127.0.0.1", "127.0.0.1", 0)
+        await master_module.Master.start("127.0.0.1", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Scene:
         agent: Any = Agent()
         self.agent: Any = agent
         self.disk = DiskTier(directory, DiskLimits(1 << 22), clock=lambda: self.now, steady=lambda: self.now)
-        self.store = NodeStore(StoreAddress("", "", 0, 1 << 20), self._announce, self.disk)
+        self.store = NodeStore(StoreAddress("", "", 1 << 20), self._announce, self.disk)
         self.store.index = MemoryIndex(steady=lambda: self.now)
         self.mover = TierMover(agent, self.disk, self.store._promoted)
         remover = Evictor(agent, self.store.index, self.mover.until_spilled)

@@ -158,7 +158,7 @@ async def test_after_a_failure_it_is_left_alone_for_a_while(error: WeftError, to
 
 
 async def test_a_real_kvstore_is_asked_dies_and_comes_back() -> None:
-    store, places = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 1, 1), _unheard), PoolIndex()
+    store, places = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 1), _unheard), PoolIndex()
     store.index.add(DIGEST, [StoredBlock(key, 1, 4096, b"", time.time()) for key in KEYS[:10]])
     places.report(BlockReport("both-1", "both-1-boot", DIGEST, 1, True, KEYS[:6], ()))
     first = await _serve(store, places, 0)

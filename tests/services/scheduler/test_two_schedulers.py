@@ -31,13 +31,19 @@ IDLE = EngineLoad(free_blocks=1000)
 BUSY = EngineLoad(num_running=9, active_tokens=9000, active_blocks=600, free_blocks=400)
 # a worker is given up after five of them: long enough for a machine that is very busy
 REPORT_MS = 2000
+START = f"""
+import runpy
+from weft_services.scheduler.config import SchedulerConfig
+SchedulerConfig.report_interval_ms = {REPORT_MS}
+runpy.run_module("weft_services.scheduler", run_name="__main__")
+"""
 
 
 class Pair:
     """Two schedulers on fixed ports; each can be killed and started again."""
 
     def __init__(self, redis_url: str) -> None:
-        self._environ = {**os.environ, "WEFT_REDIS_URL": redis_url, "WEFT_REPORT_INTERVAL_MS": str(REPORT_MS)}
+        self._environ = {**os.environ, "WEFT_REDIS_URL": redis_url}
         self._environ["WEFT_LOG_LEVEL"] = "ERROR"
         self.ports = [_free_port(), _free_port()]
         self._processes: list[subprocess.Popen[bytes]] = [self._start(port) for port in self.ports]
@@ -62,8 +68,7 @@ class Pair:
             self.kill(index)
 
     def _start(self, port: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "weft_services.scheduler"]
-        return subprocess.Popen(command, env={**self._environ, "WEFT_PORT": str(port)})
+        return subprocess.Popen([sys.executable, "-c", START], env={**self._environ, "WEFT_PORT": str(port)})
 
 
 def _free_port() -> int:

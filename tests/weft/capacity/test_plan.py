@@ -18,7 +18,7 @@ from tests.weft.tiny_llama import Tiny
 
 from weft.capacity.footprint import TensorKind, footprint
 from weft.capacity.layout import GPUS, UNBOUNDED, BadPlan, Demand, Gpu, Layout, PipelineStage, check_layout, layouts
-from weft.capacity.plan import CapacityPlan, make_plan
+from weft.capacity.plan import FUSED_ROWS, CapacityPlan, make_plan
 from weft.kv.layer_groups import AttentionSpan, PagingPolicy
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups
@@ -259,3 +259,8 @@ def test_what_latent_attention_takes_apart_is_counted_unpacked(
     as_stored, held = footprint(config), footprint(config, "float32")
     each = held[0, TensorKind.ATTENTION].size_bytes - as_stored[0, TensorKind.ATTENTION].size_bytes
     assert each == 4 * numbers - (numbers + factors)
+
+
+def test_plan_unpacks_from_as_many_rows_as_the_kernels() -> None:
+    packed_linear = pytest.importorskip("weft_kernels.packed.linear", exc_type=ImportError)
+    assert FUSED_ROWS == packed_linear.MAX_FUSED_ROWS

@@ -18,7 +18,7 @@ from weft.errors import BadCheckpoint, ConfigError
 SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
 OPTIONS = MeshOptions({"nano": SHIPPED})
 ADDRESSES = {name: f"127.0.0.1:{number}" for number, name in enumerate(("prefill-0", "decode-0"), 10)}
-AT = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", ADDRESSES, 5, {"gateway": 6})
+AT = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", ADDRESSES, {"gateway": 6})
 FALSE_FILES = {"WEFT_TLS_CERT": "/nowhere/cert.pem", "WEFT_TLS_KEY": "/nowhere/key.pem"}
 
 

@@ -26,7 +26,6 @@ AT = Addresses(
     kvstore="127.0.0.1:3",
     weights="127.0.0.1:4",
     workers={"prefill-0": "127.0.0.1:5", "decode-0": "127.0.0.1:6", "decode-1": "127.0.0.1:7"},
-    master_port=8,
     gateways={"gateway": 9},
 )
 

@@ -18,7 +18,7 @@ from weft.worker.config import WorkerConfig
         ("WEFT_LEASE_SECONDS", "5000000"),  # milliseconds have 32 bits on the wire
         ("WEFT_GRACE_SECONDS", "-1"),
         ("WEFT_GRACE_SECONDS", "nan"),
-        ("WEFT_TUNE_SECONDS", "nan"),
+        ("WEFT_GRACE_SECONDS", "inf"),
     ],
 )
 def test_seconds_that_cannot_be_are_refused_by_name(variable: str, value: str) -> None:

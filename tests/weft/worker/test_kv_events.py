@@ -39,7 +39,7 @@ async def _announce(ready: bool) -> None:
 async def serving(places: PoolIndex, port: int = 0) -> AsyncIterator[str]:
     """A kvstore whose Mooncake is away: the index answers all the same."""
     rpc = RpcServer([SERVICE_NAME])
-    store = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 0, 64 << 20), _announce)
+    store = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 64 << 20), _announce)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     yield await rpc.start("127.0.0.1", port)
     await rpc.stop(0)

@@ -70,14 +70,12 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"DTYPE": "float16"}, "WEFT_DTYPE"),
         ({"TRANSPORT": "pigeon"}, "WEFT_TRANSPORT"),
         ({"CHUNK_TOKENS": "-1"}, "WEFT_CHUNK_TOKENS"),
-        ({"MIXED_STEP_PREFILL_TOKENS": "-1"}, "WEFT_MIXED_STEP_PREFILL_TOKENS"),
         ({"MAX_SEQS": "-1"}, "WEFT_MAX_SEQS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
         ({"NICENESS": "20"}, "WEFT_NICENESS"),
         ({"NICENESS": "-1"}, "WEFT_NICENESS"),
         ({"GPU_SHARE": "0"}, "WEFT_GPU_SHARE"),
-        ({"TUNE_SECONDS": "-1"}, "WEFT_TUNE_SECONDS"),
         ({"GPU_SHARE": "50"}, "WEFT_GPU_SHARE"),
         ({"HOST": "0.0.0.0"}, "WEFT_ADVERTISE_HOST"),
         ({"MODEL": ""}, "WEFT_MODEL"),
@@ -103,13 +101,12 @@ def test_what_settings_leave_open_follows_the_device() -> None:
     assert choose_sizes(config().wanted, has_cuda=True) == Sizes(gpu, 2048, 512, 512, 256, 0)
     more = {
         "CHUNK_TOKENS": "9",
-        "MIXED_STEP_PREFILL_TOKENS": "8",
         "MAX_SEQS": "7",
         "NUM_BLOCKS": "6",
         "WEIGHT_FORMAT": "packed12",
     }
     said = choose_sizes(config(DTYPE="bfloat16", **more).wanted, has_cuda=False)
-    assert said == Sizes(Machine("cpu", "bfloat16", 16, is_resident=True), 9, 8, 8, 7, 6)
+    assert said == Sizes(Machine("cpu", "bfloat16", 16, is_resident=True), 9, 256, 128, 7, 6)
     assert not choose_sizes(config(WEIGHT_FORMAT="plain").wanted, has_cuda=False).machine.is_resident
     assert choose_sizes(config(WEIGHT_FORMAT="packed12").wanted, has_cuda=True).machine.is_resident
 

@@ -17,14 +17,14 @@ from weft.kv.transport import Endpoint, Transport
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.worker import kv_pull
-from weft.worker.config import MooncakeProtocol, TransportChoice
+from weft.worker.config import TransportChoice
 from weft.worker.kv_pull import advertised_endpoint, choose_transports, needs_checksums
 
 POOL = (ctypes.c_ubyte * 8192)()
 
 
 def pick_for(choice: TransportChoice, memory: BlockBytes) -> tuple[Transport, ...]:
-    return choose_transports(choice, "127.0.0.1", MooncakeProtocol.TCP, GrpcTransport(ChannelPool(), memory), memory)
+    return choose_transports(choice, "127.0.0.1", GrpcTransport(ChannelPool(), memory), memory)
 
 
 def pick(choice: TransportChoice) -> list[str]:

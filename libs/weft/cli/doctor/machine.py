@@ -134,7 +134,7 @@ def check_transport(subject: Subject) -> Iterator[Finding]:
         advice = "RDMA pins the whole pool: ulimit -l unlimited (compose: ulimits: {memlock: -1})"
         yield Finding("transport", Severity.WARNING, f"{says}; only {locked >> 20} MiB may be locked", advice)
     else:
-        yield Finding("transport", Severity.OK, says, "WEFT_MOONCAKE_PROTOCOL=rdma uses them")
+        yield Finding("transport", Severity.OK, says, "WEFT_TRANSPORT=rdma uses them")
 
 
 def check_cores(subject: Subject) -> Iterator[Finding]:
