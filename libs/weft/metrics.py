@@ -6,29 +6,16 @@ users, sessions, request ids or strings from clients.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from itertools import accumulate, product
-from typing import TypeVar
+from collections.abc import Iterable
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from weft.errors import BindError
 
 REGISTRY = CollectorRegistry()
-MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-@cache
-def cached_labels(metric: MetricT, *labels: str) -> MetricT:
-    """Return the child of these labels. The library takes a lock and formats every label for each lookup."""
-    return metric.labels(*labels)
 
 
 def init_series(metric: Counter | Histogram, *values: Iterable[str]) -> None:
@@ -40,51 +27,6 @@ def init_series(metric: Counter | Histogram, *values: Iterable[str]) -> None:
         metric.labels(*labels)
 
 
-class SingleThreadSeries:
-    """Counts of a SingleThreadHistogram for one label value."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    @property
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative bucket counts, as Prometheus expects them."""
-        names = (*map(floatToGoString, self._bounds), "+Inf")
-        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
-
-
-class SingleThreadHistogram(Collector):
-    """Histogram that a single thread observes once a token or request; takes a tenth of the library's time."""
-
-    def __init__(
-        self, name: str, documentation: str, label: str, buckets: Sequence[float], registry: CollectorRegistry
-    ) -> None:
-        self._name, self._documentation = name, documentation
-        self._labelnames = (label,)
-        self._bounds = tuple(buckets)
-        self._series: dict[str, SingleThreadSeries] = {}
-        registry.register(self)
-
-    def of(self, value: str) -> SingleThreadSeries:
-        """Return the series of one label value; callers should keep it."""
-        if value not in self._series:
-            self._series[value] = SingleThreadSeries(self._bounds)
-        return self._series[value]
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yield the metric family for the registry."""
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
-        for value, series in list(self._series.items()):
-            family.add_metric([value], series.buckets, series.sum)
-        yield family
-
-
 # gateway
 # `model` is a served model, or empty if the request named none.
 REQUESTS = Counter("weft_requests", "Requests by endpoint and end", ["endpoint", "outcome", "model"], registry=REGISTRY)
@@ -92,16 +34,16 @@ IN_FLIGHT = Gauge("weft_requests_in_flight", "Requests being served", registry=R
 PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens of answers that began", ["model"], registry=REGISTRY)
 CACHED_TOKENS = Counter("weft_cached_prompt_tokens", "Prompt tokens served from a cache", ["model"], registry=REGISTRY)
 COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", ["model"], registry=REGISTRY)
-TTFT = SingleThreadHistogram(
-    "weft_time_to_first_token_seconds", "Received to first token", "model", buckets=LATENCY_BUCKETS, registry=REGISTRY
+TTFT = Histogram(
+    "weft_time_to_first_token_seconds", "Received to first token", ["model"], buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
-ITL = SingleThreadHistogram(
-    "weft_inter_token_latency_seconds", "Between two tokens", "model", buckets=LATENCY_BUCKETS, registry=REGISTRY
+ITL = Histogram(
+    "weft_inter_token_latency_seconds", "Between two tokens", ["model"], buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
-E2E = SingleThreadHistogram(
+E2E = Histogram(
     "weft_request_duration_seconds",
     "Received to end, of those that finished",
-    "model",
+    ["model"],
     buckets=LATENCY_BUCKETS,
     registry=REGISTRY,
 )

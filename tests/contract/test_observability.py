@@ -26,7 +26,7 @@ def known() -> dict[str, set[str]]:
     """The labels of every series, by its name."""
     series = {"up": set(SCRAPED)}
     for metric in vars(metrics).values():
-        if isinstance(metric, Counter | Gauge | Histogram | metrics.SingleThreadHistogram):
+        if isinstance(metric, Counter | Gauge | Histogram):
             labels = set(getattr(metric, "_labelnames", ())) | SCRAPED
             if isinstance(metric, Counter):
                 series[f"{metric._name}_total"] = labels

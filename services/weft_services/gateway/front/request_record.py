@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 import orjson
+from prometheus_client import Histogram
 
 from weft import metrics, trace
-from weft.metrics import cached_labels
 from weft.request import RequestStage
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.choices import Usage
@@ -47,7 +47,7 @@ class RequestRecord:
         if self._span is not None:
             self._span.set(otel_genai.begun(endpoint))
         self._model = ""
-        self._between_tokens: metrics.SingleThreadSeries
+        self._between_tokens: Histogram
         self._received = time.monotonic()
         self._received_at = time.time()
         self._stages: dict[str, float] = {}
@@ -63,7 +63,7 @@ class RequestRecord:
         """Note the time of a stage: prepared, routed or first_token."""
         self._stages[stage] = now = time.monotonic()
         if stage == RequestStage.ROUTED:
-            cached_labels(metrics.STAGE_SECONDS, RequestStage.RECEIVED).observe(now - self._received)
+            metrics.STAGE_SECONDS.labels(RequestStage.RECEIVED).observe(now - self._received)
 
     def attach_run(self, run: GenerationRun) -> None:
         """Count the tokens of this run."""
@@ -75,7 +75,7 @@ class RequestRecord:
     def set_model(self, model: str) -> None:
         """Set the served model. Unknown names never become a label."""
         self._model = model
-        self._between_tokens = metrics.ITL.of(model)
+        self._between_tokens = metrics.ITL.labels(model)
         if self._span is not None:
             self._span.rename(f"{otel_genai.operation(self._endpoint)} {model}")
             self._span.set({"gen_ai.request.model": model})
@@ -90,7 +90,7 @@ class RequestRecord:
         now = time.monotonic()
         if self._last_token is None:
             self.mark_stage("first_token")
-            metrics.TTFT.of(self._model).observe(now - self._received)
+            metrics.TTFT.labels(self._model).observe(now - self._received)
         else:
             self._between_tokens.observe((now - self._last_token) / count)
             self._worst_gap = max(self._worst_gap, now - self._last_token)
@@ -120,15 +120,15 @@ class RequestRecord:
         now = time.monotonic()
         if self._span is not None:
             self._end_span(self._span, str(outcome), usage, error)
-        cached_labels(metrics.REQUESTS, self._endpoint, str(outcome), self._model).inc()
+        metrics.REQUESTS.labels(self._endpoint, str(outcome), self._model).inc()
         if outcome == RequestStage.FINISHED:  # rejections take almost no time and would lower the latency
-            metrics.E2E.of(self._model).observe(now - self._received)
+            metrics.E2E.labels(self._model).observe(now - self._received)
         # Skip prompts that were never computed: they would distort the cache hit rate. Embeddings have no first token.
         is_computed = self._last_token is not None or (self._run is None and outcome == RequestStage.FINISHED)
         if self._model and is_computed:
-            cached_labels(metrics.PROMPT_TOKENS, self._model).inc(usage.prompt_tokens)
-            cached_labels(metrics.CACHED_TOKENS, self._model).inc(usage.cached_tokens)
-            cached_labels(metrics.COMPLETION_TOKENS, self._model).inc(usage.completion_tokens)
+            metrics.PROMPT_TOKENS.labels(self._model).inc(usage.prompt_tokens)
+            metrics.CACHED_TOKENS.labels(self._model).inc(usage.cached_tokens)
+            metrics.COMPLETION_TOKENS.labels(self._model).inc(usage.completion_tokens)
         level = logging.WARNING if outcome == RequestStage.FAILED else logging.INFO
         if is_logged(level):
             note(self._log_fields(str(outcome), usage, error), level)
@@ -196,9 +196,9 @@ def init_series(models: Iterable[str]) -> None:
             metrics.REQUESTS.labels(endpoint, RequestStage.FAILED.value, model)
     for model in models:
         for latency in (metrics.TTFT, metrics.ITL, metrics.E2E):
-            latency.of(model)
+            latency.labels(model)
         for tokens in (metrics.PROMPT_TOKENS, metrics.CACHED_TOKENS, metrics.COMPLETION_TOKENS):
-            cached_labels(tokens, model)
+            tokens.labels(model)
 
 
 def timeline(
