@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,10 @@ def test_every_missing_tensor_is_named(name: str, family_of: Family) -> None:
         with pytest.raises(BadCheckpoint, match="is missing") as caught:
             Decoder(tiny.config, rest, torch.float32, torch.device("cpu"))
         assert missing in str(caught.value)
+
+
+def test_a_tensor_of_another_shape_is_named(family_of: Family) -> None:
+    tiny = family_of("llama2")
+    config = replace(tiny.config, intermediate_size=80)
+    with pytest.raises(BadCheckpoint, match=r"gate_proj.* has shape \[96, 64\], expected \[80, 64\]"):
+        Decoder(config, tiny.weights, torch.float32, torch.device("cpu"))

@@ -1,9 +1,7 @@
-"""The forward pass gives the logits of transformers, and refuses weights that are not what the config says."""
+"""Rotary frequencies and row orders are those of transformers."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,56 +9,10 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.weft.tiny_llama import Tiny
-from weft.errors import BadCheckpoint
 from weft.model.attention import inverse_frequencies, pairs_to_halves
 from weft.model.common import read_rope
 from weft.model.config import Rope
-from weft.model.decoder import Decoder
 from weft.model.fields import Fields
-from weft.model.step import TokenBatch
-from weft_kernels.paged_attention import PagedBatch
-
-BLOCK_TOKENS = 8
-CPU = torch.device("cpu")
-
-
-def forward(tiny: Tiny, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """All logits of one sequence in one go, its blocks in no particular order."""
-    config = tiny.config
-    model = Decoder(config, tiny.weights, dtype, CPU)
-    pool = torch.zeros(9, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim, dtype=dtype)
-    table = [7, 2, 5, 0, 8, 1, 3, 6]
-    positions = torch.arange(len(tokens))
-    slots = torch.tensor(table)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-    batch = PagedBatch(pool, config.num_heads, [0, len(tokens)], [len(tokens)], [table])
-    return model.forward(TokenBatch(torch.tensor(tokens), positions, slots[None], positions), [batch])
-
-
-def test_logits_are_those_of_transformers_in_fp32(tiny: Tiny) -> None:
-    tokens = [(7 * i) % 131 for i in range(60)]
-    torch.testing.assert_close(forward(tiny, tokens, torch.float32), tiny.logits(tokens), rtol=1e-4, atol=1e-4)
-
-
-def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(tiny: Tiny) -> None:
-    tokens = [(7 * i) % 131 for i in range(60)]
-    exact = tiny.logits(tokens)
-    rounded = dataclasses.replace(tiny, oracle=copy.deepcopy(tiny.oracle).to(torch.bfloat16))
-    theirs = (rounded.logits(tokens).float() - exact).pow(2).mean().sqrt()
-    ours = (forward(tiny, tokens, torch.bfloat16) - exact).pow(2).mean().sqrt()
-    assert ours < 1.5 * theirs
-
-
-def test_a_missing_tensor_is_named(grouped: Tiny) -> None:
-    weights = grouped.weights
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        Decoder(grouped.config, weights, torch.float32, CPU)
-
-
-def test_a_tensor_of_another_shape_is_named(grouped: Tiny) -> None:
-    config = dataclasses.replace(grouped.config, intermediate_size=80)
-    with pytest.raises(BadCheckpoint, match=r"gate_proj.* has shape \[96, 64\], expected \[80, 64\]"):
-        Decoder(config, grouped.weights, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
