@@ -18,13 +18,13 @@ from weft.engine.runner import build_engine
 from weft.kv.local_transport import LocalTransport
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.kv.transport import CopyRange, Endpoint, KvSource, Transport
 from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint, WorkerAddress
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer
+from weft.worker.config import LEASE_SECONDS
 from weft.worker.engine_client import EngineEvents
 from weft.worker.fetch_cost import AlwaysFetch
 from weft.worker.kv_pull import advertised_endpoint

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from weft.kv.transport import Endpoint
 from weft.request import KEEP, ModelFingerprint, PositionLogprobs, RequestKey, Retention, SamplingParams
 
-# Silence of either side that ends a transfer; both sides send HEARTBEATS_PER_LEASE messages in that time.
-LEASE_SECONDS = 10.0
+# Messages that each side sends in the time of a lease, which is the silence that ends a transfer.
 HEARTBEATS_PER_LEASE = 3
 
 

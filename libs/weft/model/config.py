@@ -10,8 +10,7 @@ from pathlib import Path
 from weft.errors import BadCheckpoint
 from weft.file_io import path_exists
 from weft.foreign_files import foreign_path
-from weft.model.common import read_eos
-from weft.model.fields import Fields, read_json
+from weft.model.fields import Fields, read_eos, read_json
 from weft.model.spec import ModelConfig as ModelConfig
 from weft.model.spec import Rope as Rope
 from weft.model.tensors import expected_tensors as expected_tensors
@@ -20,7 +19,7 @@ from weft.tokenizer import read_end_token
 
 # Module below `weft.model` and function that read the config of an architecture. Only one is imported.
 FAMILIES = {
-    "LlamaForCausalLM": ("common", "read_common"),
+    "LlamaForCausalLM": ("fields", "read_common"),
     "MistralForCausalLM": ("families.mistral", "read"),
     "MinistralForCausalLM": ("families.mistral", "read"),
     "Qwen2ForCausalLM": ("families.qwen", "read_qwen2"),

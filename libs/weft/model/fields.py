@@ -1,18 +1,29 @@
-"""Typed access to a checkpoint's JSON fields. Errors name the file and the field."""
+"""Reads config.json: typed access to its fields, and what many families share. Errors name the file and the field.
+
+A rotary embedding is `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`. Quantized checkpoints are
+block-scaled FP8 (DeepSeek, Kimi K2) or compressed-tensors' packed INT4 (Kimi K2.5). No torch.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import read_json_object
+from weft.model.spec import LayerSpec, ModelConfig, Packing, Quantization, Rope
 
 # Fields of a multimodal model's outer object that apply to its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 MAX_COUNT = 10_000
 MAX_WHOLE = 1 << 53
 FLOATS = 2.0**-126, 2.0**126  # JSON as Python reads it has NaN and Infinity as well
+DTYPES = ("float32", "bfloat16", "float16")
+ORIGINAL = "original_max_position_embeddings"
+KINDS = ("default", "linear", "llama3", "yarn")
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Fields:
@@ -96,3 +107,210 @@ class Fields:
 def read_json(path: Path) -> Fields:
     """Raises BadCheckpoint, StorageUnavailable, as `read_json_object` does."""
     return Fields(path, read_json_object(path))
+
+
+def read_common(fields: Fields, **defaults: float) -> ModelConfig:
+    """Read a plain Llama. Absent fields take `defaults`, or else a Llama's. Raises BadCheckpoint."""
+    # null counts as absent, except for key-value heads, where it means one for each query head.
+    said = {name for name, value in fields.values.items() if value is not None or name == "num_key_value_heads"}
+    fields.values = {**fields.values, **{name: value for name, value in defaults.items() if name not in said}}
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    config = ModelConfig(
+        architecture=str(fields.strings("architectures")[0]),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        layers=(LayerSpec(),) * fields.count("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields),
+        max_positions=read_context(fields),
+        is_tied=fields.boolean("tie_word_embeddings"),
+        eos_token_ids=read_eos(fields),
+        dtype=fields.choice("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
+        quantization=read_quantization(fields),
+    )
+    _check(fields, config)
+    return config
+
+
+def read_eos(fields: Fields) -> tuple[int, ...]:
+    """Return the end tokens that these fields name."""
+    value = fields.values.get("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        raise fields.error("eos_token_id", f"expected token ids, found {value!r}")
+    return tuple(ids)
+
+
+def _check(fields: Fields, config: ModelConfig) -> None:
+    """Check what the forward pass assumes."""
+    if config.num_heads % config.num_kv_heads:
+        raise fields.error("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
+    activation = fields.values.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"{activation!r} is not supported; supported: silu")
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.boolean(name):
+            raise fields.error(name, "biases are not supported")
+
+
+def read_window(fields: Fields, default: int) -> int:
+    """Return `sliding_window`; 0 if it is null or 0."""
+    if fields.values.get("sliding_window", default) in (None, 0):
+        return 0
+    return fields.integer("sliding_window", default)
+
+
+def read_layers(fields: Fields, window: int, default: list[str]) -> tuple[LayerSpec, ...]:
+    """Return a layer for each entry of `layer_types`, or of `default` if it is absent."""
+    kinds = fields.strings("layer_types") or default
+    if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
+        raise fields.error("layer_types", f"expected {FULL} or {SLIDING} a layer, found {kinds!r}")
+    return tuple(LayerSpec(window=window if kind == SLIDING else 0) for kind in kinds)
+
+
+def read_context(fields: Fields) -> int:
+    """Positions that a sequence may have: what the model was trained on, or what yarn stretches that to.
+
+    Linear scaling counts for nothing: checkpoints that have it name the stretched length. Raises BadCheckpoint.
+    """
+    positions, rope = fields.integer("max_position_embeddings", 2048), read_rope(fields)
+    if rope.kind == "yarn":
+        positions = max(positions, int(rope.original_max_positions * rope.factor))
+    # beyond this Qwen's long-context models attend in another way, which is not supported
+    dual = fields.nested("dual_chunk_attention_config")
+    return min(positions, dual.integer(ORIGINAL, positions))
+
+
+def read_rope(fields: Fields) -> Rope:
+    """Raises BadCheckpoint for kinds that are not known and fields that are missing."""
+    rope = rope_object(fields)
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    for source in (rope, fields):
+        if source.number("partial_rotary_factor", 1.0) != 1.0:
+            raise source.error("partial_rotary_factor", "rotating a part of each head is not supported")
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind not in KINDS:
+        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, "linear", rope.number("factor"))
+    if (original := fields.values.get(ORIGINAL)) is not None:  # beside the object: it wins, as in transformers
+        rope.values = {**rope.values, ORIGINAL: original}
+    positions = fields.integer("max_position_embeddings", 2048)
+    if kind == "yarn" and theta == 1:
+        raise fields.error("rope_theta", "yarn cannot stretch with 1, which turns all pairs alike")
+    return _llama3(rope, theta) if kind == "llama3" else _yarn(rope, theta, positions)
+
+
+def rope_object(fields: Fields) -> Fields:
+    """The object that says how to rotate, by either name; empty where there is none."""
+    new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    for rope in (new, old):
+        for name, value in rope.values.items():
+            if isinstance(value, dict):
+                raise rope.error(name, "one rotary embedding for each kind of layer is not supported")
+    for name, value in old.values.items() if new.values else ():
+        if new.values.get("rope_type" if name == "type" else name) != value:
+            raise old.error(name, f"{value!r} is not what rope_parameters says; keep one of the two objects")
+    return new if new.values else old
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """yarn's growth of attention scores with the context."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _llama3(rope: Fields, theta: float) -> Rope:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high < low:
+        raise rope.error("high_freq_factor", f"must not be below low_freq_factor {low}, found {high}")
+    return Rope(theta, "llama3", rope.number("factor"), low, high, rope.integer(ORIGINAL))
+
+
+def _yarn(rope: Fields, theta: float, max_positions: int) -> Rope:
+    original = rope.integer(ORIGINAL, max_positions)
+    factor = rope.number("factor", max_positions / original)
+    attention_factor = rope.values.get("attention_factor")
+    if attention_factor is None:
+        # one of the two alone counts for nothing here, as in transformers
+        weights = [rope.values.get("mscale"), rope.values.get("mscale_all_dim")]
+        attention_factor = mscale(factor)
+        if all(weights):
+            attention_factor = mscale(factor, rope.number("mscale")) / mscale(factor, rope.number("mscale_all_dim"))
+    else:
+        attention_factor = rope.number("attention_factor")
+    return Rope(
+        theta,
+        "yarn",
+        factor,
+        original_max_positions=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=attention_factor,
+        is_truncated=rope.boolean("truncate", True),
+    )
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """Raises BadCheckpoint for methods, formats and options that are not supported."""
+    if not fields.values.get("quantization_config"):
+        return None
+    inner = fields.nested("quantization_config")
+    if "quant_method" not in inner.values and {"bits", "group_size"} <= inner.values.keys():
+        what = "weights packed for Apple's MLX are not read; take the checkpoint that they were made of"
+        raise fields.error("quantization_config", what)
+    method = inner.choice("quant_method", ("fp8", "compressed-tensors"), "")
+    return _fp8(inner) if method == "fp8" else _int4(inner)
+
+
+def _fp8(inner: Fields) -> Quantization:
+    inner.choice("fmt", ("e4m3",), "e4m3")
+    inner.choice("activation_scheme", ("dynamic",), "dynamic")
+    block = inner.integers("weight_block_size", [])
+    if len(block) != 2 or 0 in block:
+        raise inner.error("weight_block_size", f"expected rows and columns of a block, found {block!r}")
+    # whole parts of a module's name; lists of hundreds are common, so they are one expression
+    names = "|".join(re.escape(name) for name in inner.strings("modules_to_not_convert"))
+    skipped = (rf"(.*\.)?({names})(\..*)?$",) if names else ()
+    return Quantization(Packing.FP8_BLOCKS, (block[0], block[1]), skipped)
+
+
+def _int4(inner: Fields) -> Quantization:
+    inner.choice("format", ("pack-quantized",), "")
+    groups = list(inner.nested("config_groups").values)
+    if len(groups) != 1:
+        raise inner.error("config_groups", f"expected one group, found {groups!r}")
+    group = inner.nested("config_groups").nested(groups[0])
+    if group.strings("targets") != ["Linear"]:
+        raise group.error("targets", f"expected ['Linear'], found {group.strings('targets')!r}")
+    if group.values.get("input_activations"):
+        raise group.error("input_activations", "quantized activations are not supported")
+    weights = group.nested("weights")
+    weights.choice("type", ("int",), "")
+    weights.choice("strategy", ("group",), "")
+    if weights.integer("num_bits") != 4 or not weights.boolean("symmetric", True):
+        raise weights.error("num_bits", "only symmetric 4-bit weights are supported")
+    # "weight" and "static" say in which order they were rounded; the columns lie as ever
+    if weights.values.get("actorder") not in (None, False, "weight", "static"):
+        raise weights.error("actorder", "columns in another order are not supported")
+    patterns = [
+        each.removeprefix("re:") if each.startswith("re:") else re.escape(each) + "$" for each in _ignore(inner)
+    ]
+    return Quantization(Packing.INT4_GROUPS, (1, weights.integer("group_size")), tuple(patterns))
+
+
+def _ignore(inner: Fields) -> list[str]:
+    names = inner.strings("ignore")
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:"))
+        except re.error as error:
+            raise inner.error("ignore", f"{name!r} is no regular expression: {error}") from None
+    return names

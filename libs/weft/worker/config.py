@@ -14,12 +14,12 @@ from weft.capacity.sizes import RequestedSizes
 from weft.config import Address, Count, CpuKernels, Port, Settings, Share, Threads
 from weft.engine.config import CPU_NICENESS, MAX_NICENESS
 from weft.errors import ConfigError
-from weft.kv.transfer_protocol import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.os_tuning import parse_cpus
 
-# Below the minimum, a busy machine is silent for longer; above the maximum, peers wait too long for a lost one.
-MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 1.0, 3600.0
+# Silence of either side that ends a KV transfer. Below the minimum, a busy machine is silent for longer; above the
+# maximum, peers wait too long for a lost one.
+LEASE_SECONDS, MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 10.0, 1.0, 3600.0
 
 
 class Dtype(StrEnum):

@@ -15,6 +15,7 @@ from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import KvStoreConfig
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
+from weft_services.kvstore.memory_index import IndexLimits
 from weft_services.kvstore.node import NodeStore, StoreAddress
 from weft_services.kvstore.pool_index import PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
@@ -35,7 +36,11 @@ async def main() -> None:
     place = StoreAddress(config.host, config.store_host, config.store_memory_bytes)
     disk = await _lock_disk(config)
     places = PoolIndex()
-    store = NodeStore(place, rpc.set_ready, disk, config.index_limits)
+    tenant_bytes = int(config.tenant_share * config.store_memory_bytes) if config.tenant_share < 1 else 0
+    limits = IndexLimits(
+        ttl_seconds=config.cache_ttl_seconds, tenant_bytes=tenant_bytes, max_bytes=config.store_memory_bytes
+    )
+    store = NodeStore(place, rpc.set_ready, disk, limits)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     metrics_port = metrics.expose(config.host, config.metrics_port)
     logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from weft.addresses import WILDCARD_HOSTS
 from weft.config import Port, Settings, Share
 from weft.errors import ConfigError
-from weft_services.kvstore.memory_index import IndexLimits
 
 MIN_DISK_BYTES = 64 * 1024 * 1024
 MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's allocation unit
@@ -38,14 +37,6 @@ class KvStoreConfig(Settings):
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: workers need one address")
         return self
-
-    @property
-    def index_limits(self) -> IndexLimits:
-        """Limits of the memory index."""
-        tenant_bytes = int(self.tenant_share * self.store_memory_bytes) if self.tenant_share < 1 else 0
-        return IndexLimits(
-            ttl_seconds=self.cache_ttl_seconds, tenant_bytes=tenant_bytes, max_bytes=self.store_memory_bytes
-        )
 
     @property
     def store_host(self) -> str:

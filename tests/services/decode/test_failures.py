@@ -14,12 +14,13 @@ from tests.services.attach import GREEDY, prompt
 from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, fingerprint_of, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
-from weft.kv.transfer_protocol import LEASE_SECONDS, Accepted, LeaseClosed, PromptFinished, ReadyBlocks
+from weft.kv.transfer_protocol import Accepted, LeaseClosed, PromptFinished, ReadyBlocks
 from weft.kv.transport import CopyRange, TransferFailed
 from weft.request import WorkerAddress
 from weft.rpc.server import RpcServer
 from weft.rpc.transfer_wire import event_to_wire, prefill_request_from_wire
 from weft.worker import kv_pull
+from weft.worker.config import LEASE_SECONDS
 from weft.worker.stats_recorder import StatsRecorder
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.decode.remote_prefill import RemotePrefill

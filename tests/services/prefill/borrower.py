@@ -13,7 +13,6 @@ from tests.services.attach import new_key
 from tests.services.workers import BLOCK_TOKENS, Worker, fingerprint_of, start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.kv.transfer_protocol import (
-    LEASE_SECONDS,
     Accepted,
     Heartbeat,
     PrefillEvent,
@@ -25,6 +24,7 @@ from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
 from weft.rpc.transfer_wire import event_from_wire, prefill_request_to_wire
 from weft.rpc.wire import key_to_wire
+from weft.worker.config import LEASE_SECONDS
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_mesh.v1 import prefill_service_pb2_grpc
 from weft_services.prefill.service import install

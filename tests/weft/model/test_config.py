@@ -14,8 +14,8 @@ from weft import file_io
 from weft.errors import BadCheckpoint
 from weft.kv.block_keys import fingerprint_digest
 from weft.model import kv_layout
-from weft.model.common import ORIGINAL
 from weft.model.config import Rope, read_config
+from weft.model.fields import ORIGINAL
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint
 

@@ -10,9 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.weft.tiny_llama import Tiny
 from weft.model.attention import inverse_frequencies, pairs_to_halves
-from weft.model.common import read_rope
 from weft.model.config import Rope
-from weft.model.fields import Fields
+from weft.model.fields import Fields, read_rope
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import mscale, read_common, rope_object
-from weft.model.fields import Fields
+from weft.model.fields import Fields, mscale, read_common, rope_object
 from weft.model.spec import Experts, Latent, LayerSpec, ModelConfig, Scoring
 
 

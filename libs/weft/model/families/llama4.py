@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import read_common
-from weft.model.fields import Fields
+from weft.model.fields import Fields, read_common
 from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig, Scoring, Temperature
 
 DEFAULTS = {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}  # transformers' class

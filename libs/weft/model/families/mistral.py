@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import SLIDING, read_common, read_layers, read_window
-from weft.model.fields import Fields
+from weft.model.fields import SLIDING, Fields, read_common, read_layers, read_window
 from weft.model.spec import ModelConfig
 
 DEFAULT_WINDOW = 4096

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import read_common, read_window
-from weft.model.fields import Fields
+from weft.model.fields import Fields, read_common, read_window
 from weft.model.spec import Experts, LayerSpec, ModelConfig
 
 DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}  # transformers' class

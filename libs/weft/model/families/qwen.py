@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import FULL, SLIDING, read_common, read_layers, read_window
 from weft.model.families.mistral import DEFAULT_WINDOW
-from weft.model.fields import Fields
+from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window
 from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.common import FULL, SLIDING, read_common, read_layers, read_window
-from weft.model.fields import Fields
+from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window
 from weft.model.spec import ModelConfig
 
 DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # transformers' class
