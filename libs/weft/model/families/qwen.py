@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.families.mistral import DEFAULT_WINDOW
 from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window
 from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig
+
+DEFAULT_WINDOW = 4096
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:
