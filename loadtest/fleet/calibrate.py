@@ -34,9 +34,9 @@ from rich.table import Table
 from loadtest.fleet.figures import Targets, summarize
 from loadtest.fleet.fitting import CHUNK_TOKENS, Look, Window, fit, windows
 from loadtest.fleet.machine import Machine
+from loadtest.fleet.scheduler import SimulatedScheduler
 from loadtest.fleet.simulator import FleetPlan, Simulation
 from loadtest.fleet.trace import Request
-from loadtest.fleet.weft_policy import WeftPolicy
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
 from weft.bench.load import Load, Record, Target, open_target
@@ -87,7 +87,7 @@ def simulate(records: Sequence[Record], machine: Machine, options: Options) -> t
         Request(number, record.due, record.prompt_tokens, record.output_tokens, (), b"")
         for number, record in enumerate(sorted(records, key=lambda record: record.due))
     ]
-    outcome = Simulation(FleetPlan(machine, options.prefill, options.decode), WeftPolicy()).run(requests)
+    outcome = Simulation(FleetPlan(machine, options.prefill, options.decode), SimulatedScheduler()).run(requests)
     figures = summarize("weft", requests, outcome, Targets())
     return figures.ttft_p50, figures.itl_p50
 

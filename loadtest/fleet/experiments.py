@@ -11,13 +11,13 @@ from dataclasses import replace
 from rich.table import Table
 
 from loadtest.fleet import page
-from loadtest.fleet.baselines import Baseline, baselines, least_requests
+from loadtest.fleet.baselines import baselines
 from loadtest.fleet.figures import Figures, Targets, average, summarize
 from loadtest.fleet.machine import Machine, load_machine
 from loadtest.fleet.scenario import Scenario
-from loadtest.fleet.simulator import FleetPlan, Policy, Simulation
+from loadtest.fleet.scheduler import Signals, SimulatedScheduler
+from loadtest.fleet.simulator import FleetPlan, Simulation
 from loadtest.fleet.trace import Request, read_trace
-from loadtest.fleet.weft_policy import Signals, WeftPolicy
 from weft_services.scheduler.slo import NO_SLO
 
 Result = tuple[list[Table], list[str], object]
@@ -52,11 +52,15 @@ def compare(options: argparse.Namespace) -> Result:
         requests = scenario.requests(trace, machine)
         plan = scenario.plan(machine, cache)
         rows = [
-            run(replace(plan, store_tokens=NO_END), WeftPolicy("weft with its store", Signals(store=True)), requests)
+            run(
+                replace(plan, store_tokens=NO_END),
+                SimulatedScheduler("weft with its store", Signals(store=True)),
+                requests,
+            )
         ]
-        rows.append(run(plan, WeftPolicy(), requests))
-        rows.append(run(plan, WeftPolicy("weft, all admitted", targets=NO_SLO), requests))
-        draws = [baselines(seed) for seed in range(options.draws)]
+        rows.append(run(plan, SimulatedScheduler(), requests))
+        rows.append(run(plan, SimulatedScheduler("weft, all admitted", targets=NO_SLO), requests))
+        draws = [baselines(machine, seed) for seed in range(options.draws)]
         rows += [average([run(plan, each, requests) for each in same]) for same in zip(*draws, strict=True)]
         title = f"{workers} workers at {load:.0%} load"
         tables.append(_table(title, rows))
@@ -80,7 +84,7 @@ def hits(options: argparse.Namespace) -> Result:
             scenario = Scenario(size, options.load, number)
             requests = scenario.requests(trace, machine)
             rows = []
-            for policy, with_store in _signals():
+            for policy, with_store in _signals(machine):
                 store = NO_END if with_store else 0
                 both = (scenario.num_prefill, size - scenario.num_prefill)
                 plan = FleetPlan(machine, *both, cache_tokens=tokens(cache), store_tokens=store)
@@ -109,7 +113,7 @@ def split(options: argparse.Namespace) -> Result:
             f"{workers} that do both": replace(plan, num_both=workers),
             f"{half} prefill, {workers - half} decode": replace(plan, num_prefill=half, num_decode=workers - half),
         }
-        rows = [run(plan, WeftPolicy(name, targets=NO_SLO), requests) for name, plan in plans.items()]
+        rows = [run(plan, SimulatedScheduler(name, targets=NO_SLO), requests) for name, plan in plans.items()]
         for row in rows:
             by_side.setdefault(row.policy, []).append(row)
         title = f"{workers} workers, {float(load):.0%} of what half of them can prefill"
@@ -136,29 +140,29 @@ def speed(options: argparse.Namespace) -> Result:
     cache = tokens(options.cache.split(",")[0])
     plan = FleetPlan(machine, 500, 500, cache_tokens=cache)
     began = time.process_time()
-    row = run(plan, WeftPolicy(targets=NO_SLO), requests)
+    row = run(plan, SimulatedScheduler(targets=NO_SLO), requests)
     seconds = time.process_time() - began
     title = f"{len(requests)} requests, {SPEED_WORKERS} workers: {seconds:.0f} s of CPU"
     return [_table(title, [row])], [page.heading(title), _html([row])], {"cpu_seconds": seconds, **row.as_dict()}
 
 
-def _signals() -> list[tuple[Policy, bool]]:
+def _signals(machine: Machine) -> list[tuple[SimulatedScheduler, bool]]:
     return [
-        (Baseline("least requests", least_requests), False),
-        (WeftPolicy("load only", Signals(sessions=False, prefixes=False), targets=NO_SLO), False),
-        (WeftPolicy("affinity", Signals(sessions=True, prefixes=False), targets=NO_SLO), False),
-        (WeftPolicy("prefix index", Signals(sessions=False, prefixes=True), targets=NO_SLO), False),
-        (WeftPolicy("weft", Signals(), targets=NO_SLO), False),
-        (WeftPolicy("weft and store", Signals(store=True), targets=NO_SLO), True),
+        (next(each for each in baselines(machine) if each.name == "least requests"), False),
+        (SimulatedScheduler("load only", Signals(sessions=False, prefixes=False), targets=NO_SLO), False),
+        (SimulatedScheduler("affinity", Signals(sessions=True, prefixes=False), targets=NO_SLO), False),
+        (SimulatedScheduler("prefix index", Signals(sessions=False, prefixes=True), targets=NO_SLO), False),
+        (SimulatedScheduler("weft", Signals(), targets=NO_SLO), False),
+        (SimulatedScheduler("weft and store", Signals(store=True), targets=NO_SLO), True),
     ]
 
 
-def run(plan: FleetPlan, policy: Policy, requests: Sequence[Request]) -> Figures:
-    print(f"{policy.name} ...", end=" ", flush=True, file=sys.stderr)
+def run(plan: FleetPlan, scheduler: SimulatedScheduler, requests: Sequence[Request]) -> Figures:
+    print(f"{scheduler.name} ...", end=" ", flush=True, file=sys.stderr)
     began = time.process_time()
-    outcome = Simulation(plan, policy).run(requests)
+    outcome = Simulation(plan, scheduler).run(requests)
     print(f"{time.process_time() - began:.1f} s of CPU", file=sys.stderr)
-    return summarize(policy.name, requests, outcome, Targets())
+    return summarize(scheduler.name, requests, outcome, Targets())
 
 
 def tokens(millions: str) -> int:

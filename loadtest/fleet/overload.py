@@ -17,11 +17,10 @@ from loadtest.fleet import page
 from loadtest.fleet.baselines import baselines
 from loadtest.fleet.experiments import NO_END, Result, conditions, run, tokens
 from loadtest.fleet.figures import Figures
-from loadtest.fleet.machine import load_machine
+from loadtest.fleet.machine import Machine, load_machine
 from loadtest.fleet.scenario import Scenario
-from loadtest.fleet.simulator import Policy
+from loadtest.fleet.scheduler import Signals, SimulatedScheduler
 from loadtest.fleet.trace import read_trace
-from loadtest.fleet.weft_policy import Signals, WeftPolicy
 from loadtest.verdict import verdict
 from weft_services.scheduler.slo import NO_SLO
 
@@ -40,7 +39,7 @@ def overload(options: argparse.Namespace) -> Result:
         requests = scenario.requests(trace, machine)
         offered.append(len(requests) / (requests[-1].at - requests[0].at))
         plan = scenario.plan(machine, tokens(options.cache))
-        for policy in _policies():
+        for policy in _schedulers(machine):
             stored = replace(plan, store_tokens=NO_END) if "store" in policy.name else plan
             rows.setdefault(policy.name, []).append(run(stored, policy, requests))
     goodputs = {name: [row.goodput for row in of] for name, of in rows.items()}
@@ -55,13 +54,13 @@ def overload(options: argparse.Namespace) -> Result:
     return tables, parts, {"loads": loads, "met": all(met.values()), "policies": figures}
 
 
-def _policies() -> list[Policy]:
+def _schedulers(machine: Machine) -> list[SimulatedScheduler]:
     own = [
-        WeftPolicy("weft with its store", Signals(store=True)),
-        WeftPolicy(),
-        WeftPolicy("weft, all admitted", targets=NO_SLO),
+        SimulatedScheduler("weft with its store", Signals(store=True)),
+        SimulatedScheduler(),
+        SimulatedScheduler("weft, all admitted", targets=NO_SLO),
     ]
-    return [*own, *(policy for policy in baselines() if policy.name in OTHERS)]
+    return [*own, *(policy for policy in baselines(machine) if policy.name in OTHERS)]
 
 
 def shares_so_far(goodputs: Sequence[float]) -> list[float]:

@@ -44,8 +44,8 @@ from weft_services.gateway.mesh.scheduler_client import (
     Settlement,
     SettlementQueue,
 )
+from weft_services.scheduler.policy import SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import SessionAffinity
 
 MODEL, BLOCK_TOKENS, BLOCKS = "model", 64, 8192
 SYSTEM_BLOCKS, MAX_OWN_BLOCKS = 16, 64

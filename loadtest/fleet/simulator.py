@@ -1,4 +1,4 @@
-"""The simulator's events: arrivals, prefills, hand-offs, ends of answers, reports. A `Policy` places the requests.
+"""The simulator's events: arrivals, prefills, hand-offs, ends of answers, reports. The scheduler places the requests.
 
 Time is a number; this module decides nothing about placement.
 """
@@ -9,51 +9,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from loadtest.fleet.machine import Machine
+from loadtest.fleet.scheduler import SimulatedScheduler
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """No room; `retry_after` is what the client received."""
-
-    retry_after: float
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The chosen workers; equal if the decode worker computes the prompt.
-
-    `source`: the worker that the prefill worker copies missing blocks from.
-    """
-
-    prefill: SimulatedWorker
-    decode: SimulatedWorker
-    source: SimulatedWorker | None = None
-
-
-class Policy(Protocol):
-    """A placement policy. It sees requests, reports and progress, as a router outside the workers does."""
-
-    name: str
-
-    def start(self, workers: Sequence[SimulatedWorker], store: BlockCache | None) -> None:
-        """Receive the fleet and its shared store before the first request."""
-
-    def place(self, request: Request, now: float) -> Chosen | Rejected:
-        """Return where the request goes."""
-
-    def first_token(self, job: Job, now: float) -> None:
-        """The job's prompt is computed."""
-
-    def ended(self, job: Job, now: float) -> None:
-        """The job's answer is complete."""
-
-    def report(self, worker: SimulatedWorker, now: float) -> None:
-        """Receive a worker's report, once per report interval."""
+from weft.errors import Overloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +54,11 @@ class Outcome:
 
 
 class Simulation:
-    """One run of a trace over a fleet with a policy."""
+    """One run of a trace over a fleet with a scheduler."""
 
-    def __init__(self, plan: FleetPlan, policy: Policy) -> None:
+    def __init__(self, plan: FleetPlan, scheduler: SimulatedScheduler) -> None:
         self._plan = plan
-        self._policy = policy
+        self._scheduler = scheduler
         self._workers = plan.build()
         self._store = BlockCache(plan.store_tokens // BLOCK_TOKENS) if plan.store_tokens else None
         self._events: list[tuple[float, int, SimulatedWorker | None, int, Job | Request | None]] = []
@@ -108,7 +69,7 @@ class Simulation:
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Run every request to its end."""
-        self._policy.start(self._workers, self._store)
+        self._scheduler.start(self._workers, self._store)
         reports = [
             (self._plan.report_seconds * (worker.slot + 1) / len(self._workers), worker.slot)
             for worker in self._workers
@@ -132,7 +93,7 @@ class Simulation:
                 at, slot = reports[0]
                 heapq.heapreplace(reports, (at + self._plan.report_seconds, slot))
                 self._visit(self._workers[slot], at)
-                self._policy.report(self._workers[slot], at)
+                self._scheduler.report(self._workers[slot], at)
             elif next_event <= now:
                 self._step()
             else:
@@ -153,13 +114,13 @@ class Simulation:
             self._visit(worker, at)
 
     def _arrive(self, request: Request, now: float) -> None:
-        chosen = self._policy.place(request, now)
-        if isinstance(chosen, Rejected):
-            self._rejected.append((request, chosen.retry_after))
+        try:
+            job = self._scheduler.place(request, now)
+        except Overloaded as error:
+            self._rejected.append((request, error.retry_after_seconds))
             if self._plan.clients_retry:
-                heapq.heappush(self._events, (now + chosen.retry_after, next(self._order), None, 0, request))
+                heapq.heappush(self._events, (now + error.retry_after_seconds, next(self._order), None, 0, request))
             return
-        job = Job(request, chosen.decode, chosen.prefill, chosen.source)
         self._jobs.append(job)
         self._visit(job.decode, now)
         if job.decode.admit(job):
@@ -191,7 +152,7 @@ class Simulation:
                 heapq.heappush(self._events, (at, next(self._order), None, 0, job))
         for job in finished.ended:
             job.ended_at = now
-            self._policy.ended(job, now)
+            self._scheduler.ended(job, now)
         self._watch(worker, now)
         if finished.ended:
             for job in worker.admit_waiting():
@@ -199,7 +160,7 @@ class Simulation:
 
     def _first_token(self, job: Job, now: float) -> None:
         job.first_token_at = now
-        self._policy.first_token(job, now)
+        self._scheduler.first_token(job, now)
         job.decode.generate(job)
 
     def _watch(self, worker: SimulatedWorker, now: float) -> None:

@@ -8,9 +8,9 @@ import pytest
 from loadtest.fleet.calibrate import LENGTHS
 from loadtest.fleet.fitting import CHUNK_TOKENS, Look, Window, fit, windows
 from loadtest.fleet.machine import H100
+from loadtest.fleet.scheduler import SimulatedScheduler
 from loadtest.fleet.simulator import FleetPlan, Simulation
 from loadtest.fleet.trace import Request
-from loadtest.fleet.weft_policy import WeftPolicy
 
 from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
 
@@ -79,8 +79,10 @@ def test_windows_are_what_was_counted_between_two_looks() -> None:
 def test_workers_that_share_a_machine_slow_one_another_while_both_work() -> None:
     asked = [Request(number, at, 512, 100, (), b"") for number, at in enumerate((0.0, 0.05))]
     plan = FleetPlan(SHARED, 1, 1)
-    alone = Simulation(FleetPlan(replace(SHARED, step_beside=0.0, token_beside=0.0), 1, 1), WeftPolicy()).run(asked)
-    beside = Simulation(plan, WeftPolicy()).run(asked)
+    alone = Simulation(FleetPlan(replace(SHARED, step_beside=0.0, token_beside=0.0), 1, 1), SimulatedScheduler()).run(
+        asked
+    )
+    beside = Simulation(plan, SimulatedScheduler()).run(asked)
     first, second = (sorted(run.jobs, key=lambda job: job.request.number) for run in (alone, beside))
     # the first prompt has the machine to itself, the second meets the first one's answer from its hand-off on
     assert second[0].first_token_at == pytest.approx(first[0].first_token_at)

@@ -14,9 +14,9 @@ from loadtest.fleet.machine import H100, load_machine
 from loadtest.fleet.overload import holds
 from loadtest.fleet.page import bars, lines, page, table
 from loadtest.fleet.scenario import Scenario, ideal_seconds
-from loadtest.fleet.simulator import FleetPlan, Outcome, Policy, Simulation
+from loadtest.fleet.scheduler import Signals, SimulatedScheduler
+from loadtest.fleet.simulator import FleetPlan, Outcome, Simulation
 from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_hits, read_trace
-from loadtest.fleet.weft_policy import Signals, WeftPolicy
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 
 from weft_services.scheduler.role_balancer import BalancerLimits, RoleBalancer
@@ -43,7 +43,7 @@ def conversations(num_sessions: int, num_turns: int, seed: int = 3) -> list[Requ
     return [Request(n, r.at, r.prompt_tokens, r.output_tokens, r.keys, r.session) for n, r in enumerate(asked)]
 
 
-def run(policy: Policy, requests: list[Request], plan: FleetPlan = PLAN) -> Outcome:
+def run(policy: SimulatedScheduler, requests: list[Request], plan: FleetPlan = PLAN) -> Outcome:
     outcome = Simulation(plan, policy).run(requests)
     assert sorted(job.request.number for job in outcome.jobs) == list(range(len(requests)))
     for job in outcome.jobs:
@@ -54,7 +54,7 @@ def run(policy: Policy, requests: list[Request], plan: FleetPlan = PLAN) -> Outc
 
 
 def test_a_request_alone_takes_what_the_machine_takes() -> None:
-    (job,) = run(WeftPolicy(), [request(0, 1.0, prompt=4096, output=101)]).jobs
+    (job,) = run(SimulatedScheduler(), [request(0, 1.0, prompt=4096, output=101)]).jobs
     handoff = H100.handoff + H100.handoff_token * 4096
     assert job.first_token_at - 1.0 == pytest.approx(H100.prefill(4096, 0) + handoff)
     assert (job.ended_at - job.first_token_at) / 100 == pytest.approx(H100.step(1, 4096), rel=0.02)
@@ -62,7 +62,7 @@ def test_a_request_alone_takes_what_the_machine_takes() -> None:
 
 def test_prompts_on_one_worker_wait_for_each_other_and_answers_run_together() -> None:
     plan = FleetPlan(H100, num_prefill=1, num_decode=1)
-    jobs = run(WeftPolicy(), [request(n, 0.0) for n in range(3)], plan).jobs
+    jobs = run(SimulatedScheduler(), [request(n, 0.0) for n in range(3)], plan).jobs
     waits = sorted(job.first_token_at for job in jobs)
     one = H100.prefill(4096, 0)
     assert waits[2] - waits[0] == pytest.approx(2 * one, rel=0.01)
@@ -72,13 +72,13 @@ def test_prompts_on_one_worker_wait_for_each_other_and_answers_run_together() ->
 
 def test_a_worker_of_both_roles_generates_more_slowly_while_it_computes_a_prompt() -> None:
     plan = FleetPlan(H100, num_prefill=0, num_decode=0, num_both=1)
-    alone = run(WeftPolicy(), [request(0, 0.0, output=200)], plan).jobs[0]
-    beside = run(WeftPolicy(), [request(0, 0.0, output=200), request(1, 0.5, prompt=60_000)], plan).jobs[0]
+    alone = run(SimulatedScheduler(), [request(0, 0.0, output=200)], plan).jobs[0]
+    beside = run(SimulatedScheduler(), [request(0, 0.0, output=200), request(1, 0.5, prompt=60_000)], plan).jobs[0]
     assert beside.ended_at > alone.ended_at + 0.5 * H100.prefill(60_000, 0)
 
 
-@pytest.mark.parametrize("policy", baselines(), ids=lambda policy: policy.name)
-def test_every_policy_brings_every_request_to_its_end(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", baselines(H100), ids=lambda policy: policy.name)
+def test_every_policy_brings_every_request_to_its_end(policy: SimulatedScheduler) -> None:
     run(policy, conversations(20, 3))
 
 
@@ -86,7 +86,7 @@ def test_knowing_prefixes_finds_nearly_all_hits_and_keeps_the_load_even() -> Non
     requests, plan = faster(conversations(200, 5), 3.0), FleetPlan(H100, 4, 4, cache_tokens=4_000_000)
     figures = {
         policy.name: summarize(policy.name, requests, run(policy, requests, plan), Targets())
-        for policy in (WeftPolicy("blind", Signals(sessions=False, prefixes=False)), WeftPolicy("weft"))
+        for policy in (SimulatedScheduler("blind", Signals(sessions=False, prefixes=False)), SimulatedScheduler("weft"))
     }
     assert figures["weft"].of_ideal > 0.9 > figures["blind"].of_ideal + 0.2
     assert figures["weft"].imbalance < 1.3
@@ -96,7 +96,7 @@ def test_knowing_prefixes_finds_nearly_all_hits_and_keeps_the_load_even() -> Non
 def test_what_the_store_holds_is_a_hit_anywhere() -> None:
     requests = conversations(30, 4)
     plan = FleetPlan(H100, 4, 4, store_tokens=1 << 40)
-    figures = summarize("s", requests, run(WeftPolicy("s", Signals(store=True)), requests, plan), Targets())
+    figures = summarize("s", requests, run(SimulatedScheduler("s", Signals(store=True)), requests, plan), Targets())
     assert figures.of_ideal > 0.97
 
 
@@ -122,7 +122,7 @@ def test_what_is_fetched_is_there_before_the_rest_is_computed() -> None:
     asked = [Request(n, 10.0 * n, 13 * BLOCK_TOKENS, 2, each, b"") for n, each in enumerate((keys, others, keys))]
     # of the first prompt it keeps four blocks
     plan = FleetPlan(replace(H100, store_token=1e-3), 1, 1, cache_tokens=16 * BLOCK_TOKENS, store_tokens=1 << 40)
-    *_, job = run(WeftPolicy("s", Signals(store=True)), asked, plan).jobs
+    *_, job = run(SimulatedScheduler("s", Signals(store=True)), asked, plan).jobs
     assert (job.cached_tokens, job.stored_tokens) == (4 * BLOCK_TOKENS, 8 * BLOCK_TOKENS)
     least = 1e-3 * job.stored_tokens + H100.prefill(BLOCK_TOKENS, 12 * BLOCK_TOKENS)
     assert job.first_token_at - job.request.at == pytest.approx(least, rel=0.02)
@@ -135,14 +135,14 @@ def test_a_planner_mends_a_fleet_whose_roles_do_not_fit_its_load(num_prefill: in
     planner = RoleBalancer(BalancerLimits(wait_seconds=0.2, itl_seconds=0.015, pause_seconds=5.0))
     fixed, planned = (
         summarize(policy.name, requests, run(policy, requests, plan), Targets(ttft=1.0, itl=0.015))
-        for policy in (WeftPolicy("fixed"), WeftPolicy("planned", planner=planner))
+        for policy in (SimulatedScheduler("fixed"), SimulatedScheduler("planned", planner=planner))
     )
     assert planned.goodput > 1.3 * fixed.goodput
 
 
 def test_the_same_run_twice_is_the_same_run() -> None:
     requests = conversations(20, 3)
-    first, second = (run(WeftPolicy(), requests) for _ in range(2))
+    first, second = (run(SimulatedScheduler(), requests) for _ in range(2))
     assert [job.ended_at for job in first.jobs] == [job.ended_at for job in second.jobs]
 
 
@@ -151,7 +151,7 @@ def test_a_rule_draws_ties_by_its_seed_whoever_ran_before(name: str) -> None:
     requests = conversations(20, 3)
 
     def ends(seed: int) -> list[float]:
-        policy = next(policy for policy in baselines(seed) if policy.name == name)
+        policy = next(policy for policy in baselines(H100, seed) if policy.name == name)
         return [job.ended_at for job in run(policy, requests).jobs]
 
     first, other, again = ends(0), ends(1), ends(0)
@@ -161,7 +161,10 @@ def test_a_rule_draws_ties_by_its_seed_whoever_ran_before(name: str) -> None:
 
 def test_figures_of_runs_that_differ_by_chance_are_their_mean() -> None:
     requests = conversations(20, 3)
-    rows = [summarize("a", requests, run(policy, requests), Targets()) for policy in (baselines()[0], baselines(1)[0])]
+    rows = [
+        summarize("a", requests, run(policy, requests), Targets())
+        for policy in (baselines(H100)[0], baselines(H100, 1)[0])
+    ]
     assert rows[0] != rows[1]
     assert astuple(average(rows))[1:] == pytest.approx(
         [sum(pair) / 2 for pair in zip(astuple(rows[0])[1:], astuple(rows[1])[1:], strict=True)]
@@ -240,7 +243,7 @@ def test_admission_keeps_goodput_in_overload(num_sessions: int, speed: float) ->
     plan = FleetPlan(H100, 4, 4, cache_tokens=4_000_000, clients_retry=False)
     ours, everything = (
         summarize(policy.name, requests, Simulation(plan, policy).run(requests), Targets())
-        for policy in (WeftPolicy(), WeftPolicy("all", targets=NO_SLO))
+        for policy in (SimulatedScheduler(), SimulatedScheduler("all", targets=NO_SLO))
     )
     assert ours.goodput > 1.3 * everything.goodput
     assert ours.rejected > everything.rejected
@@ -248,7 +251,7 @@ def test_admission_keeps_goodput_in_overload(num_sessions: int, speed: float) ->
 
 def test_admission_refuses_nothing_below_capacity() -> None:
     plan = FleetPlan(H100, 4, 4, cache_tokens=4_000_000, clients_retry=False)
-    num_rejected = len(Simulation(plan, WeftPolicy()).run(conversations(400, 5)).rejected)
+    num_rejected = len(Simulation(plan, SimulatedScheduler()).run(conversations(400, 5)).rejected)
     assert num_rejected == 0
 
 
@@ -266,7 +269,7 @@ def test_overload_bar_leaves_loads_below_capacity_alone() -> None:
 
 def test_goodput_leaves_out_what_the_backlog_answers() -> None:
     requests = [request(n, 0.001 * n) for n in range(4)]
-    assert summarize("weft", requests, run(WeftPolicy(), requests), Targets(ttft=1e9)).goodput == 0.0
+    assert summarize("weft", requests, run(SimulatedScheduler(), requests), Targets(ttft=1e9)).goodput == 0.0
 
 
 def test_prompts_without_cached_prefix_wait_no_longer_than_by_least_requests() -> None:
@@ -274,9 +277,9 @@ def test_prompts_without_cached_prefix_wait_no_longer_than_by_least_requests() -
     times = sorted(rng.uniform(0, 60) for _ in range(1500))
     requests = [request(n, at, prompt=int(rng.lognormvariate(8.0, 1.0)) + 1, output=20) for n, at in enumerate(times)]
     plan = FleetPlan(H100, 4, 4)
-    rules: list[Policy] = [
-        WeftPolicy("weft", targets=NO_SLO),
-        *(rule for rule in baselines() if rule.name == "least requests"),
+    rules: list[SimulatedScheduler] = [
+        SimulatedScheduler("weft", targets=NO_SLO),
+        *(rule for rule in baselines(H100) if rule.name == "least requests"),
     ]
     ours, theirs = (summarize(rule.name, requests, run(rule, requests, plan), Targets()) for rule in rules)
     assert ours.prefill_busy > 0.5

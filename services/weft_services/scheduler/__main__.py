@@ -12,8 +12,7 @@ from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.config import SchedulerConfig
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.kvstore_client import KvStoreClient, PrefixLocator, StoreUsagePoller
-from weft_services.scheduler.leader_lease import LeaderLease
-from weft_services.scheduler.role_balancer import RoleBalancer
+from weft_services.scheduler.role_balancer import LeaderLease, RoleBalancer
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
 from weft_services.scheduler.slo import parse_targets

@@ -8,7 +8,7 @@ Admission: a request enters only if its expected wait is at most SURE_SHARE of t
 once is worth more to a client than one after a wait. The expected wait is per tenant: a flood of one tenant fills its
 own line only. A request that lost its worker always enters: it was admitted before, and its client may be reading.
 
-A request that waits for a larger worker keeps its place, and shorter prompts pass it (backfill.py).
+A request that waits for a larger worker keeps its place, and shorter prompts pass it (backfill).
 
 Starvation: while higher classes wait, each lower class still gets TURN_SHARE of the tokens, charged afterwards:
 long prompts also get theirs.
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from weft.errors import Overloaded, QueueFull
 from weft.fleet_types import Priority, RouteQuery
-from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
-from weft_services.scheduler.fleet_state import INFINITE
-from weft_services.scheduler.slo import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
+from weft.request import WorkerRole
+from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Worker
+from weft_services.scheduler.policy import UNRESTRICTED, BackfillWindow, clamp_retry
 
 # tokens of an answer that count; it may end before `max_tokens`
 MAX_ANSWER_TOKENS = 256
@@ -228,7 +228,7 @@ class AdmissionQueue:
         The error is QueueFull if the expected wait is the only reason, so it also holds for similar requests.
         """
         expected = self.expected_seconds(query, now)
-        again = _clamp_retry_after(expected, busy.retry_after_seconds)
+        again = clamp_retry(max(expected, busy.retry_after_seconds))
         if self._is_full_for(query) or self._waits_too_long(query, expected, self._max_queue_seconds):
             before = self.expected_seconds(query, now, 0)
             raise QueueFull(str(busy), again, min(HOLD_SHARE * before, MAX_HOLD_SECONDS))
@@ -325,7 +325,7 @@ class AdmissionQueue:
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """Return the seconds after which a retry is useful, at least `least`."""
-        return _clamp_retry_after(self.expected_seconds(query, now), least)
+        return clamp_retry(max(self.expected_seconds(query, now), least))
 
     def max_wait_seconds(self, query: RouteQuery) -> float:
         """Return how long this request may wait."""
@@ -348,5 +348,28 @@ def rank_of(query: RouteQuery) -> int:
     return MIGRATED if query.key.generation > 0 else query.priority
 
 
-def _clamp_retry_after(expected: float, least: float) -> float:
-    return min(max(expected, least, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+# waiting prompts that others may pass; each costs another look at the fleet
+MAX_BYPASSED = 8
+
+
+def backfill_window(
+    members: ModelWorkers, query: RouteQuery, role: WorkerRole, window: BackfillWindow
+) -> BackfillWindow | None:
+    """Return what is left behind a request that found no room in `role`; None if the others must wait behind it.
+
+    A role without smaller workers stays open to all. The waiting request goes first there as soon as its own role has
+    room.
+    """
+    smaller = {
+        each: max((worker.longest_prompt for worker in live if _is_smaller(worker, query)), default=0)
+        for each, live in ((WorkerRole.PREFILL, members.prefills), (WorkerRole.DECODE, members.decodes))
+    }
+    if not smaller[role] or window.num_bypassed >= MAX_BYPASSED:
+        return None
+    apart = {each: tokens for each, tokens in smaller.items() if tokens}
+    below = window.below_tokens | dict.fromkeys(apart, query.prompt_tokens)
+    return BackfillWindow(below, min(apart.values()), window.num_bypassed + 1)
+
+
+def _is_smaller(worker: Worker, query: RouteQuery) -> bool:
+    return worker.is_ready and worker.longest_prompt < query.prompt_tokens

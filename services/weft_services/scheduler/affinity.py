@@ -18,7 +18,7 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
-from weft_services.scheduler.routing_types import NO_AFFINITY, SessionAffinity
+from weft_services.scheduler.policy import NO_AFFINITY, SessionAffinity
 
 # One call for a batch. KEYS: names to read, to bind, and to check for a failed worker, in this order, so that the last
 # see the new bindings. ARGV: TTL in seconds, number of reads and binds, values to bind, failed workers. Reading renews

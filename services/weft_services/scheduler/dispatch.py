@@ -20,13 +20,19 @@ from weft.metrics import OVER_SLO, PLACEMENTS, WAITING_REQUESTS
 from weft.request import RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import MAX_EXPECTED_WAIT_SHARE, AdmissionQueue, QueuedRequest, rank_of
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
 from weft_services.scheduler.fleet_state import INFINITE, Worker
 from weft_services.scheduler.kvstore_client import PrefixLocator
+from weft_services.scheduler.policy import (
+    UNRESTRICTED,
+    AllWorkersFull,
+    BackfillWindow,
+    NoWorkerReady,
+    PlacementDecision,
+    SessionAffinity,
+)
 from weft_services.scheduler.reservations import Reservation
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import PlacementDecision, SessionAffinity
-from weft_services.scheduler.slo import AllWorkersFull, DeadlineUnreachable, NoWorkerReady, TargetExceeded
+from weft_services.scheduler.slo import DeadlineUnreachable, TargetExceeded
 
 # rest after fruitless work, in multiples of its duration
 REST_RATIO = 9

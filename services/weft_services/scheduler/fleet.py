@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
@@ -98,10 +98,6 @@ class LoadingWorkers:
 
 
 logger = logging.getLogger(__name__)
-# seconds that a worker is avoided after a fault
-SUSPECT_SECONDS = 2.0
-MAX_SUSPECT_SECONDS = 60.0
-MAX_COUNTED_FAULTS = 16
 # remembered models without workers, so that "no worker is live" differs from "no such model"
 MAX_MODELS = 1024
 # A drain request is repeated to a worker that returns within this time of its last report. Later an operator may have
@@ -125,7 +121,8 @@ class Fleet:
     def __init__(self, silence_seconds: float) -> None:
         self._silence_seconds = silence_seconds
         self._workers: dict[str, Worker] = {}
-        self._models: dict[str, ModelWorkers] = {}
+        # all models served so far, with their live workers; others only read it
+        self.models: dict[str, ModelWorkers] = {}
         self._drain_requests: dict[
             tuple[str, str], tuple[bool, float]
         ] = {}  # to drain or not, and when that boot last reported
@@ -133,11 +130,6 @@ class Fleet:
         self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # last time a worker of the role was ready or full
         # by model: longest prompt and last report of workers that left recently
         self._left: dict[str, list[tuple[int, float]]] = {}
-
-    @property
-    def models(self) -> Mapping[str, ModelWorkers]:
-        """All models served so far, with their live workers."""
-        return self._models
 
     def workers(self) -> list[Worker]:
         """Return all live workers, sorted by id."""
@@ -162,12 +154,12 @@ class Fleet:
         if now - reported_at < DRAIN_REQUEST_SECONDS:
             worker.drain_requested = wish
         self._workers[worker.worker_id] = worker
-        members = self._models.get(info.model) or ModelWorkers()
+        members = self.models.get(info.model) or ModelWorkers()
         peers = [peer.dispatched_tokens for peer in members.workers if peer.info.role is info.role]
         worker.dispatched_tokens = fmean(peers) if peers else 0.0
-        self._models[info.model] = members.with_workers([*members.workers, worker])
-        update_rates(self._models[info.model])
-        if len(self._models) > MAX_MODELS:
+        self.models[info.model] = members.with_workers([*members.workers, worker])
+        update_rates(self.models[info.model])
+        if len(self.models) > MAX_MODELS:
             self._forget_models()
         WORKERS.labels(info.role).inc()
         logger.info(
@@ -176,8 +168,8 @@ class Fleet:
         return worker, replaced
 
     def _forget_models(self) -> None:
-        for model in [model for model, members in self._models.items() if not members.workers]:
-            del self._models[model]
+        for model in [model for model, members in self.models.items() if not members.workers]:
+            del self.models[model]
             self._left.pop(model, None)
             for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
                 self._ready_at.pop((model, role), None)
@@ -198,9 +190,9 @@ class Fleet:
         del self._workers[worker.worker_id]
         left = [each for each in self._left.get(worker.info.model, ()) if _is_recent(each[1], worker.reported_at)]
         self._left[worker.info.model] = [*left, (worker.longest_prompt, worker.reported_at)]
-        members = self._models[worker.info.model]
+        members = self.models[worker.info.model]
         remaining = [other for other in members.workers if other is not worker]
-        self._models[worker.info.model] = members.with_workers(remaining)
+        self.models[worker.info.model] = members.with_workers(remaining)
         WORKERS.labels(worker.info.role).dec()
         logger.info("worker left id=%s reason=%s", worker.worker_id, why)
         return True
@@ -232,7 +224,7 @@ class Fleet:
         worker.refresh()
 
     def _note_ready(self, worker: Worker, now: float) -> None:
-        for role in (WorkerRole.PREFILL, WorkerRole.DECODE) if takes_requests(worker) else ():
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE) if worker.takes_requests else ():
             if worker.info.role.can(role):
                 self._ready_at[worker.info.model, role] = now
 
@@ -247,12 +239,12 @@ class Fleet:
 
     def refresh(self, now: float) -> None:
         """Update speeds, utilization and metrics; call once a second."""
-        for members in self._models.values():
+        for members in self.models.values():
             for worker in members.workers:
                 worker.speed.fade()
                 worker.dispatched_tokens *= DISPATCHED_DECAY
             update_rates(members)
-            busy = [min(worker.prefill_tokens, 1) for worker in members.prefills if takes_requests(worker)]
+            busy = [min(worker.prefill_tokens, 1) for worker in members.prefills if worker.takes_requests]
             members.utilization += NEWEST_SHARE * ((fmean(busy) if busy else 0.0) - members.utilization)
         self._publish_ready(now)
         self._expire_role_requests(now)
@@ -272,8 +264,8 @@ class Fleet:
             ROLE_CHANGE_TIMEOUTS.inc()
 
     def _publish_ready(self, now: float) -> None:
-        for model, members in self._models.items():
-            ready = [worker.info.role for worker in members.workers if takes_requests(worker)]
+        for model, members in self.models.items():
+            ready = [worker.info.role for worker in members.workers if worker.takes_requests]
             for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
                 if members.workers or now - self._ready_at.get((model, role), NEVER) < READY_METRIC_SECONDS:
                     READY_WORKERS.labels(model, role).set(sum(each.can(role) for each in ready))
@@ -281,28 +273,9 @@ class Fleet:
                     _remove_ready_metric(model, role)
 
     def mark_suspect(self, worker_id: str, now: float) -> None:
-        """Avoid a worker after a failed request; each fault in a row doubles the pause.
-
-        Failures during the pause do not count: those requests were placed before it.
-        """
-        worker = self._workers.get(worker_id)
-        if worker is not None and (now >= worker.suspect_until or worker.is_probed):
-            worker.num_faults = min(worker.num_faults + 1, MAX_COUNTED_FAULTS)
-            worker.suspect_until, worker.is_probed = now + _suspect_pause(worker.num_faults), False
-
-    def begin_probe(self, worker: Worker, now: float) -> None:
-        """Let one request test a suspect worker; others avoid it until the outcome is known."""
-        if NEVER < worker.suspect_until <= now:
-            worker.suspect_until, worker.is_probed = now + _suspect_pause(worker.num_faults), True
-
-    def end_probe(self, worker: Worker) -> None:
-        """The probe request got its first token, so others may use the worker again."""
-        if worker.is_probed:
-            worker.suspect_until, worker.is_probed = NEVER, False
-
-    def mark_healthy(self, worker: Worker) -> None:
-        """A request ended well on the worker: forget its faults."""
-        worker.num_faults, worker.suspect_until, worker.is_probed = 0, NEVER, False
+        """Avoid a worker after a failed request, if it is live."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.mark_suspect(now)
 
     def drain(self, worker_id: str, wish: bool) -> None:
         """Ask a worker to stop or resume taking new work.
@@ -321,7 +294,7 @@ class Fleet:
         """
         worker = self._live(worker_id)
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE) if wish and not even_last else ():
-            if target_role(worker).can(needed):
+            if worker.target_role.can(needed):
                 self._check_others(worker, needed)
         worker.park_requested = wish
         worker.refresh()
@@ -337,16 +310,14 @@ class Fleet:
         if not worker.info.can_change_role:
             raise InvalidRequest(f"{worker_id} can only run as {worker.info.role}", "worker_id")
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE):
-            if target_role(worker).can(needed) and not role.can(needed):
+            if worker.target_role.can(needed) and not role.can(needed):
                 self._check_others(worker, needed)
         worker.role_requested = role
 
     def _check_others(self, worker: Worker, needed: WorkerRole) -> None:
         """Raise InvalidRequest if no other worker serves the model in that role."""
-        others = (
-            each for each in self._models[worker.info.model].workers if each is not worker and takes_requests(each)
-        )
-        if not any(target_role(each).can(needed) for each in others):
+        others = (each for each in self.models[worker.info.model].workers if each is not worker and each.takes_requests)
+        if not any(each.target_role.can(needed) for each in others):
             what = f"the last {needed} worker of {worker.info.model!r} that takes requests"
             raise InvalidRequest(f"{worker.worker_id} is {what}", "worker_id")
 
@@ -356,8 +327,8 @@ class Fleet:
         WORKERS.labels(worker.info.role).dec()
         WORKERS.labels(role).inc()
         worker.info = replace(worker.info, role=role)
-        members = self._models[worker.info.model]
-        self._models[worker.info.model] = members.with_workers(members.workers)
+        members = self.models[worker.info.model]
+        self.models[worker.info.model] = members.with_workers(members.workers)
 
     def silent_workers(self, now: float) -> list[Worker]:
         """Return the workers that have not reported for too long."""
@@ -375,20 +346,3 @@ def _boot_of(info: WorkerHello) -> tuple[str, str]:
 
 def _is_recent(then: float, now: float) -> bool:
     return now - then < RETURN_SECONDS
-
-
-def _suspect_pause(num_faults: int) -> float:
-    """Return how long a worker is avoided after that many faults in a row."""
-    return min(SUSPECT_SECONDS * 2.0 ** (num_faults - 1), MAX_SUSPECT_SECONDS)
-
-
-def takes_requests(worker: Worker) -> bool:
-    """Return whether the worker takes requests, also while its pool is full, and was not asked to stop."""
-    report = worker.report
-    is_leaving = report.is_draining or report.is_parked or True in (worker.drain_requested, worker.park_requested)
-    return (report.ready or report.is_full) and not is_leaving
-
-
-def target_role(worker: Worker) -> WorkerRole:
-    """Return the worker's role, or the one it was asked to play."""
-    return worker.role_requested or worker.info.role

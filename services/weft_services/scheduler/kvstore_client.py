@@ -18,8 +18,8 @@ from weft.metrics import KVSTORE_LOCATES, init_series
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb
 from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
+from weft_services.scheduler.prefix_index import LocatedPrefix, PrefixHolder
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder
 
 # a late answer is still useful for later requests
 CALL_SECONDS = 0.5

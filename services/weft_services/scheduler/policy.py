@@ -1,11 +1,13 @@
-"""Where a request goes: pure functions over plain state; the caller passes the clock.
+"""Where a request goes: the `Policy` protocol, and Weft's own policy. The caller passes the clock.
+
+`CostPolicy` takes the cheapest workers by these costs in seconds:
 
 prefill(worker) = wait + KV_PRESSURE_SECONDS * k / (1 - k) + uncached_weight * uncached tokens / rate + fetch
 wait            = min(tokens ahead, MAX_WAIT_RATIO * prompts ahead * uncached tokens) / rate
 decode(worker)  = (tokens in flight + own tokens it does not hold) / rate + KV_PRESSURE_SECONDS * k / (1 - k)
 
-k is the share of the worker's KV pool in use. Cached tokens, on the worker or in the store, need no prefill. The
-cheapest worker wins. Near ties go to the session's worker, then to the one with the fewest recently assigned tokens.
+k is the share of the worker's KV pool in use. Cached tokens, on the worker or in the store, need no prefill. Near
+ties go to the session's worker, then to the one with the fewest recently assigned tokens.
 
 A prefill delays all later requests, more so on a busy fleet. Hence `uncached_weight`, and hence a session waits before
 it moves. The decode worker computes the prompt itself if a hand-off would cost more.
@@ -13,17 +15,139 @@ it moves. The decode worker computes the prompt itself if a hand-off would cost 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from weft.errors import NotFound
+from weft.errors import InvalidRequest, NoWorker, Overloaded, PeerLost, WeftError
+from weft.fleet_types import RouteQuery
 from weft.request import ModelFingerprint, WorkerRole
-from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
-from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Row, Worker
-from weft_services.scheduler.routing_types import PlacementDecision, RoutingInput
-from weft_services.scheduler.slo import rejection
+from weft_services.scheduler.fleet_state import DEFAULT_STORE_CREDIT, INFINITE, ModelWorkers, Row, StoreCredit, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAffinity:
+    """Where a session's cache was last: worker ids with their boot ids, and its number of tokens. Unknown: "".
+
+    `is_foreign`: another scheduler process wrote it, or an earlier start of this one.
+    """
+
+    prefill_id: str = ""
+    decode_id: str = ""
+    num_tokens: int = 0
+    prefill_boot: str = ""
+    decode_boot: str = ""
+    is_foreign: bool = False
+
+
+NO_AFFINITY = SessionAffinity()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLocations:
+    """Where the prefix of a prompt is cached, in tokens.
+
+    `held`: by worker. `stored_tokens`: in the shared store, the last `disk_tokens` of them on disk only.
+    `common_tokens`: the part that more than FEW_HOLDERS workers hold, such as a system prompt; another copy of it pays
+    off. `credit`: what a token in the store saves.
+    """
+
+    held: Mapping[Worker, int] = field(default_factory=dict)
+    stored_tokens: int = 0
+    disk_tokens: int = 0
+    common_tokens: int = 0
+    credit: StoreCredit = DEFAULT_STORE_CREDIT
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingInput:
+    """A request with all that is known about it: cached prefixes, affinity, and the expected answer length."""
+
+    query: RouteQuery
+    prefixes: PrefixLocations = field(default_factory=PrefixLocations)
+    affinity: SessionAffinity = NO_AFFINITY
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDecision:
+    """Where a request goes, and the tokens to reserve. `prefill` None: the decode worker computes the prompt.
+
+    `prefill_tokens` counts only tokens that must be computed. `ttft_seconds` and `itl_seconds` are predictions.
+    """
+
+    decode: Worker
+    prefill: Worker | None
+    prefill_tokens: int
+    decode_tokens: int
+    follows_session: bool = False
+    ttft_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    itl_seconds: float = 0.0
+    cached_tokens: int = 0
+
+    @property
+    def compute_seconds(self) -> float:
+        """Predicted time to compute the prompt."""
+        return self.prefill_tokens * (self.prefill or self.decode).token_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class BackfillWindow:
+    """What a request may use ahead of a waiting one.
+
+    `below_tokens`: by role, only workers on which so long a prompt does not fit. `longest_prompt`: the longest prompt
+    that fits on those of them that take requests.
+    """
+
+    below_tokens: dict[WorkerRole, float] = field(default_factory=dict)
+    longest_prompt: float = INFINITE
+    num_bypassed: int = 0
+
+    def admits(self, worker: Worker, role: WorkerRole) -> bool:
+        """Return whether the worker may play that role for a backfilled request."""
+        return not self.below_tokens or all(
+            worker.longest_prompt < tokens for kept, tokens in self.below_tokens.items() if role.can(kept)
+        )
+
+
+UNRESTRICTED = BackfillWindow()
+
+
+class Policy(Protocol):
+    """Chooses where a request goes. It reads the fleet and the request, and changes neither; it never suspends."""
+
+    def choose(
+        self, members: ModelWorkers, routing: RoutingInput, now: float, window: BackfillWindow = UNRESTRICTED
+    ) -> PlacementDecision:
+        """Return the workers of the request and the tokens to reserve on them.
+
+        `members`: the live workers of the request's model. `window`: the workers that a backfilled request may use.
+        Raises PeerLost, Overloaded or InvalidRequest if no worker can take it.
+        """
+
+
+MIN_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 30.0
+
+
+class NoWorkerReady(NoWorker):
+    """No worker of a role takes requests. One may be back within seconds: a dead worker is restarted."""
+
+    def __init__(self, message: str, role: WorkerRole) -> None:
+        super().__init__(message)
+        self.role = role
+
+
+class AllWorkersFull(Overloaded):
+    """No worker of a role has room now; the request may wait for it."""
+
+    def __init__(self, message: str, retry_after_seconds: float, role: WorkerRole) -> None:
+        super().__init__(message, retry_after_seconds)
+        self.role = role
+
 
 # An uncached prompt token weighs more than one that waits already. The weight is 1 while workers are idle, since a
 # second copy of a prefix helps too. It is much more once nearly all are busy, when only hits make room. Share and
@@ -53,19 +177,14 @@ MAX_DECODE_POOLS = 2
 MAX_PREFILL_POOLS = 4
 
 
-def choose(
-    models: Mapping[str, ModelWorkers], routing: RoutingInput, now: float, window: BackfillWindow = UNRESTRICTED
-) -> PlacementDecision:
-    """Return where the request goes.
+class CostPolicy:
+    """Weft's policy: the cheapest workers by the costs at the top of this file."""
 
-    `models`: every model ever served, with its live workers. `window`: the workers that a backfilled request may use.
-    Raises PeerLost, Overloaded, NotFound or InvalidRequest, without side effects.
-    """
-    model = routing.query.model
-    if models and model not in models:
-        raise NotFound(f"no worker serves the model {model!r}")
-    members = models.get(model) or ModelWorkers()
-    return _Chooser(members, routing, now, uncached_weight(members.utilization), window).choose()
+    def choose(
+        self, members: ModelWorkers, routing: RoutingInput, now: float, window: BackfillWindow = UNRESTRICTED
+    ) -> PlacementDecision:
+        """Return the cheapest workers, as `Policy.choose` describes."""
+        return _Chooser(members, routing, now, uncached_weight(members.utilization), window).choose()
 
 
 def uncached_weight(utilization: float) -> float:
@@ -314,3 +433,50 @@ def has_room(worker: Worker, role: WorkerRole, routing: RoutingInput) -> bool:
     if role is WorkerRole.DECODE:
         return True
     return worker.prefill_tokens + uncached_tokens(routing, worker) <= MAX_PREFILL_POOLS * info.pool_tokens
+
+
+def rejection(
+    members: ModelWorkers, query: RouteQuery, role: WorkerRole, fingerprints: Set[ModelFingerprint] | None
+) -> WeftError:
+    """Return the error that tells the client why no worker was found.
+
+    Checked in this order: prompt too long, worker gone, starting or draining, no matching fingerprint, full. A live
+    worker that does not serve counts only if the prompt fits there. While no worker is ready no prompt is too long: a
+    larger worker may still join.
+    """
+    live = members.decodes if role is WorkerRole.DECODE else members.prefills
+    able = [worker for worker in live if query.prompt_tokens <= worker.longest_prompt]
+    is_apart = any(worker.is_ready and query.prompt_tokens > worker.longest_prompt for worker in live)
+    if not able and is_apart:
+        message = f"the prompt has {query.prompt_tokens} tokens; at most {max(w.longest_prompt for w in live)} fit"
+        return InvalidRequest(message, "prompt", "context_length_exceeded")
+    able = able or live
+    tried = [worker for worker in able if not query.excludes(worker.info.address)]
+    ready = [worker for worker in tried if worker.is_ready]
+    kind = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
+    if not ready:
+        if any(worker.takes_requests for worker in tried):
+            return AllWorkersFull(f"the pool of every {kind} is full", retry_after(tried), role)
+        message = f"no {kind} of {query.model!r} is {'ready' if live else 'live'}"
+        # A request that excludes a live worker does not wait for that one. One that needs a larger worker would wake at
+        # every report of a smaller one.
+        return PeerLost(message) if is_apart or len(tried) < len(able) else NoWorkerReady(message, role)
+    if fingerprints is not None and not any(worker.info.fingerprint in fingerprints for worker in ready):
+        if role is WorkerRole.DECODE and not members.prefills:
+            return NoWorkerReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
+        return PeerLost("no prefill worker runs what the decode workers run")
+    return AllWorkersFull(f"every {kind} is full", retry_after(ready), role)
+
+
+def retry_after(workers: Iterable[Worker]) -> float:
+    """Return the seconds until the least loaded worker has done half of its work."""
+    seconds = [
+        max(worker.prefill_tokens * worker.token_seconds, worker.decode_tokens * worker.decode_token_seconds)
+        for worker in workers
+    ]
+    return clamp_retry(min(seconds, default=0.0) / 2)
+
+
+def clamp_retry(seconds: float) -> float:
+    """Limit a Retry-After to MIN_RETRY_SECONDS to MAX_RETRY_SECONDS."""
+    return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
@@ -241,3 +242,24 @@ def _steps(num_keys: int) -> tuple[tuple[int, int], ...]:
     """Return each of those depths with the one before it, deepest first."""
     depths = _grid(num_keys)
     return tuple(zip(depths, (0, *depths), strict=False))[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker with the first `num_blocks` blocks of a prompt in its pool."""
+
+    worker_id: str
+    boot_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedPrefix:
+    """What kvstore knows about a prompt: the workers that hold leading blocks, and how many the store holds.
+
+    The first `num_in_memory` of the `num_stored` blocks need no disk.
+    """
+
+    workers: tuple[PrefixHolder, ...] = ()
+    num_stored: int = 0
+    num_in_memory: int = 0

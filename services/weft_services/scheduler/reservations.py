@@ -15,7 +15,7 @@ from weft.fleet_types import RouteQuery
 from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey, RequestStage
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
-from weft_services.scheduler.routing_types import PlacementDecision
+from weft_services.scheduler.policy import PlacementDecision
 
 # totals of this process, read by the gauges on demand: updating a gauge costs half as much as a reservation
 _TOTAL_RESERVED = ReservedLoad()

@@ -1,4 +1,4 @@
-"""Decides which worker should change its role. Pure functions, and a balancer that tracks how long a role is short.
+"""Decides which worker should change its role, and which scheduler may decide it.
 
 Prefill is short if a new prompt would wait longer than the limit. Decode is short if tokens come slower than the limit
 or its pools are nearly full. A pressure of 1 is at the limit. A worker moves if one role was short for
@@ -10,13 +10,15 @@ neither count nor move.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
 from weft.errors import ConfigError
-from weft.request import WorkerRole
-from weft_services.scheduler.fleet import takes_requests
+from weft.request import WorkerRole, new_id
+from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 from weft_services.scheduler.fleet_state import INFINITE, NEVER, ModelWorkers, Worker
 
 # A role is short if it was over its limit this much longer than below. Queues fluctuate, and one empty or long queue
@@ -49,7 +51,7 @@ class RoleChange:
 
 def prefill_pressure(members: ModelWorkers, limits: BalancerLimits, without: int = 0) -> float:
     """Return the prefill load relative to its limit, with `without` workers fewer."""
-    workers = [worker for worker in members.prefills if takes_requests(worker)]
+    workers = [worker for worker in members.prefills if worker.takes_requests]
     if len(workers) <= without:
         return INFINITE
     share = len(workers) / (len(workers) - without)
@@ -64,7 +66,7 @@ def decode_pressure(members: ModelWorkers, limits: BalancerLimits, is_prefill_sh
 
     Pools also fill up behind a slow prefill; then only the token rate counts.
     """
-    workers = [worker for worker in members.decodes if takes_requests(worker)]
+    workers = [worker for worker in members.decodes if worker.takes_requests]
     if len(workers) <= without:
         return INFINITE
     share = len(workers) / (len(workers) - without)
@@ -100,7 +102,7 @@ def _movable_worker(members: ModelWorkers, role: WorkerRole, least: int) -> Work
 
     Workers that declined a request come last.
     """
-    playing = [worker for worker in members.workers if worker.info.role.can(role) and takes_requests(worker)]
+    playing = [worker for worker in members.workers if worker.info.role.can(role) and worker.takes_requests]
     able = [worker for worker in playing if worker.info.role is role and worker.info.can_change_role]
     if len(playing) <= least:
         return None
@@ -172,3 +174,72 @@ def parse_limits(text: str) -> BalancerLimits | None:
     if not slash or not wait.isdecimal() or not itl.isdecimal() or not int(wait) or not int(itl):
         raise ConfigError(f"WEFT_ROLE_BALANCER={text!r}: expected WAIT_MS/ITL_MS")
     return BalancerLimits(int(wait) / 1000, int(itl) / 1000)
+
+
+LEASE_SECONDS = 10.0
+# one or two lost renewals are harmless
+RENEWALS = 5
+# take a free lease, renew our own
+TAKE = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+
+class LeaderLease:
+    """A lease in the Valkey that the schedulers share; at most one holds it, except briefly after Valkey lost its data.
+
+    `run` must be running. Without Valkey the scheduler counts as the only one. While Valkey is unreachable no lease is
+    renewed, so soon no scheduler is leader.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        seconds: float = LEASE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        found, lost = f"lease renewed again name={name}", f"lease renewal failed name={name}"
+        self._valkey = Valkey(url, found, lost, clock, deadline_seconds) if url else None
+        self._take = self._valkey.redis.register_script(TAKE) if self._valkey else None
+        self._key = f"weft:lease:{name}"
+        self._owner = new_id()
+        self._seconds = seconds
+        self._clock = clock
+        self._held_until = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """True while this scheduler holds the lease."""
+        return self._valkey is None or self._clock() < self._held_until
+
+    async def run(self) -> None:
+        """Take and renew the lease until cancelled."""
+        if self._valkey is None:
+            return
+        try:
+            while True:
+                await self.renew()
+                await asyncio.sleep(self._seconds / RENEWALS)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; the lease expires by itself."""
+        if self._valkey is not None:
+            await self._valkey.close()
+
+    async def renew(self) -> None:
+        """Take or renew the lease once. It counts from the request, which is earlier than Valkey's time."""
+        assert self._valkey is not None
+        assert self._take is not None
+        take, asked_at = self._take, self._clock()
+        taken = await self._valkey.call(lambda redis: take([self._key], [self._owner, round(self._seconds * 1000)]))
+        if taken:
+            self._held_until = asked_at + self._seconds
+        elif taken is not None:
+            self._held_until = 0.0

@@ -7,30 +7,33 @@ neither Valkey nor wire messages.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.errors import InvalidRequest, NoWorker
+from weft.errors import InvalidRequest, NotFound, NoWorker
 from weft.fleet_types import Priority, RouteQuery, WorkerHello, WorkerReport
 from weft.kv.tiers import Tier
 from weft.request import RequestKey, RequestStage
-from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow, backfill_window
-from weft_services.scheduler.fleet import Fleet, GatewayRegistry, takes_requests
-from weft_services.scheduler.fleet_state import ModelWorkers, Worker
-from weft_services.scheduler.policy import choose
-from weft_services.scheduler.prefix_index import MAX_KEYS, PrefixIndex
-from weft_services.scheduler.reservations import Reservation, Reservations
-from weft_services.scheduler.role_balancer import RoleBalancer
-from weft_services.scheduler.routing_types import (
+from weft_services.scheduler.admission_queue import backfill_window
+from weft_services.scheduler.fleet import Fleet, GatewayRegistry
+from weft_services.scheduler.fleet_state import DEFAULT_STORE_CREDIT, ModelWorkers, Worker
+from weft_services.scheduler.policy import (
     NO_AFFINITY,
-    LocatedPrefix,
+    UNRESTRICTED,
+    AllWorkersFull,
+    BackfillWindow,
+    CostPolicy,
     PlacementDecision,
+    Policy,
     PrefixLocations,
     RoutingInput,
     SessionAffinity,
 )
-from weft_services.scheduler.slo import DEFAULT_SLO, AllWorkersFull, Backlog, BacklogTracker, SloTargets, check_deadline
-from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, OutputLengths
+from weft_services.scheduler.prefix_index import MAX_KEYS, LocatedPrefix, PrefixIndex
+from weft_services.scheduler.reservations import Reservation, Reservations
+from weft_services.scheduler.role_balancer import RoleBalancer
+from weft_services.scheduler.slo import DEFAULT_SLO, Backlog, BacklogTracker, SloTargets, check_deadline
 
 logger = logging.getLogger(__name__)
 # the store enforces its own capacity
@@ -58,8 +61,10 @@ class Router:
         targets: SloTargets = DEFAULT_SLO,
         max_keys: int = MAX_KEYS,
         planner: RoleBalancer | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """Without a role balancer workers keep their roles until an operator changes them."""
+        self._policy = policy if policy is not None else CostPolicy()
         self._slo = targets
         self._role_balancer = planner
         self.fleet = Fleet(silence_seconds)
@@ -116,7 +121,7 @@ class Router:
         for worker in {placement.decode, placement.prefill or placement.decode}:
             held = routing.prefixes.held.get(worker, 0) // block_tokens
             self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
-            self.fleet.begin_probe(worker, now)
+            worker.begin_probe(now)
         return placement
 
     def _backlog(self, query: RouteQuery, now: float) -> Backlog:
@@ -126,9 +131,11 @@ class Router:
         return self._backlogs.current(query.model, self.fleet.models[query.model], now)
 
     def _choose(self, routing: RoutingInput, now: float, window: BackfillWindow) -> PlacementDecision:
-        query = routing.query
+        query, models = routing.query, self.fleet.models
+        if models and query.model not in models:
+            raise NotFound(f"no worker serves the model {query.model!r}")
         try:
-            return choose(self.fleet.models, routing, now, window)
+            return self._policy.choose(models.get(query.model) or ModelWorkers(), routing, now, window)
         except InvalidRequest as error:  # final for clients and gateways
             # a request that was placed before fits on the worker that is gone
             if query.key.generation > 0 or self.fleet.has_lost_recently(query.model, query.prompt_tokens, now):
@@ -155,7 +162,7 @@ class Router:
         if not (query.excluded_worker_ids or query.excluded_boot_ids):
             return False
         members = self.fleet.models.get(query.model) or ModelWorkers()
-        return any(query.excludes(worker.info.address) and takes_requests(worker) for worker in members.workers)
+        return any(query.excludes(worker.info.address) and worker.takes_requests for worker in members.workers)
 
     def reject(self, query: RouteQuery) -> None:
         """Release what a rejected request holds; it will not be settled."""
@@ -234,8 +241,8 @@ class Router:
         if reservation is None:
             return None
         if progress.stage is RequestStage.FINISHED:
-            self.fleet.mark_healthy(reservation.computed_by)
-            self.fleet.mark_healthy(reservation.decode.worker)
+            reservation.computed_by.mark_healthy()
+            reservation.decode.worker.mark_healthy()
             # a migrated answer is as long as all its parts
             if progress.generated_tokens is not None:
                 self._lengths.record(reservation.model, reservation.resumed_tokens + progress.generated_tokens)
@@ -257,7 +264,7 @@ class Router:
                 self.fleet.mark_suspect(asked.worker_id, now)
             reservation.computed_by = decode  # the prompt's KV is here; a good end says nothing about the other worker
         for worker in {reservation.computed_by, decode}:
-            self.fleet.end_probe(worker)
+            worker.end_probe()
 
     def sweep(self, now: float) -> list[Worker]:
         """Drop silent workers and overdue reservations, and change roles where needed; call once a second.
@@ -277,3 +284,31 @@ class Router:
             except InvalidRequest as error:  # an impossible request must not end the sweep
                 logger.warning("role change rejected id=%s error=%s", move.worker.worker_id, error)
         return lost
+
+
+# before the first answer has ended
+DEFAULT_OUTPUT_TOKENS = 256.0
+# weight of the newest answer; about the last 100 count
+LENGTH_NEWEST_SHARE = 0.02
+MAX_LENGTH_MODELS = 1024
+
+
+class OutputLengths:
+    """Mean answer length by model, with exponential decay."""
+
+    def __init__(self) -> None:
+        self._means: OrderedDict[str, float] = OrderedDict()
+
+    def record(self, model: str, tokens: int) -> None:
+        """Add an answer that ended by itself."""
+        if tokens <= 0:
+            return
+        mean = self._means.get(model, DEFAULT_OUTPUT_TOKENS)
+        self._means[model] = mean + LENGTH_NEWEST_SHARE * (tokens - mean)
+        self._means.move_to_end(model)
+        if len(self._means) > MAX_LENGTH_MODELS:
+            self._means.popitem(last=False)
+
+    def expected(self, model: str, max_tokens: int) -> int:
+        """Return the expected length of the next answer, at most `max_tokens`."""
+        return min(max_tokens, round(self._means.get(model, DEFAULT_OUTPUT_TOKENS)))

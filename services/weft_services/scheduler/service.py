@@ -39,8 +39,8 @@ from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import LoadingWorkers
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
 from weft_services.scheduler.kvstore_client import StoreUsagePoller
+from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.router import AttemptProgress
-from weft_services.scheduler.routing_types import PlacementDecision
 
 
 def start_eagerly(group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:

@@ -6,87 +6,14 @@ Pure functions and values; the caller passes the clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from weft.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, WeftError
+from weft.errors import ConfigError, Overloaded
 from weft.fleet_types import Priority, RouteQuery
-from weft.request import ModelFingerprint, WorkerRole
-from weft_services.scheduler.fleet import takes_requests
-from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers, Worker
-from weft_services.scheduler.routing_types import PlacementDecision
-
-MIN_RETRY_SECONDS = 1.0
-MAX_RETRY_SECONDS = 30.0
-
-
-class NoWorkerReady(NoWorker):
-    """No worker of a role takes requests. One may be back within seconds: a dead worker is restarted."""
-
-    def __init__(self, message: str, role: WorkerRole) -> None:
-        super().__init__(message)
-        self.role = role
-
-
-class AllWorkersFull(Overloaded):
-    """No worker of a role has room now; the request may wait for it."""
-
-    def __init__(self, message: str, retry_after_seconds: float, role: WorkerRole) -> None:
-        super().__init__(message, retry_after_seconds)
-        self.role = role
-
-
-def rejection(
-    members: ModelWorkers, query: RouteQuery, role: WorkerRole, fingerprints: Set[ModelFingerprint] | None
-) -> WeftError:
-    """Return the error that tells the client why no worker was found.
-
-    Checked in this order: prompt too long, worker gone, starting or draining, no matching fingerprint, full. A live
-    worker that does not serve counts only if the prompt fits there. While no worker is ready no prompt is too long: a
-    larger worker may still join.
-    """
-    live = members.decodes if role is WorkerRole.DECODE else members.prefills
-    able = [worker for worker in live if query.prompt_tokens <= worker.longest_prompt]
-    is_apart = any(is_ready(worker) and query.prompt_tokens > worker.longest_prompt for worker in live)
-    if not able and is_apart:
-        message = f"the prompt has {query.prompt_tokens} tokens; at most {max(w.longest_prompt for w in live)} fit"
-        return InvalidRequest(message, "prompt", "context_length_exceeded")
-    able = able or live
-    tried = [worker for worker in able if not query.excludes(worker.info.address)]
-    ready = [worker for worker in tried if is_ready(worker)]
-    kind = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
-    if not ready:
-        if any(map(takes_requests, tried)):
-            return AllWorkersFull(f"the pool of every {kind} is full", retry_after(tried), role)
-        message = f"no {kind} of {query.model!r} is {'ready' if live else 'live'}"
-        # A request that excludes a live worker does not wait for that one. One that needs a larger worker would wake at
-        # every report of a smaller one.
-        return PeerLost(message) if is_apart or len(tried) < len(able) else NoWorkerReady(message, role)
-    if fingerprints is not None and not any(worker.info.fingerprint in fingerprints for worker in ready):
-        if role is WorkerRole.DECODE and not members.prefills:
-            return NoWorkerReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
-        return PeerLost("no prefill worker runs what the decode workers run")
-    return AllWorkersFull(f"every {kind} is full", retry_after(ready), role)
-
-
-def is_ready(worker: Worker) -> bool:
-    """Return whether the worker takes requests now."""
-    return worker.report.ready and not (worker.drain_requested or worker.park_requested)
-
-
-def retry_after(workers: Iterable[Worker]) -> float:
-    """Return the seconds until the least loaded worker has done half of its work."""
-    seconds = [
-        max(worker.prefill_tokens * worker.token_seconds, worker.decode_tokens * worker.decode_token_seconds)
-        for worker in workers
-    ]
-    return clamp_retry(min(seconds, default=0.0) / 2)
-
-
-def clamp_retry(seconds: float) -> float:
-    """Limit a Retry-After to MIN_RETRY_SECONDS to MAX_RETRY_SECONDS."""
-    return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-
+from weft.request import WorkerRole
+from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers
+from weft_services.scheduler.policy import MIN_RETRY_SECONDS, AllWorkersFull, PlacementDecision, clamp_retry
 
 # a request counts e^(-t / MEMORY_SECONDS) after t seconds
 MEMORY_SECONDS = 30.0

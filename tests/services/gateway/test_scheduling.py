@@ -31,8 +31,8 @@ from weft_services.scheduler import service
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.fleet_state import NEVER
+from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision
 
 FULL = {"ready": False, "free_blocks": 0, "active_blocks": 100, "num_running": 1}
 

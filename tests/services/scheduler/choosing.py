@@ -6,9 +6,9 @@ from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.fleet_state import ModelWorkers, Worker
-from weft_services.scheduler.policy import choose
-from weft_services.scheduler.routing_types import (
+from weft_services.scheduler.policy import (
     NO_AFFINITY,
+    CostPolicy,
     PlacementDecision,
     PrefixLocations,
     RoutingInput,
@@ -33,7 +33,7 @@ def decide(
         worker.refresh()
     asked = asked or query()
     routing = RoutingInput(asked, prefixes or PrefixLocations(), affinity, min(asked.max_tokens, 256))
-    return choose({MODEL: ModelWorkers(workers)}, routing, NOW)
+    return CostPolicy().choose(ModelWorkers(workers), routing, NOW)
 
 
 def place(

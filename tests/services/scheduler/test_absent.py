@@ -16,8 +16,8 @@ from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS
 from weft_services.scheduler.fleet_state import Worker
+from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import PlacementDecision
 
 MAX_WAITING = 2
 LONG_AGO = 60.0

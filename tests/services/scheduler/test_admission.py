@@ -12,16 +12,14 @@ from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.policy import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, NO_AFFINITY, PlacementDecision
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision
 from weft_services.scheduler.slo import (
     DEFAULT_BURST_PROMPTS,
     DEFAULT_TARGET,
     DEFAULT_WAIT_SECONDS,
     IDLE_SECONDS,
-    MAX_RETRY_SECONDS,
     MEMORY_SECONDS,
-    MIN_RETRY_SECONDS,
     NO_SLO,
     Backlog,
     SloTarget,

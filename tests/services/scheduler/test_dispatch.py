@@ -17,8 +17,8 @@ from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, SessionAffinity
 from weft_services.scheduler.slo import SloTarget, SloTargets
 
 SEATS = 2

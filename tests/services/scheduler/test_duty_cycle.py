@@ -12,10 +12,9 @@ from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.backfill import BackfillWindow
 from weft_services.scheduler.dispatch import REST_RATIO, Dispatcher
+from weft_services.scheduler.policy import BackfillWindow, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import PlacementDecision, SessionAffinity
 
 VAIN_SECONDS = 0.01
 SEATS = 8

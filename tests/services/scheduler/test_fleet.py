@@ -10,8 +10,14 @@ from weft.fleet_types import EngineTimeStats, PrefixCacheStats, WorkerReport, Wo
 from weft.metrics import READY_WORKERS, REGISTRY
 from weft.request import WorkerAddress, WorkerRole
 from weft_services.scheduler.fleet import MAX_MODELS, READY_METRIC_SECONDS, Fleet
-from weft_services.scheduler.fleet_state import ReservedLoad, Worker
-from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, FetchStats, StoreCredit, store_credit
+from weft_services.scheduler.fleet_state import (
+    DEFAULT_STORE_CREDIT,
+    FetchStats,
+    ReservedLoad,
+    StoreCredit,
+    Worker,
+    store_credit,
+)
 
 INFO = worker_info("d0", WorkerRole.DECODE)
 
@@ -229,7 +235,7 @@ def test_faults_in_a_row_keep_others_away_for_longer_until_one_request_ends_well
         now = worker.suspect_until
     assert pauses[:3] == [2.0, 4.0, 8.0]
     assert pauses[-1] == 60.0
-    fleet.mark_healthy(worker)
+    worker.mark_healthy()
     fleet.mark_suspect("d0", now)
     assert worker.suspect_until == now + 2.0
 
@@ -246,13 +252,13 @@ def test_after_a_fault_one_request_goes_ahead_and_the_others_follow_when_it_has_
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
     fleet.mark_suspect("d0", 100.0)
-    fleet.begin_probe(worker, 101.0)
-    fleet.end_probe(worker)
+    worker.begin_probe(101.0)
+    worker.end_probe()
     assert worker.suspect_until == 102.0, "placed there because there is no other, and what spoke was there before"
-    fleet.begin_probe(worker, 102.0)
+    worker.begin_probe(102.0)
     assert worker.suspect_until == 104.0
-    fleet.end_probe(worker)
-    fleet.begin_probe(worker, 103.0)
+    worker.end_probe()
+    worker.begin_probe(103.0)
     assert worker.suspect_until < 103.0
     fleet.mark_suspect("d0", 110.0)
     assert worker.suspect_until == 114.0, "it has spoken, but nothing has ended well"
@@ -262,12 +268,12 @@ def test_a_probe_that_fails_is_a_new_fault_and_after_one_that_says_nothing_comes
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
     fleet.mark_suspect("d0", 100.0)
-    fleet.begin_probe(worker, 102.0)
+    worker.begin_probe(102.0)
     fleet.mark_suspect("d0", 103.0)
     assert (worker.num_faults, worker.suspect_until) == (2, 107.0)
-    fleet.begin_probe(worker, 107.0)
+    worker.begin_probe(107.0)
     assert worker.suspect_until == 111.0
-    fleet.begin_probe(worker, 112.0)
+    worker.begin_probe(112.0)
     assert worker.suspect_until == 116.0
 
 
@@ -275,7 +281,7 @@ def test_a_request_that_ends_well_ends_the_suspicion() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
     fleet.mark_suspect("d0", 100.0)
-    fleet.mark_healthy(worker)
+    worker.mark_healthy()
     assert worker.suspect_until < 100.0
 
 

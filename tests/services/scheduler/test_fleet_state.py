@@ -10,8 +10,8 @@ from weft.errors import Overloaded, PeerLost
 from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.fleet_state import INFINITE, ModelWorkers
+from weft_services.scheduler.policy import SessionAffinity
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import SessionAffinity
 
 
 def check(members: ModelWorkers, own: int, weight: float) -> None:

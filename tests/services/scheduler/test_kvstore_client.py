@@ -30,8 +30,8 @@ from weft_services.scheduler.kvstore_client import (
     Locate,
     PrefixLocator,
 )
+from weft_services.scheduler.prefix_index import LocatedPrefix, PrefixHolder
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import LocatedPrefix, PrefixHolder
 
 DIGEST = fingerprint_digest(FINGERPRINT)
 KEYS = tuple(block_keys(range(320), 16))

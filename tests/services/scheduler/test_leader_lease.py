@@ -14,8 +14,7 @@ from tests.services.scheduler.fakes import MODEL, Clock, ready_worker
 from tests.services.scheduler.test_affinity import PATIENT_SECONDS, frozen, process_id
 from weft.fleet_types import WorkerReport
 from weft_services.scheduler.fleet_state import ModelWorkers
-from weft_services.scheduler.leader_lease import LeaderLease
-from weft_services.scheduler.role_balancer import MIN_SHORTAGE_SECONDS, BalancerLimits, RoleBalancer
+from weft_services.scheduler.role_balancer import MIN_SHORTAGE_SECONDS, BalancerLimits, LeaderLease, RoleBalancer
 
 SECONDS = 1000.0
 PAUSE_SECONDS = 30.0

@@ -12,18 +12,17 @@ from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import PeerLost
 from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey
-from weft_services.scheduler.fleet_state import MAX_WAIT_RATIO, ModelWorkers
-from weft_services.scheduler.policy import choose
-from weft_services.scheduler.reservations import Reservations
-from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import (
+from weft_services.scheduler.fleet_state import DEFAULT_STORE_CREDIT, MAX_WAIT_RATIO, ModelWorkers, StoreCredit
+from weft_services.scheduler.policy import (
     NO_AFFINITY,
+    CostPolicy,
     PlacementDecision,
     PrefixLocations,
     RoutingInput,
     SessionAffinity,
 )
-from weft_services.scheduler.throughput import DEFAULT_STORE_CREDIT, StoreCredit
+from weft_services.scheduler.reservations import Reservations
+from weft_services.scheduler.router import Router
 
 
 def test_one_worker_of_each_role_gets_the_request() -> None:
@@ -133,7 +132,7 @@ def test_the_busier_the_fleet_the_longer_a_session_waits_for_its_cache() -> None
     for utilization in (0.0, 0.9):
         prefixes = PrefixLocations({workers[1]: 900})
         members = ModelWorkers(workers, utilization)
-        chosen.append(choose({MODEL: members}, RoutingInput(query(950), prefixes), NOW).prefill)
+        chosen.append(CostPolicy().choose(members, RoutingInput(query(950), prefixes), NOW).prefill)
     assert chosen == [workers[0], workers[1]]
 
 
@@ -190,7 +189,9 @@ def test_a_busy_fleet_fetches_rather_than_waits_for_who_holds_a_prefix() -> None
         worker.refresh()
     members, asked = ModelWorkers(workers, utilization=0.9), query(900)
     for stored_tokens, name in ((0, "p1"), (800, "p0")):
-        placed = choose({MODEL: members}, RoutingInput(asked, PrefixLocations({workers[1]: 800}, stored_tokens)), NOW)
+        placed = CostPolicy().choose(
+            members, RoutingInput(asked, PrefixLocations({workers[1]: 800}, stored_tokens)), NOW
+        )
         assert placed.prefill is not None
         assert placed.prefill.worker_id == name
 

@@ -16,12 +16,10 @@ from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.backfill import UNRESTRICTED, BackfillWindow
 from weft_services.scheduler.dispatch import Dispatcher, DutyCycle
 from weft_services.scheduler.fleet_state import Worker
-from weft_services.scheduler.policy import choose
+from weft_services.scheduler.policy import UNRESTRICTED, BackfillWindow, CostPolicy, PlacementDecision
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import PlacementDecision
 
 STEPS = 150
 LONGEST_ANSWER = 40
@@ -112,7 +110,7 @@ class Mesh:
 
     def has_room(self, query: RouteQuery, window: BackfillWindow) -> bool:
         with suppress(Overloaded):
-            choose(self.router.fleet.models, self.router.routing_input(query), 0.0, window)
+            CostPolicy().choose(self.router.fleet.models[MODEL], self.router.routing_input(query), 0.0, window)
             return True
         return False
 

@@ -20,15 +20,14 @@ from tests.services.scheduler.choosing import (
     query,
     suspect,
 )
-from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
+from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker, worker_info
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey
-from weft_services.scheduler.fleet_state import ModelWorkers, Worker
-from weft_services.scheduler.policy import choose
+from weft_services.scheduler.fleet_state import Worker
+from weft_services.scheduler.policy import NO_AFFINITY, NoWorkerReady, SessionAffinity
 from weft_services.scheduler.reservations import Reservations
-from weft_services.scheduler.routing_types import RoutingInput, SessionAffinity
-from weft_services.scheduler.slo import NoWorkerReady
+from weft_services.scheduler.router import Router
 
 
 @pytest.mark.parametrize("spoil", [not_ready, full, suspect])
@@ -142,12 +141,15 @@ def test_a_worker_whose_pool_is_full_is_busy_and_not_lost() -> None:
 
 
 def test_an_unknown_model_differs_from_one_whose_workers_are_gone() -> None:
+    router = Router(silence_seconds=10.0)
+    with pytest.raises(PeerLost):
+        router.place(query(), NO_AFFINITY, NOW)
+    router.join(worker_info("d0", DECODE, model="other"), NOW)
     with pytest.raises(NotFound):
-        choose({"other": ModelWorkers([ready_worker("d0")])}, RoutingInput(query()), NOW)
+        router.place(query(), NO_AFFINITY, NOW)
+    router.leave(router.join(worker_info("d1", DECODE), NOW), "gone")
     with pytest.raises(PeerLost):
-        choose({"other": ModelWorkers([ready_worker("d0")]), MODEL: ModelWorkers()}, RoutingInput(query()), NOW)
-    with pytest.raises(PeerLost):
-        choose({}, RoutingInput(query()), NOW)
+        router.place(query(), NO_AFFINITY, NOW)
 
 
 def test_a_prompt_longer_than_any_worker_takes_is_the_callers_fault() -> None:

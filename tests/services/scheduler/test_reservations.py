@@ -13,8 +13,8 @@ from weft.metrics import REGISTRY
 from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler import reservations as reservations_module
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
+from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.reservations import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Reservation, Reservations
-from weft_services.scheduler.routing_types import PlacementDecision
 
 ENDS = (RequestStage.FINISHED, RequestStage.FAILED, RequestStage.CANCELLED)
 KEYS = st.builds(RequestKey, st.sampled_from(["a", "b", "c"]), st.integers(0, 2))

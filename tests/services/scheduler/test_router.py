@@ -11,10 +11,9 @@ from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft_services.scheduler.fleet import ABSENT_SECONDS
 from weft_services.scheduler.fleet_state import NEVER, ReservedLoad
-from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, PlacementDecision, SessionAffinity
+from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, SessionAffinity
+from weft_services.scheduler.router import DEFAULT_OUTPUT_TOKENS, AttemptProgress, Router
 from weft_services.scheduler.slo import DeadlineUnreachable
-from weft_services.scheduler.throughput import DEFAULT_OUTPUT_TOKENS
 
 NEXT_BOOT = WorkerAddress("prefill-0", "next-boot", "127.0.0.1:1")
 

@@ -20,8 +20,8 @@ from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS, LoadingWorkers
 from weft_services.scheduler.fleet_service import FleetServicer
 from weft_services.scheduler.fleet_state import Worker
+from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.routing_types import PlacementDecision
 
 SILENCE_SECONDS = 5.0
 LONG = 27.0

@@ -25,7 +25,7 @@ from weft_services.scheduler import dispatch, fleet, service
 from weft_services.scheduler.admission_queue import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.fleet_state import Worker
-from weft_services.scheduler.routing_types import PlacementDecision
+from weft_services.scheduler.policy import PlacementDecision
 
 CANCELLED = pb.Settlement.STAGE_CANCELLED
 

@@ -1,20 +1,20 @@
-"""Weft's policy in the simulator: the scheduler's own router, with the messages of gateways and workers."""
+"""The scheduler in the simulator: its own router under any `Policy`, with the messages of gateways and workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtest.fleet.simulator import Chosen, Rejected
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 from weft.errors import Overloaded
 from weft.fleet_types import EngineTimeStats, PrefixCacheStats, RouteQuery, WorkerHello, WorkerReport, WorkerStats
 from weft.request import ModelFingerprint, RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft_services.scheduler.fleet_state import Worker
+from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, Policy, SessionAffinity
+from weft_services.scheduler.prefix_index import LocatedPrefix
 from weft_services.scheduler.role_balancer import RoleBalancer
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.routing_types import NO_AFFINITY, LocatedPrefix, SessionAffinity
 from weft_services.scheduler.slo import DEFAULT_SLO, SloTargets
 
 MODEL = "model"
@@ -33,8 +33,15 @@ class Signals:
     store: bool = False
 
 
-class WeftPolicy:
-    """The router behind the simulator's `Policy`."""
+@dataclass(frozen=True, slots=True)
+class CopyDecision(PlacementDecision):
+    """A placement whose prefill worker copies missing blocks from `source`."""
+
+    source: Worker | None = None
+
+
+class SimulatedScheduler:
+    """The router with a policy: its own, or one of the baselines."""
 
     def __init__(
         self,
@@ -42,10 +49,11 @@ class WeftPolicy:
         signals: Signals = Signals(),
         planner: RoleBalancer | None = None,
         targets: SloTargets = DEFAULT_SLO,
+        policy: Policy | None = None,
     ) -> None:
         self.name = name
         self._signals = signals
-        self._router = Router(silence_seconds=float("inf"), targets=targets, max_keys=MAX_KEYS, planner=planner)
+        self._router = Router(float("inf"), targets, MAX_KEYS, planner, policy)
         self._sessions: dict[bytes, SessionAffinity] = {}
         self._members: list[Worker] = []
         self._workers: list[SimulatedWorker] = []
@@ -68,8 +76,8 @@ class WeftPolicy:
             self._members.append(self._router.join(info, 0.0))
             self.report(worker, 0.0)
 
-    def place(self, request: Request, now: float) -> Chosen | Rejected:
-        """Route, after adding what kvstore knows about the prompt, as `PrefixLocator` does."""
+    def place(self, request: Request, now: float) -> Job:
+        """Route, after adding what kvstore knows about the prompt, as `PrefixLocator` does. Raises Overloaded."""
         query = RouteQuery(
             key=RequestKey(str(request.number)),
             model=MODEL,
@@ -86,11 +94,19 @@ class WeftPolicy:
         known = self._sessions.get(request.session, NO_AFFINITY) if self._signals.sessions else NO_AFFINITY
         try:
             placed = self._router.place(query, known, now)
-        except Overloaded as error:
+        except Overloaded:
             self._router.count_rejection(MODEL, now)
-            return Rejected(error.retry_after_seconds)
-        decode = self._workers[int(placed.decode.worker_id)]
-        return Chosen(self._workers[int(placed.prefill.worker_id)] if placed.prefill else decode, decode)
+            raise
+        source = placed.source if isinstance(placed, CopyDecision) else None
+        return Job(
+            request,
+            self._simulated(placed.decode),
+            self._simulated(placed.prefill or placed.decode),
+            self._simulated(source) if source is not None else None,
+        )
+
+    def _simulated(self, worker: Worker) -> SimulatedWorker:
+        return self._workers[int(worker.worker_id)]
 
     def first_token(self, job: Job, now: float) -> None:
         """Settle the first token."""
