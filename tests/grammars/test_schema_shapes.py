@@ -11,7 +11,7 @@ from tests.grammars.test_schema_forms import grammars
 from weft.grammar import Grammars, UnusableGrammar
 from weft_services.gateway.dialects.answer_format import schema_problem
 from weft_services.gateway.grammar.answer_grammar import join_parts, schema_part
-from weft_services.gateway.grammar.schema_errors import locate_error
+from weft_services.gateway.grammar.request_grammar import locate_error
 from weft_services.gateway.grammar.schema_rewrite import BINDING, COUNTS, DRAFTS, NO_OPS
 
 __all__ = ["grammars"]

@@ -22,8 +22,7 @@ from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tok
 from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
-from weft_services.gateway.text.codec import Codec
-from weft_services.gateway.text.segmented_encoder import SegmentedEncoder
+from weft_services.gateway.text.codec import Codec, SegmentedEncoder
 from weft_services.gateway.text.special_tokens import GuardImpossible, SpecialTokenGuard, check_samples
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
@@ -136,11 +135,11 @@ def _read_text(path: Path) -> str:
 
 
 def _guard_special_tokens(
-    directory: Path, make_seal: Callable[[], SpecialTokenGuard], plain: ChatTemplate, codec: Codec
+    directory: Path, make_guard: Callable[[], SpecialTokenGuard], plain: ChatTemplate, codec: Codec
 ) -> tuple[ChatTemplate, Codec]:
     try:
-        seal = make_seal()
-        template, written = _load_template(directory, seal), Codec(seal.tokenizer)
+        guard = make_guard()
+        template, written = _load_template(directory, guard), Codec(guard.tokenizer)
         assert template is not None  # the plain template exists
         encode, encode_written = (partial(each.encode, add_special_tokens=False) for each in (codec, written))
         check_samples(lambda chat: encode(plain.render(chat)), lambda chat: encode_written(template.render(chat)))
@@ -161,7 +160,7 @@ def _check_probes(template: ChatTemplate, name: str, directory: Path) -> None:
             logger.warning("chat template fails model=%s conversation=%r error=%r", name, kind, problem)
 
 
-def _load_template(directory: Path, seal: SpecialTokenGuard | None = None) -> ChatTemplate | None:
+def _load_template(directory: Path, guard: SpecialTokenGuard | None = None) -> ChatTemplate | None:
     settings = _read_json(directory / SETTINGS)
     found = settings.get("chat_template")
     named = {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {}
@@ -172,7 +171,7 @@ def _load_template(directory: Path, seal: SpecialTokenGuard | None = None) -> Ch
     if source is None:
         return None
     try:
-        return ChatTemplate(source, read_special_tokens(directory), named.get("tool_use"), seal)
+        return ChatTemplate(source, read_special_tokens(directory), named.get("tool_use"), guard)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{directory}: {error}") from error
 

@@ -22,8 +22,7 @@ from weft_services.gateway.generation import Conversation
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import load_model
-from weft_services.gateway.text.incremental_reader import MAX_SPACE
-from weft_services.gateway.text.parts import PartKind
+from weft_services.gateway.text.parts import MAX_SPACE, PartKind
 from weft_services.gateway.text.tool_formats import FORMATS
 
 SPACES = ["    " * 16] * 40_000

@@ -21,8 +21,7 @@ from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import load_model
 from weft_services.gateway.text.chat_template import ChatTemplate
-from weft_services.gateway.text.codec import Codec
-from weft_services.gateway.text.detokenizer import MAX_WINDOW
+from weft_services.gateway.text.codec import MAX_WINDOW, Codec
 
 
 def defaults(model_dir: Path, tmp_path: Path, **settings: Any) -> SamplingDefaults:

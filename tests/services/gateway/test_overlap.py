@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft_services.gateway.text.incremental_reader import overlap
+from weft_services.gateway.text.parts import overlap
 
 FEW = st.text("ab", max_size=9)
 

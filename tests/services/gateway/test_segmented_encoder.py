@@ -15,7 +15,7 @@ from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import load_model
-from weft_services.gateway.text.segmented_encoder import SegmentedEncoder, message_marks
+from weft_services.gateway.text.codec import SegmentedEncoder, message_marks
 
 NANO = Path(__file__).parents[3] / "models" / "weft-nano"
 TEXT = ["<|im_start|>user\nthe answer is here, hello  world 12345 it's<|im_end|>\n"] * 4

@@ -51,7 +51,7 @@ def test_the_templates_of_real_models_write_their_tokens_and_users_none(name: st
     names = special_of(TEMPLATES[name])
     tokenizer = with_tokens(names)
     seal = seal_of(tokenizer)
-    plain, sealed = ChatTemplate(TEMPLATES[name], SPECIAL), ChatTemplate(TEMPLATES[name], SPECIAL, seal=seal)
+    plain, sealed = ChatTemplate(TEMPLATES[name], SPECIAL), ChatTemplate(TEMPLATES[name], SPECIAL, guard=seal)
 
     def ids(chat: Any) -> list[int]:
         return list(seal.tokenizer.encode(sealed.render(chat), add_special_tokens=False).ids)
@@ -144,7 +144,7 @@ def test_a_long_chat_is_cut_and_kept_under_a_seal_too() -> None:
 def test_what_a_template_complains_of_does_not_tell_the_secret(template: str) -> None:
     seal = seal_of(tiny_tokenizer())
     with pytest.raises((InvalidRequest, ModelFailed)) as refusal:
-        ChatTemplate(template, {"bos_token": "<|bos|>"}, seal=seal).render(SAMPLES[0])
+        ChatTemplate(template, {"bos_token": "<|bos|>"}, guard=seal).render(SAMPLES[0])
     secret = seal.escape("<|bos|>").removesuffix("<|bos|>")
     assert len(secret) > 1
     for written in (secret, ascii(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret)):

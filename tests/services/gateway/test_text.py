@@ -15,10 +15,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.services.gateway.conftest import END, TEMPLATE, tiny_tokenizer
 from weft.errors import BadCheckpoint, InvalidRequest
 from weft_services.gateway.generation import Conversation
+from weft_services.gateway.text.assistant import StopScanner
 from weft_services.gateway.text.chat_template import ChatTemplate
-from weft_services.gateway.text.codec import Codec
-from weft_services.gateway.text.detokenizer import MAX_WINDOW, Detokenizer, WindowDetokenizer
-from weft_services.gateway.text.stop_strings import StopScanner
+from weft_services.gateway.text.codec import MAX_WINDOW, Codec, Detokenizer, WindowDetokenizer
 
 NANO = Path(__file__).parents[3] / "models" / "weft-nano"
 TINY = Codec(tiny_tokenizer())

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_tool_parsers import SCHEMAS, calls, cuts, said
-from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.assistant import AnswerReader, StopScanner, VisibleStops
 from weft_services.gateway.text.parts import Part, PartKind, Parts
-from weft_services.gateway.text.stop_strings import StopScanner, VisibleStops
 from weft_services.gateway.text.tool_formats import FORMATS
 
 USER: Any = {"role": "user", "content": "x"}

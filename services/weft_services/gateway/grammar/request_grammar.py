@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+
+import orjson
 
 from weft.errors import InvalidRequest
 from weft.grammar import UnusableGrammar
 from weft.request import Grammar
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, format_parts, join_parts, lark_part, quote
-from weft_services.gateway.grammar.schema_errors import drop_rejected_regex, locate_error
+from weft_services.gateway.grammar.schema_rewrite import VALUES, resolve_reference, without_pattern
 from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK
@@ -130,3 +133,138 @@ def _thoughts(model: ServedModel, is_thinking: bool) -> GrammarPart:
     if end == "until":
         rules.append(f"until[lazy]: TEXT {quote(END_THINK)}")
     return lark_part("\n".join(rules), "thoughts")
+
+
+MAX_SHOWN = 200
+DEFINITIONS = ("$defs", "definitions")
+# the compiler's words -> candidate keywords, what is wrong and what to do
+COMPILER_MESSAGES = (
+    ("oneOf constraints are not supported", ("oneOf",), "a value may fit two of these schemas; write anyOf"),
+    (
+        "min/maxProperties only supported",
+        ("minProperties", "maxProperties"),
+        "not supported unless all properties are required; leave it out or require them",
+    ),
+    ("patternProperty regexes", ("patternProperties",), "a key may match two of these patterns; write one for both"),
+)
+# assertions by the compiler's names
+ASSERTIONS = {"WordUnicode": r"\b", "WordUnicodeNegate": r"\B", "Start": "^", "End": "$"}
+CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9a-zA-Z_]", "W": "[^0-9a-zA-Z_]"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A keyword and its value. `field` is the client's name for the schema, `path` for the keyword."""
+
+    field: str
+    path: str
+    keyword: str
+    value: Any
+
+    @property
+    def pattern(self) -> str | None:
+        """The client's regex, if the keyword is one."""
+        is_regex = self.keyword in ("pattern", "patternProperties") and isinstance(self.value, str)
+        return self.value if is_regex else None
+
+
+def locate_error(error: UnusableGrammar, parts: list[GrammarPart], field: str) -> InvalidRequest:
+    """Return the error with the place it refers to, or with `field` if the place is unknown."""
+    places = [place for part in parts for place in _places(part)]
+    place, message = _of_keyword(error.details, places) or _of_regex(error.details, places) or (None, "")
+    if place is None:
+        return InvalidRequest(f"{field}: {error}", field, "invalid_value")
+    return InvalidRequest(f"{place.path}: {message}", place.field, "invalid_value")
+
+
+def drop_rejected_regex(error: UnusableGrammar, parts: list[GrammarPart]) -> list[GrammarPart] | None:
+    """Return the parts without the regex in question; None if a schema that is not lenient has it."""
+    found = _of_regex(error.details, [place for part in parts for place in _places(part)])
+    pattern = found and found[0].pattern
+    holders = [part for part in parts if any(place.pattern == pattern for place in _places(part))] if pattern else []
+    if pattern is None or not all(part.is_lenient for part in holders):
+        return None
+    return [replace(part, schema=without_pattern(part.schema, pattern)) if part in holders else part for part in parts]
+
+
+def _of_regex(details: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
+    """Find the regex that the error quotes; of several candidates the longest."""
+    if "regex" not in details:
+        return None
+    found = [place for place in places if place.pattern and _is_in(place.pattern, details)]
+    if not found:
+        return None
+    place = max(found, key=lambda each: len(str(each.pattern)))
+    return (
+        place,
+        f"{str(place.pattern)[:MAX_SHOWN]!r} is not supported: {_reason(details)}; write it without, or leave it out",
+    )
+
+
+def _is_in(pattern: str, details: str) -> bool:
+    """True if the error quotes the pattern, unchanged or as the compiler rewrites it."""
+    forms = (pattern, _in_lark(pattern, {}), _in_lark(pattern, CLASSES), orjson.dumps(pattern).decode()[1:-1])
+    return any(each in details for each in forms)
+
+
+def _in_lark(pattern: str, classes: dict[str, str]) -> str:
+    return re.sub(r"\\(.)|/", lambda found: classes.get(found[1], found[0]) if found[1] else "\\/", pattern)
+
+
+def _reason(details: str) -> str:
+    """Return the regex crate's last line, or what another limit found."""
+    if found := re.search(r"^error: (.*)$", details, re.MULTILINE):
+        return found[1]
+    if found := re.search(r"lookarounds not supported yet; (\w+)", details):
+        return f"look-around is not supported ({ASSERTIONS.get(found[1], found[1])})"
+    return details.partition("\n")[0][:MAX_SHOWN]
+
+
+def _of_keyword(details: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:
+    for words, keywords, message in COMPILER_MESSAGES:
+        if words in details:
+            return _first(places, keywords, message)
+    if found := re.search(r"Unimplemented keys: (\[.*\])", details):
+        return _first(places, orjson.loads(found[1]), "this keyword is not supported; leave it out")
+    if found := re.search(r"Invalid type: (.*)", details):
+        named = [place for place in places if place.keyword == "type" and _names(place.value, found[1])]
+        return _first(named, ("type",), f"{found[1][:MAX_SHOWN]!r} is no type; write one of JSON Schema's seven")
+    if found := re.search(r"Expected (.*) for '(\w+)', got (.{0,99})", details):
+        named = [place for place in places if orjson.dumps(place.value).decode().startswith(found[3])]
+        return _first(named, (found[2],), f"expected {found[1]}, got {found[3]}")
+    return None
+
+
+def _first(places: Iterable[_Place], keywords: Iterable[str], message: str) -> tuple[_Place, str] | None:
+    place = next((place for place in places if place.keyword in keywords), None)
+    return None if place is None else (place, message)
+
+
+def _names(value: Any, kind: str) -> bool:
+    return value == kind or (isinstance(value, list) and kind in value)
+
+
+def _places(part: GrammarPart) -> Iterator[_Place]:
+    """Yield all keywords in the order of the schema; definitions at their first reference."""
+    if part.regex:
+        yield _Place(part.field, part.field, "pattern", part.regex)
+    waiting: list[tuple[str, Any]] = [(part.field, part.schema)]
+    seen: set[str] = set()
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{path}.{number}", each) for number, each in enumerate(value)][::-1]
+            continue
+        if not isinstance(value, dict):
+            continue
+        inner: list[tuple[str, Any]] = []
+        for key, each in value.items():
+            yield _Place(part.field, f"{path}.{key}", key, each)
+            if path.endswith(".patternProperties"):
+                yield _Place(part.field, f"{path}.{key}", "patternProperties", key)
+            if key not in VALUES and key not in DEFINITIONS:
+                inner.append((f"{path}.{key}", each))
+            if key == "$ref" and isinstance(each, str) and each not in seen:
+                seen.add(each)
+                inner.append((part.field + each[1:].replace("/", "."), resolve_reference(each, part.schema)))
+        waiting += inner[::-1]

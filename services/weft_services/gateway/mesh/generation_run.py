@@ -53,8 +53,8 @@ from weft_services.gateway.mesh.scheduler_client import (
     SettlementQueue,
     StreamLost,
 )
+from weft_services.gateway.text.assistant import StopMatcher
 from weft_services.gateway.text.codec import Codec
-from weft_services.gateway.text.stop_strings import StopMatcher
 
 logger = logging.getLogger(__name__)
 

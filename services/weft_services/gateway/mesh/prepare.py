@@ -19,10 +19,16 @@ from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, TokenizeRequest
 from weft_services.gateway.grammar.request_grammar import request_grammar
 from weft_services.gateway.model import ServedModel
-from weft_services.gateway.text.assistant import END_THINK, THINK, AnswerReader, in_thoughts
-from weft_services.gateway.text.parts import Parts, new_call_id
-from weft_services.gateway.text.stop_strings import StopMatcher, StopScanner, VisibleStops
-from weft_services.gateway.text.tool_parsers import Parser, plain
+from weft_services.gateway.text.assistant import (
+    END_THINK,
+    THINK,
+    AnswerReader,
+    StopMatcher,
+    StopScanner,
+    VisibleStops,
+    in_thoughts,
+)
+from weft_services.gateway.text.parts import Parser, Parts, new_call_id, plain
 
 # Logprobs of prompt tokens and their alternatives in one request: about 10 MB of JSON.
 MAX_PROMPT_LOGPROBS = 262_144
@@ -176,7 +182,9 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking, repeated, context))
     _check_named_tokens(generation, model)
     check_prompt_logprobs(generation, sum(len(prompt.token_ids) for prompt in prompts))
-    grammar = request_grammar(generation, model, prompts[0].is_thinking)
+    grammar = None
+    if generation.answer_format is not None or generation.tool_use is not None:
+        grammar = request_grammar(generation, model, prompts[0].is_thinking)
     seed = new_seed() if generation.seed is None else generation.seed
     sequences = []
     num_sequences = len(prompts) * generation.num_candidates

@@ -1,25 +1,30 @@
 """Renders conversations with the model's chat template, by minijinja with fuel and the settings of transformers.
 
-Where minijinja fails or differs, Jinja renders instead; see `jinja_reference`. The template comes from the model
-directory, never from a request.
+Where minijinja fails or differs, Jinja renders instead, in a sandbox that limits what a template can reach; limits on
+loop iterations and products bound its cost. The template comes from the model directory, never from a request.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import jinja2
 import minijinja
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft_services.gateway.generation import Conversation
-from weft_services.gateway.text.history_rewrite import HistoryRewriter
-from weft_services.gateway.text.jinja_reference import JinjaReference, TemplateFault, TemplateRefused
+from weft_services.gateway.text.history_rewrite import NeededRewrites, find_needed_rewrites, rewritten
 from weft_services.gateway.text.special_tokens import SpecialTokenGuard
 
 # A 4096-message conversation needs less than a tenth of this; an endless loop ends after about 100 ms.
@@ -32,8 +37,12 @@ IS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 TRAINED = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
-class _Refused(Exception):
+class TemplateRefused(jinja2.TemplateError):
     """The template rejected the conversation by calling raise_exception."""
+
+
+class TemplateFault(Exception):
+    """The template cannot be compiled or rendered; the message names the line and the construct."""
 
 
 class _QuickFault(Exception):
@@ -45,7 +54,7 @@ class _OutOfFuel(Exception):
 
 
 def _refuse(message: str) -> None:
-    raise _Refused(message)
+    raise TemplateRefused(message)
 
 
 class _Float:
@@ -76,7 +85,7 @@ def _with_floats(value: Any) -> Any:
 def _plain(value: Any) -> float:
     if isinstance(value, _Float):
         return value.value
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _to_json(
@@ -140,7 +149,7 @@ def _render_quickly(environment: minijinja.Environment, name: str, context: dict
     tools = _with_floats(context["tools"])
     try:
         return environment.render_template(name, **{**context, "messages": messages, "tools": tools})
-    except _Refused:
+    except TemplateRefused:
         raise
     except minijinja.TemplateError as error:
         kind = _OutOfFuel if "fuel" in str(error.message) else _QuickFault
@@ -151,6 +160,103 @@ def _render_quickly(environment: minijinja.Environment, name: str, context: dict
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         raise _QuickFault(str(error)) from error
+
+
+# A 4096-message conversation takes a few iterations per message; an empty loop of 300,000 takes about 30 ms.
+MAX_ITERATIONS = 300_000
+MAX_PRODUCT = 10_000_000
+FILE_NAME = "<chat template>"
+# Constructs that minijinja renders differently without an error.
+OTHER_FILTERS = frozenset({"attr", "pprint", "urlencode"})
+OTHER_TESTS = frozenset({"callable", "float"})
+OTHER_NAMES = frozenset({"self", "debug"})
+_iterations_left: ContextVar[list[int]] = ContextVar("iterations_left")
+
+
+class JinjaReference:
+    """A compiled template. Threads may render concurrently."""
+
+    def __init__(self, source: str) -> None:
+        self._template, self.peculiar = _compiled(source)
+
+    def render(self, context: Mapping[str, Any]) -> str:
+        """Render the template. Raises TemplateRefused, TemplateFault."""
+        _iterations_left.set([MAX_ITERATIONS])
+        try:
+            return self._template.render(dict(context))
+        except TemplateRefused:
+            raise
+        except Exception as error:
+            raise TemplateFault(f"{_line_of(error)}{error or type(error).__name__}") from error
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        counts = [each if isinstance(each, int | float) else len(each) for each in (left, right)]
+        largest = abs(right) * 4 if operator == "**" and isinstance(right, int | float) else abs(counts[0] * counts[1])
+        if largest > MAX_PRODUCT and not all(isinstance(each, float) for each in (left, right)):
+            raise SecurityError(f"{operator}: the result is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters |= {"tojson": _to_json, "counted": _counted}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> tuple[jinja2.Template, str]:
+    """Return the template, and the first construct in it that minijinja renders differently."""
+    environment = _environment()
+    try:
+        tree = environment.parse(source, filename=FILE_NAME)
+        peculiar = next(_peculiar(tree), "")
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        code = environment.compile(tree, filename=FILE_NAME)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateFault(f"line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise TemplateFault("nested too deeply") from error
+    return environment.template_class.from_code(environment, code, environment.make_globals(None)), peculiar
+
+
+def _peculiar(tree: nodes.Template) -> Iterator[str]:
+    for node in tree.find_all((nodes.Filter, nodes.Test, nodes.Name, nodes.Const, nodes.Macro)):
+        match node:
+            case nodes.Filter(name=name) if name in OTHER_FILTERS:
+                yield f"line {node.lineno}: {name}"
+            case nodes.Test(name=name) if name in OTHER_TESTS:
+                yield f"line {node.lineno}: is {name}"
+            case nodes.Name(name=name) if name in OTHER_NAMES:
+                yield f"line {node.lineno}: {name}"
+            case nodes.Const(value=float() as value):
+                yield f"line {node.lineno}: {value}"
+            case nodes.Macro(defaults=defaults) if any(each.find(nodes.Name) for each in _groups(defaults)):
+                yield f"line {node.lineno}: defaults of {node.name}"
+
+
+def _groups(defaults: list[nodes.Expr]) -> list[nodes.Node]:
+    """Wrap nodes, because `find` searches below a node and skips the node itself."""
+    return [nodes.List(defaults)]
+
+
+def _line_of(error: Exception) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE_NAME]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _counted(items: Any) -> Iterator[Any]:
+    left = _iterations_left.get()
+    for item in items:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SecurityError(f"more than {MAX_ITERATIONS} loop iterations")
+        yield item
 
 
 def _name(conversation: Conversation) -> str:
@@ -165,19 +271,19 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         tool_source: str | None = None,
-        seal: SpecialTokenGuard | None = None,
+        guard: SpecialTokenGuard | None = None,
     ) -> None:
         """`tool_source`: the template for conversations with tools, if there is another.
 
-        `seal`: the guard of special tokens.
+        `guard`: keeps special tokens in messages from being read as such.
         """
-        self._opened = seal.unescape if seal else str
-        if seal:
-            source, tool_source = seal.escape(source), seal.escape(tool_source or "")
-            special_tokens = {name: seal.escape(token) for name, token in special_tokens.items()}
+        self._unescape = guard.unescape if guard else str
+        if guard:
+            source, tool_source = guard.escape(source), guard.escape(tool_source or "")
+            special_tokens = {name: guard.escape(token) for name, token in special_tokens.items()}
         self.all_sources = f"{source}\n{tool_source}" if tool_source else source
         sources = {"chat": source, "tool_use": tool_source or source}
-        self._histories = {name: HistoryRewriter(partial(self._sample, name)) for name in sources}
+        self._rewrites: dict[str, NeededRewrites] = {}  # found at the first rendering of each template
         self._knows_developers = "developer" in self.all_sources
         self._asks_for_none = IS_NONE.search(self.all_sources) is not None
         self._special_tokens = dict(special_tokens)
@@ -185,7 +291,7 @@ class ChatTemplate:
         try:
             self._references = {name: JinjaReference(text) for name, text in sources.items()}
         except TemplateFault as fault:
-            raise BadCheckpoint(f"chat template does not compile: {self._opened(str(fault))}") from fault
+            raise BadCheckpoint(f"chat template does not compile: {self._unescape(str(fault))}") from fault
         peculiar = any(each.peculiar for each in self._references.values())
         self._quick = None if peculiar else _quick_environment(sources)
 
@@ -215,10 +321,10 @@ class ChatTemplate:
         except TemplateRefused:
             return ""
         except TemplateFault as fault:
-            return self._opened(str(fault)) if self._is_at_fault(name, conversation) else ""
+            return self._unescape(str(fault)) if self._is_at_fault(name, conversation) else ""
         try:
             is_same = self._quick is None or _render_quickly(self._quick, name, context) == expected
-        except (_Refused, _QuickFault):
+        except (TemplateRefused, _QuickFault):
             is_same = False
         if not is_same:
             self._quick = None
@@ -227,12 +333,13 @@ class ChatTemplate:
     def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
         """Render the messages. They change only if the template rejects them or would drop text."""
         name = _name(conversation)
-        histories = self._histories[name]
-        whole = histories.without_losses(messages)
+        if (rewrites := self._rewrites.get(name)) is None:
+            rewrites = self._rewrites[name] = find_needed_rewrites(partial(self._sample, name))
+        whole = rewritten(messages, rewrites.against_losses) if rewrites.against_losses else messages
         try:
             return self._rendered_by(name, conversation, whole, field)
         except (InvalidRequest, ModelFailed) as error:
-            if (taken := histories.acceptable(messages)) == whole:
+            if (taken := rewritten(messages, rewrites.against_refusals)) == whole:
                 raise
             try:
                 return self._rendered_by(name, conversation, taken, field)
@@ -250,10 +357,10 @@ class ChatTemplate:
                 with suppress(_QuickFault):
                     return self._in_both_forms(partial(_render_quickly, self._quick, name), context)
             return self._in_both_forms(self._references[name].render, context)
-        except (_Refused, TemplateRefused) as error:
-            raise InvalidRequest(self._opened(str(error)), field) from error
+        except TemplateRefused as error:
+            raise InvalidRequest(self._unescape(str(error)), field) from error
         except (_OutOfFuel, TemplateFault) as error:
-            said = self._opened(str(error))
+            said = self._unescape(str(error))
             if isinstance(error, TemplateFault) and self._is_at_fault(name, conversation):
                 raise ModelFailed(f"the chat template has a fault: {said}") from error
             raise InvalidRequest(f"the chat template cannot render these messages: {said}", field) from error
@@ -266,7 +373,7 @@ class ChatTemplate:
             messages = context["messages"]
             texts = [_with_texts({**message, "content": message["content"] or ""}) for message in messages]
             if texts != messages:
-                with suppress(_Refused, TemplateRefused, _QuickFault, TemplateFault):
+                with suppress(TemplateRefused, _QuickFault, TemplateFault):
                     return render({**context, "messages": texts})
             raise
 

@@ -13,7 +13,6 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
 from typing import Any
 
 from weft.errors import InvalidRequest, ModelFailed
@@ -239,50 +238,53 @@ REWRITES = (
 )
 
 
-class HistoryRewriter:
-    """The rewrites that one template needs.
+@dataclass(frozen=True, slots=True)
+class NeededRewrites:
+    """The rewrites that one template needs, in order.
 
-    `render` renders messages with it, or raises InvalidRequest or ModelFailed.
+    - `against_losses`: for conversations of which the template would silently drop text.
+    - `against_refusals`: these and the ones for conversations that the template rejects.
     """
 
-    def __init__(self, render: Callable[[Messages], str]) -> None:
-        self._render = render
+    against_losses: tuple[HistoryRewrite, ...]
+    against_refusals: tuple[HistoryRewrite, ...]
 
-    def without_losses(self, messages: Messages) -> Messages:
-        """Return the messages, rewritten where the template would silently drop text."""
-        return self._through(messages, (TemplateVerdict.LOST,))
 
-    def acceptable(self, messages: Messages) -> Messages:
-        """Return the messages, rewritten where the template would drop text or reject them."""
-        return self._through(messages, (TemplateVerdict.LOST, TemplateVerdict.REFUSED))
+def find_needed_rewrites(render: Callable[[Messages], str]) -> NeededRewrites:
+    """Try the samples; `render` renders messages, or raises InvalidRequest or ModelFailed."""
+    verdicts = [max((_verdict(render, step, each) for each in step.samples), key=_WORST.index) for step in REWRITES]
+    found = list(zip(REWRITES, verdicts, strict=True))
+    return NeededRewrites(
+        tuple(step for step, verdict in found if verdict is TemplateVerdict.LOST),
+        tuple(step for step, verdict in found if verdict is not TemplateVerdict.NONE),
+    )
 
-    def _through(self, messages: Messages, needs: tuple[TemplateVerdict, ...]) -> Messages:
-        for step, need in zip(REWRITES, self._needs, strict=True):
-            if need in needs:
-                messages = step.apply(messages)
-        return messages
 
-    @cached_property
-    def _needs(self) -> list[TemplateVerdict]:
-        return [max((self._verdict(step, each) for each in step.samples), key=_WORST.index) for step in REWRITES]
+def rewritten(messages: Messages, steps: Sequence[HistoryRewrite]) -> Messages:
+    """Return the messages after all steps."""
+    for step in steps:
+        messages = step.apply(messages)
+    return messages
 
-    def _verdict(self, step: HistoryRewrite, sample: Messages) -> TemplateVerdict:
-        words = {word for message in sample for word in _words(message)}
-        is_refused = (text := self._try_render(sample)) is None
-        if text is not None and all(word in text for word in words):
-            return TemplateVerdict.NONE
-        changed = step.apply(sample)
-        for messages in (changed, alternating(changed)):
-            text = self._try_render(messages)
-            if text is not None and all(word in text for word in words):
-                return TemplateVerdict.REFUSED if is_refused else TemplateVerdict.LOST
+
+def _verdict(render: Callable[[Messages], str], step: HistoryRewrite, sample: Messages) -> TemplateVerdict:
+    words = {word for message in sample for word in _words(message)}
+    is_refused = (text := _try_render(render, sample)) is None
+    if text is not None and all(word in text for word in words):
         return TemplateVerdict.NONE
+    changed = step.apply(sample)
+    for messages in (changed, alternating(changed)):
+        text = _try_render(render, messages)
+        if text is not None and all(word in text for word in words):
+            return TemplateVerdict.REFUSED if is_refused else TemplateVerdict.LOST
+    return TemplateVerdict.NONE
 
-    def _try_render(self, messages: Messages) -> str | None:
-        try:
-            return self._render(messages)
-        except (InvalidRequest, ModelFailed):
-            return None
+
+def _try_render(render: Callable[[Messages], str], messages: Messages) -> str | None:
+    try:
+        return render(messages)
+    except (InvalidRequest, ModelFailed):
+        return None
 
 
 # Of several samples the worst verdict counts.

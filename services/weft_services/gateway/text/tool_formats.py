@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from weft.errors import BadCheckpoint
 from weft_services.gateway.text import tool_parsers
-from weft_services.gateway.text.parts import new_call_id, new_short_id
-from weft_services.gateway.text.tool_parsers import Parser
+from weft_services.gateway.text.parts import Parser, new_call_id, new_short_id
 from weft_services.gateway.text.xml_calls import Schemas, qwen_xml
 
 # placeholders in the template of a call

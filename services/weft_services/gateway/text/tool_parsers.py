@@ -7,8 +7,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from weft_services.gateway.text.incremental_reader import (
+from weft_services.gateway.text.json_repair import repaired_object
+from weft_services.gateway.text.parts import (
     Parse,
+    Parser,
+    Parts,
     TextBuffer,
     begins_with,
     copy_json,
@@ -19,10 +22,7 @@ from weft_services.gateway.text.incremental_reader import (
     parse_json,
     peek_letter,
 )
-from weft_services.gateway.text.json_repair import repaired_object
-from weft_services.gateway.text.parts import Parts
 
-Parser = Callable[[TextBuffer, Parts], Parse[None]]
 MAX_PYTHON_CHARS = 64 * 1024
 # Without a marker, an object that begins with another field is not a call.
 FIELDS = ("name", "type", "id", "arguments", "parameters")
@@ -30,11 +30,6 @@ FIELDS = ("name", "type", "id", "arguments", "parameters")
 
 class Malformed(Exception):
     """The text is not a call, and nothing of it has been emitted."""
-
-
-def plain(buffer: TextBuffer, parts: Parts) -> Parse[None]:
-    """Parser for models without tool calls: emits everything as text."""
-    yield from copy_until(buffer, (), parts.text)
 
 
 def hermes(buffer: TextBuffer, parts: Parts) -> Parse[None]:

@@ -10,18 +10,19 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weft_services.gateway.text.incremental_reader import (
+from weft_services.gateway.text.json_repair import SPACE, repaired_object
+from weft_services.gateway.text.parts import (
     MAX_SPACE,
     Emit,
     Parse,
+    Parser,
+    Parts,
     TextBuffer,
     begins_with,
     copy_until,
     parse_json,
 )
-from weft_services.gateway.text.json_repair import SPACE, repaired_object
-from weft_services.gateway.text.parts import Parts
-from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS, Parser
+from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
