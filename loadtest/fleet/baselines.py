@@ -16,9 +16,9 @@ from loadtest.fleet.scheduler import CopyDecision, SimulatedScheduler
 from loadtest.fleet.trace import BLOCK_TOKENS
 from weft.fleet_types import RouteQuery
 from weft.request import WorkerRole
+from weft_services.scheduler.admission import NO_SLO
 from weft_services.scheduler.fleet_state import ModelWorkers, Worker
 from weft_services.scheduler.policy import UNRESTRICTED, BackfillWindow, RoutingInput
-from weft_services.scheduler.slo import NO_SLO
 
 
 def kv_use(worker: Worker) -> float:

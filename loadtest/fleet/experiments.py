@@ -18,7 +18,7 @@ from loadtest.fleet.scenario import Scenario
 from loadtest.fleet.scheduler import Signals, SimulatedScheduler
 from loadtest.fleet.simulator import FleetPlan, Simulation
 from loadtest.fleet.trace import Request, read_trace
-from weft_services.scheduler.slo import NO_SLO
+from weft_services.scheduler.admission import NO_SLO
 
 Result = tuple[list[Table], list[str], object]
 COLUMNS = {

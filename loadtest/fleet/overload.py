@@ -22,7 +22,7 @@ from loadtest.fleet.scenario import Scenario
 from loadtest.fleet.scheduler import Signals, SimulatedScheduler
 from loadtest.fleet.trace import read_trace
 from loadtest.verdict import verdict
-from weft_services.scheduler.slo import NO_SLO
+from weft_services.scheduler.admission import NO_SLO
 
 LEAST_SHARE = 0.9
 OTHERS = ("least requests", "SGLang cache-aware", "llm-d", "Mooncake conductor")

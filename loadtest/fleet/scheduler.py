@@ -10,12 +10,12 @@ from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 from weft.errors import Overloaded
 from weft.fleet_types import EngineTimeStats, PrefixCacheStats, RouteQuery, WorkerHello, WorkerReport, WorkerStats
 from weft.request import ModelFingerprint, RequestKey, RequestStage, WorkerAddress, WorkerRole
+from weft_services.scheduler.admission import DEFAULT_SLO, SloTargets
 from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, Policy, SessionAffinity
-from weft_services.scheduler.prefix_index import LocatedPrefix
+from weft_services.scheduler.prefixes import LocatedPrefix
 from weft_services.scheduler.role_balancer import RoleBalancer
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.slo import DEFAULT_SLO, SloTargets
 
 MODEL = "model"
 MAX_CONTEXT_TOKENS = 1_000_000
@@ -88,8 +88,8 @@ class SimulatedScheduler:
         )
         if self._store is not None:
             num_stored = self._store.match(request.keys)
-            self._router.add_located(
-                self._router.fingerprint(MODEL), request.keys, LocatedPrefix((), num_stored, num_stored)
+            self._router.prefixes.add_located(
+                self._router.prefixes.fingerprint(MODEL), request.keys, LocatedPrefix((), num_stored, num_stored)
             )
         known = self._sessions.get(request.session, NO_AFFINITY) if self._signals.sessions else NO_AFFINITY
         try:

@@ -19,8 +19,8 @@ from loadtest.fleet.simulator import FleetPlan, Outcome, Simulation
 from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_hits, read_trace
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 
+from weft_services.scheduler.admission import NO_SLO
 from weft_services.scheduler.role_balancer import BalancerLimits, RoleBalancer
-from weft_services.scheduler.slo import NO_SLO
 
 PLAN = FleetPlan(H100, num_prefill=2, num_decode=2)
 

@@ -7,15 +7,15 @@ from weft import log, metrics, trace
 from weft.config import read_config
 from weft.rpc.server import RpcServer, freeze_startup_objects, run, until_signal
 from weft.stall_clock import StallAwareClock
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue, parse_targets
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.config import SchedulerConfig
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.kvstore_client import KvStoreClient, PrefixLocator, StoreUsagePoller
+from weft_services.scheduler.fleet_service import StoreUsagePoller
+from weft_services.scheduler.prefixes import KvStoreClient, PrefixLocator
 from weft_services.scheduler.role_balancer import LeaderLease, RoleBalancer
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
-from weft_services.scheduler.slo import parse_targets
 
 
 async def main(config: SchedulerConfig) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from weft.config import Address, Count, Port, Settings
+from weft_services.scheduler.admission import parse_targets
 from weft_services.scheduler.role_balancer import BalancerLimits, parse_limits
-from weft_services.scheduler.slo import parse_targets
 
 # reports that a worker may miss before it counts as gone
 MAX_MISSED_REPORTS = 5
@@ -23,7 +23,7 @@ class SchedulerConfig(Settings):
     placed. Empty `role_balancer`: roles do not change by themselves.
     - `max_queue`: requests of one model that may wait for room, each for at most `max_queue_wait_seconds`
     - `report_interval_ms`: how often workers report; not a setting
-    - `slo`: targets of waiting and generating before new requests must wait; empty: the default of slo.py
+    - `slo`: targets of waiting and generating before new requests must wait; empty: the default of admission.py
     - `role_balancer`: the limits at which workers change their role
     """
 

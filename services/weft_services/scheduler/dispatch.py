@@ -18,10 +18,16 @@ from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLos
 from weft.fleet_types import Priority, RouteQuery, WorkerHello, WorkerReport
 from weft.metrics import OVER_SLO, PLACEMENTS, WAITING_REQUESTS
 from weft.request import RequestStage, WorkerRole
-from weft_services.scheduler.admission_queue import MAX_EXPECTED_WAIT_SHARE, AdmissionQueue, QueuedRequest, rank_of
+from weft_services.scheduler.admission import (
+    MAX_EXPECTED_WAIT_SHARE,
+    AdmissionQueue,
+    DeadlineUnreachable,
+    QueuedRequest,
+    TargetExceeded,
+    rank_of,
+)
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.fleet_state import INFINITE, Worker
-from weft_services.scheduler.kvstore_client import PrefixLocator
 from weft_services.scheduler.policy import (
     UNRESTRICTED,
     AllWorkersFull,
@@ -30,9 +36,8 @@ from weft_services.scheduler.policy import (
     PlacementDecision,
     SessionAffinity,
 )
-from weft_services.scheduler.reservations import Reservation
-from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.slo import DeadlineUnreachable, TargetExceeded
+from weft_services.scheduler.prefixes import PrefixLocator
+from weft_services.scheduler.router import AttemptProgress, Reservation, Router
 
 # rest after fruitless work, in multiples of its duration
 REST_RATIO = 9
@@ -162,7 +167,7 @@ class Dispatcher:
         try:
             self._check(query)
             affinity = await self._affinity.lookup(query.model, query.session)
-            await self._locator.locate(self._router, query)
+            await self._locator.locate(self._router.prefixes, query)
             placement = await self._place_in_time(query, affinity)
         except WeftError as error:
             self._router.reject(query)
@@ -245,7 +250,9 @@ class Dispatcher:
         window = UNRESTRICTED if queue is None else queue.backfill_for(query)
         if window is not None:
             try:
-                return self._place_now(query, affinity, now, window)
+                placement = self._router.place(query, affinity, now, window)
+                self._queues[query.model].charge(query, now)
+                return placement
             except AllWorkersFull as error:
                 if isinstance(error, TargetExceeded):
                     OVER_SLO.inc()
@@ -275,13 +282,6 @@ class Dispatcher:
         if query.key.generation == 0 and error.late_seconds > longest:
             raise error
 
-    def _place_now(
-        self, query: RouteQuery, affinity: SessionAffinity, now: float, window: BackfillWindow
-    ) -> PlacementDecision:
-        placement = self._router.place(query, affinity, now, window)
-        self._queues[query.model].charge(query, now)
-        return placement
-
     def _scan_queues_soon(self) -> None:
         """Try to place waiting requests after a change.
 
@@ -299,20 +299,26 @@ class Dispatcher:
         return sum(self._scan_queue(queue, self._clock()) for queue in self._queues.values())
 
     def _scan_queue(self, queue: AdmissionQueue, now: float) -> float:
-        window: BackfillWindow | None = UNRESTRICTED
         vain_seconds = 0.0
-        while window is not None and (candidates := queue.candidates(now, window.longest_prompt)):
-            began = self._clock()
-            if not any(self._try_place(queue, *candidate, window, now) for candidate in candidates):
-                window = candidates[-1][0].backfill
-                vain_seconds += self._clock() - began
+        for queued in queue.due_shares(now):  # one that finds no room keeps nobody waiting
+            vain_seconds += self._try_place(queue, queued, Priority.DEFAULT, UNRESTRICTED, now) or 0.0
+        window: BackfillWindow | None = UNRESTRICTED
+        for queued in list(queue.waiting):
+            if window is None:
+                break
+            if queued.query.prompt_tokens > window.longest_prompt:
+                continue
+            if (vain := self._try_place(queue, queued, queued.query.priority, window, now)) is not None:
+                vain_seconds += vain
+                window = queued.backfill
         queue.window = window
         return vain_seconds
 
     def _try_place(
         self, queue: AdmissionQueue, queued: QueuedRequest, priority: Priority, window: BackfillWindow, now: float
-    ) -> bool:
-        """Return True if the request stops waiting, placed or failed; False while there is no room for it."""
+    ) -> float | None:
+        """Place a waiting request, or fail it. If there is no room it stays: return the fruitless seconds."""
+        began = self._clock()
         affinity, place = self._pending[queued]
         left = queued.query.remaining_seconds - (now - queued.queued_at)
         query = replace(queued.query, remaining_seconds=left, priority=priority)
@@ -321,15 +327,15 @@ class Dispatcher:
         except WeftError as error:
             if isinstance(error, AllWorkersFull) and not self._router.excludes_ready_worker(query):
                 queued.backfill = self._router.backfill_window(query, error, window)
-                return False
+                return self._clock() - began
+            queue.remove(queued, now)
             if not place.done():
                 place.set_exception(error)
         else:
-            queue.charge(queued.query, now)
+            queue.place(queued, now)
             if not place.done():
                 place.set_result(placement)
-        queue.remove(queued, now)
-        return True
+        return None
 
     def settle(self, news: Iterable[AttemptProgress]) -> None:
         """Apply the progress of attempts. Late, repeated and unknown ones have no effect."""

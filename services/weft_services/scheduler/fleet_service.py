@@ -5,16 +5,17 @@ It checks bounds, converts messages and calls the dispatcher.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from dataclasses import replace
 from typing import TypeVar
 
 import grpc
 
-from weft.errors import InvalidRequest
-from weft.fleet_types import LoadingWorker, WorkerHello, WorkerReport, WorkerStatus
+from weft.errors import InvalidRequest, WeftError
+from weft.fleet_types import LoadingWorker, StoreUsage, WorkerHello, WorkerReport, WorkerStatus
 from weft.request import WorkerRole
 from weft.rpc.fleet_wire import (
     hello_from_wire,
@@ -32,11 +33,30 @@ from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import LoadingWorkers
 from weft_services.scheduler.fleet_state import Worker
-from weft_services.scheduler.kvstore_client import StoreUsagePoller
 
 MAX_NAME_CHARS = 256
 _WORKER_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MessageT = TypeVar("MessageT")
+
+
+STORE_POLL_SECONDS = 1.0
+
+
+class StoreUsagePoller:
+    """Polls the use of the store once a second for status displays. `usage` is None until it answers."""
+
+    def __init__(self, describe: Callable[[], Awaitable[StoreUsage]]) -> None:
+        self._describe = describe
+        self.usage: StoreUsage | None = None
+
+    async def run(self) -> None:
+        """Poll once a second until cancelled."""
+        while True:
+            try:
+                self.usage = await self._describe()
+            except WeftError:
+                self.usage = None  # kvstore logs the reason itself
+            await asyncio.sleep(STORE_POLL_SECONDS)
 
 
 class FleetServicer(pb_grpc.FleetServiceServicer):

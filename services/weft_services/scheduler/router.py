@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
-from weft.errors import InvalidRequest, NotFound, NoWorker
-from weft.fleet_types import Priority, RouteQuery, WorkerHello, WorkerReport
-from weft.kv.tiers import Tier
+from weft.errors import Cancelled, InvalidRequest, NotFound, NoWorker
+from weft.fleet_types import RouteQuery, WorkerHello, WorkerReport
+from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey, RequestStage
-from weft_services.scheduler.admission_queue import backfill_window
+from weft_services.scheduler.admission import (
+    DEFAULT_SLO,
+    RecentLoad,
+    SloTargets,
+    backfill_window,
+    check_deadline,
+)
 from weft_services.scheduler.fleet import Fleet, GatewayRegistry
-from weft_services.scheduler.fleet_state import DEFAULT_STORE_CREDIT, ModelWorkers, Worker
+from weft_services.scheduler.fleet_state import ModelWorkers, ReservedLoad, Worker
 from weft_services.scheduler.policy import (
     NO_AFFINITY,
     UNRESTRICTED,
@@ -26,20 +32,243 @@ from weft_services.scheduler.policy import (
     CostPolicy,
     PlacementDecision,
     Policy,
-    PrefixLocations,
     RoutingInput,
     SessionAffinity,
 )
-from weft_services.scheduler.prefix_index import MAX_KEYS, LocatedPrefix, PrefixIndex
-from weft_services.scheduler.reservations import Reservation, Reservations
+from weft_services.scheduler.prefixes import MAX_KEYS, KnownPrefixes
 from weft_services.scheduler.role_balancer import RoleBalancer
-from weft_services.scheduler.slo import DEFAULT_SLO, Backlog, BacklogTracker, SloTargets, check_deadline
 
 logger = logging.getLogger(__name__)
-# the store enforces its own capacity
-STORE_BLOCKS = 1 << 40
-# a prefix on more workers than this is not specific to a session
-FEW_HOLDERS = 3
+
+
+# totals of this process, read by the gauges on demand: updating a gauge costs half as much as a reservation
+_TOTAL_RESERVED = ReservedLoad()
+BOOKED_TOKENS.labels("prefill").set_function(lambda: _TOTAL_RESERVED.prefill_tokens)
+BOOKED_TOKENS.labels("decode").set_function(lambda: _TOTAL_RESERVED.decode_tokens)
+BOOKED_REQUESTS.set_function(lambda: _TOTAL_RESERVED.requests)
+# an unsettled request ends at its deadline plus this time for late settlements
+GRACE_SECONDS = 10.0
+# a worker idle for this long holds no reserved request either
+MAX_ORPHAN_SECONDS = 30.0
+# remembered ends, so that a Route that arrives after its own end reserves nothing
+MAX_ENDED = 8192
+
+
+@dataclass(slots=True, eq=False)
+class WorkerReservation:
+    """What a request holds on one worker; released parts are zero."""
+
+    worker: Worker
+    prefill_tokens: int
+    decode_tokens: int
+    num_reports: int
+    is_held: bool = False
+
+    def acquire(self) -> None:
+        """Add the tokens to the worker's load."""
+        self.is_held = True
+        self._count(+1)
+        self._move(self.prefill_tokens, self.decode_tokens)
+        self.worker.refresh()
+
+    def release(self) -> None:
+        """Release the tokens and the request. Idempotent."""
+        if not self.is_held:
+            return
+        self.is_held = False
+        self._count(-1)
+        self._move(-self.prefill_tokens, -self.decode_tokens)
+        self.prefill_tokens = self.decode_tokens = 0
+        self.worker.refresh()
+
+    def release_prefill(self) -> None:
+        """Release the prompt tokens after the prefill; the request stays."""
+        if self.prefill_tokens:
+            self._move(-self.prefill_tokens, 0)
+            self.prefill_tokens = 0
+            self.worker.refresh()
+
+    def _move(self, prefill: int, decode: int) -> None:
+        worker = self.worker
+        worker.reserved.add(prefill, decode)
+        if self.num_reports == worker.num_reports:
+            worker.unreported.add(prefill, decode)
+        else:
+            worker.released.add(-prefill, -decode)
+        _TOTAL_RESERVED.add(prefill, decode)
+
+    def _count(self, number: int) -> None:
+        self.worker.reserved.requests += number
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A placed request, with the fields of its query that its end needs; queries can hold a megabyte of block keys.
+
+    `prefill` is None from the first token on, and if the decode worker computes the prompt. `computed_by` keeps the
+    worker that computes the prompt, for the session. No client waits after `ends_at`.
+    """
+
+    key: RequestKey
+    model: str
+    session: bytes
+    gateway_id: str
+    prompt_tokens: int
+    resumed_tokens: int
+    reserved_at: float
+    ends_at: float
+    computed_by: Worker
+    decode: WorkerReservation
+    prefill: WorkerReservation | None
+
+    @property
+    def prefill_id(self) -> str:
+        """Id of the worker that computed the prompt; it may be the decode worker."""
+        return self.computed_by.worker_id
+
+
+class Reservations:
+    """All reservations of this scheduler.
+
+    It alone writes `Worker.reserved`, `unreported`, `released` and `dispatched_tokens`.
+    """
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, Reservation] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def check_attempt(self, key: RequestKey) -> None:
+        """Raise Cancelled if this attempt has ended or a newer one is placed.
+
+        Also releases what an earlier call of the request holds, so that it does not compete with itself. The record
+        stays: the worker that failed it may still be reported.
+        """
+        current = self._by_request.get(key.request_id)
+        if self.has_ended(key):
+            raise Cancelled(f"attempt {key} has already ended")
+        if current is not None and key.generation < current.key.generation:
+            raise Cancelled(f"attempt {key} is older than the placed one, {current.key}")
+        if current is not None:
+            _release(current)
+
+    def reserve(self, query: RouteQuery, placement: PlacementDecision, now: float) -> Reservation:
+        """Reserve the placement's tokens. Call `check_attempt` before."""
+        decode, prefill = placement.decode, placement.prefill
+        local_tokens = placement.prefill_tokens if prefill is None else 0
+        reservation = Reservation(
+            key=query.key,
+            model=query.model,
+            session=query.session,
+            gateway_id=query.gateway_id,
+            prompt_tokens=query.prompt_tokens,
+            resumed_tokens=query.resumed_tokens,
+            reserved_at=now,
+            ends_at=now + query.remaining_seconds + GRACE_SECONDS,
+            computed_by=prefill or decode,
+            decode=self._acquire(decode, local_tokens, placement.decode_tokens),
+            prefill=self._acquire(prefill, placement.prefill_tokens, 0) if prefill else None,
+        )
+        self._by_request[query.key.request_id] = reservation
+        _TOTAL_RESERVED.requests += 1
+        return reservation
+
+    def _acquire(self, worker: Worker, prefill_tokens: int, decode_tokens: int) -> WorkerReservation:
+        share = WorkerReservation(worker, prefill_tokens, decode_tokens, worker.num_reports)
+        worker.dispatched_tokens += prefill_tokens + decode_tokens
+        share.acquire()
+        return share
+
+    def find(self, key: RequestKey) -> Reservation | None:
+        """Return the reservation of exactly this attempt while it is active."""
+        reservation = self._by_request.get(key.request_id)
+        return reservation if reservation is not None and reservation.key.generation == key.generation else None
+
+    def has_ended(self, key: RequestKey) -> bool:
+        """Return whether the end of this attempt was reported, as far back as ends are remembered."""
+        return key.generation <= self._ended.get(key.request_id, -1)
+
+    def settle(self, key: RequestKey, stage: RequestStage) -> Reservation | None:
+        """Apply a stage: DECODING releases the prefill load, a terminal stage everything.
+
+        Late and repeated calls have no effect. Returns the reservation at the first report of this attempt's end; it
+        may belong to a newer attempt, which stays.
+        """
+        reservation = self._by_request.get(key.request_id)
+        if not stage.is_terminal:
+            if reservation is not None and reservation.key.generation == key.generation:
+                _release_prefill(reservation)
+            return None
+        if not self._remember_end(key) or reservation is None:
+            return None
+        if reservation.key.generation <= key.generation:
+            self._end(key.request_id)
+        return reservation
+
+    def reject(self, key: RequestKey) -> None:
+        """Release what this attempt or an earlier one holds after a rejection."""
+        reservation = self._by_request.get(key.request_id)
+        if reservation is not None and reservation.key.generation == key.generation:
+            self._end(key.request_id)
+        elif reservation is not None and reservation.key.generation < key.generation:
+            _release(reservation)
+
+    def drop_worker(self, worker: Worker) -> None:
+        """End requests that decode on a lost worker; release the prefill load of those that compute there."""
+        for request_id, reservation in list(self._by_request.items()):
+            if reservation.decode.worker is worker:
+                self._end(request_id)
+            elif reservation.prefill is not None and reservation.prefill.worker is worker:
+                _release_prefill(reservation)
+
+    def sweep(self, now: float, gone: Set[str] = frozenset()) -> int:
+        """End overdue reservations and those of the gateways in `gone`; return how many."""
+        overdue = [
+            request_id
+            for request_id, reservation in self._by_request.items()
+            if reservation.gateway_id in gone or _is_overdue(reservation, now)
+        ]
+        for request_id in overdue:
+            self._end(request_id)
+        return len(overdue)
+
+    def _end(self, request_id: str) -> None:
+        reservation = self._by_request.pop(request_id, None)
+        if reservation is not None:
+            _release(reservation)
+
+    def _remember_end(self, key: RequestKey) -> bool:
+        """Record an end; False if it was recorded before."""
+        if self.has_ended(key):
+            return False
+        self._ended[key.request_id] = key.generation
+        self._ended.move_to_end(key.request_id)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        return True
+
+
+def _release(reservation: Reservation) -> None:
+    """Release everything that is still held."""
+    _release_prefill(reservation)
+    _TOTAL_RESERVED.requests -= reservation.decode.is_held
+    reservation.decode.release()
+
+
+def _release_prefill(reservation: Reservation) -> None:
+    reservation.decode.release_prefill()
+    if reservation.prefill is not None:
+        reservation.prefill.release()
+        reservation.prefill = None
+
+
+def _is_overdue(reservation: Reservation, now: float) -> bool:
+    if now > reservation.ends_at:
+        return True
+    idle_since = reservation.decode.worker.idle_since
+    return idle_since is not None and now - max(idle_since, reservation.reserved_at) > MAX_ORPHAN_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +298,9 @@ class Router:
         self._role_balancer = planner
         self.fleet = Fleet(silence_seconds)
         self.gateways = GatewayRegistry()
-        self.prefixes: PrefixIndex[Worker] = PrefixIndex(max_keys)
-        # the store counts as two holders per model fingerprint: prefixes in its memory, and prefixes that end on its
-        # disk
-        self._stored: PrefixIndex[tuple[bytes, Tier]] = PrefixIndex(max_keys)
+        self.prefixes = KnownPrefixes(self.fleet, max_keys)
         self._reservations = Reservations()
-        self._backlogs = BacklogTracker()
+        self._recent_loads: dict[str, RecentLoad] = {}
         self._lengths = OutputLengths()
 
     def join(self, info: WorkerHello, now: float) -> Worker:
@@ -90,7 +316,7 @@ class Router:
         # an empty pool holds no prefix; blocks that wait to be filled are not reported yet
         booked = worker.unreported.prefill_tokens + worker.reserved.prefill_tokens + worker.reserved.decode_tokens
         in_use = report.cached_blocks + report.active_blocks
-        self.prefixes.trim(worker, in_use + booked // worker.info.fingerprint.block_tokens + 1)
+        self.prefixes.by_worker.trim(worker, in_use + booked // worker.info.fingerprint.block_tokens + 1)
 
     def leave(self, worker: Worker, why: str) -> bool:
         """Remove a worker with its reservations and prefixes; False if it is gone already."""
@@ -101,7 +327,7 @@ class Router:
 
     def _forget_worker(self, worker: Worker) -> None:
         self._reservations.drop_worker(worker)
-        self.prefixes.forget(worker)
+        self.prefixes.by_worker.forget(worker)
 
     def place(
         self, query: RouteQuery, affinity: SessionAffinity, now: float, window: BackfillWindow = UNRESTRICTED
@@ -111,24 +337,17 @@ class Router:
         # check now, not at the lookup: the request may have waited for that very worker
         routing = self.routing_input(query, self.drop_restarted(affinity))
         placement = self._choose(routing, now, window)
-        # a migrated request goes before all waiting ones; if it waited for a half-empty fleet, so would they
-        priority = Priority.DEFAULT if query.key.generation > 0 else query.priority
-        self._slo.check(query.model, priority, placement, lambda: self._backlog(query, now))
+        members = self.fleet.models[query.model]
+        recent = self._recent_loads.setdefault(query.model, RecentLoad(now))
+        self._slo.check(query, placement, members, recent, now)
         check_deadline(query, placement)
         self._reservations.reserve(query, placement, now)
-        self._backlogs.record_placed(query.model, placement.wait_seconds, placement.compute_seconds, now)
-        block_tokens = self.fleet.models[query.model].block_tokens
+        recent.record_placed(placement, now)
         for worker in {placement.decode, placement.prefill or placement.decode}:
-            held = routing.prefixes.held.get(worker, 0) // block_tokens
-            self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
+            held = routing.prefixes.held.get(worker, 0) // members.block_tokens
+            self.prefixes.by_worker.add(worker, query.block_keys, held, worker.info.num_blocks)
             worker.begin_probe(now)
         return placement
-
-    def _backlog(self, query: RouteQuery, now: float) -> Backlog:
-        """Return the competing backlog; a migrated request was admitted before and has none."""
-        if query.key.generation > 0:
-            return Backlog(0)
-        return self._backlogs.current(query.model, self.fleet.models[query.model], now)
 
     def _choose(self, routing: RoutingInput, now: float, window: BackfillWindow) -> PlacementDecision:
         query, models = routing.query, self.fleet.models
@@ -170,65 +389,14 @@ class Router:
 
     def count_rejection(self, model: str, now: float) -> None:
         """Count a request that was rejected because the fleet is busy."""
-        self._backlogs.record_rejected(model, now)
+        self._recent_loads.setdefault(model, RecentLoad(now)).record_rejected(now)
 
     def routing_input(self, query: RouteQuery, affinity: SessionAffinity = NO_AFFINITY) -> RoutingInput:
         """Combine the query with what is known about its prefix, session and answer length."""
         output_tokens = self._lengths.expected(query.model, query.max_tokens)
         if query.computes_prompt:
             return RoutingInput(query, output_tokens=output_tokens)
-        held = self._held(query)
-        common = sorted(held.values(), reverse=True)[FEW_HOLDERS] if len(held) > FEW_HOLDERS else 0
-        members = self.fleet.models.get(query.model)
-        stored, on_disk = self._stored_tokens(query, members) if members and self._stored else (0, 0)
-        prefixes = PrefixLocations(held, stored, on_disk, common, members.credit if members else DEFAULT_STORE_CREDIT)
-        return RoutingInput(query, prefixes, affinity, output_tokens)
-
-    def _stored_tokens(self, query: RouteQuery, members: ModelWorkers) -> tuple[int, int]:
-        """Return the stored tokens, and how many of them are on disk only."""
-        matched = self._stored.match(query.block_keys)
-        in_memory = matched.get((members.fingerprint, Tier.DRAM), 0)
-        stored = max(matched.get((members.fingerprint, Tier.NVME), 0), in_memory)
-        return stored * members.block_tokens, (stored - in_memory) * members.block_tokens
-
-    def fingerprint(self, model: str) -> bytes:
-        """Return the store's name of the model's blocks; empty without a live worker."""
-        members = self.fleet.models.get(model)
-        return members.fingerprint if members is not None else b""
-
-    def uncached_tokens(self, query: RouteQuery) -> int:
-        """Return the prompt tokens to compute on the worker that holds most of the prefix."""
-        held = {} if query.computes_prompt else self._held(query)
-        return query.prompt_tokens - max(held.values(), default=0)
-
-    def _held(self, query: RouteQuery) -> dict[Worker, int]:
-        """Return the cached tokens by worker of this model; other models may use the same keys."""
-        matched, members = self.prefixes.match(query.block_keys), self.fleet.models.get(query.model)
-        if members is None:
-            return {}
-        # gateways compute keys with the first worker's block size
-        slots, block_tokens = members.slots, members.block_tokens
-        return {worker: blocks * block_tokens for worker, blocks in matched.items() if worker in slots}
-
-    def add_located(self, fingerprint: bytes, keys: Sequence[bytes], located: LocatedPrefix) -> None:
-        """Add what kvstore knows about a prompt's blocks. Newer placements stay."""
-        in_memory = keys[: located.num_in_memory]
-        with_disk = keys[: located.num_stored] if located.num_stored > located.num_in_memory else ()
-        self._stored.remove((fingerprint, Tier.DRAM), keys[located.num_in_memory :])
-        self._stored.remove((fingerprint, Tier.NVME), keys[located.num_stored :])
-        for tier, held in ((Tier.DRAM, in_memory), (Tier.NVME, with_disk)):
-            if held:
-                self._stored.add((fingerprint, tier), held, 0, STORE_BLOCKS)
-        known = self.prefixes.match(keys) if located.workers else {}
-        for holding in located.workers:
-            worker = self.fleet.find(holding.worker_id, holding.boot_id)
-            if worker is not None and holding.num_blocks > known.get(worker, 0):
-                self.prefixes.add(worker, keys[: holding.num_blocks], known.get(worker, 0), worker.info.num_blocks)
-
-    def forget_store(self, fingerprint: bytes) -> None:
-        """Forget a store that is gone."""
-        for tier in (Tier.DRAM, Tier.NVME):
-            self._stored.forget((fingerprint, tier))
+        return RoutingInput(query, self.prefixes.find(query), affinity, output_tokens)
 
     def settle(self, progress: AttemptProgress, now: float) -> Reservation | None:
         """Apply the progress of an attempt. Late, repeated and unknown ones have no effect.

@@ -37,8 +37,7 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import LoadingWorkers
-from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
-from weft_services.scheduler.kvstore_client import StoreUsagePoller
+from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer, StoreUsagePoller
 from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.router import AttemptProgress
 

@@ -28,7 +28,7 @@ from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.mesh import generation_run
 from weft_services.gateway.process import running
 from weft_services.scheduler import service
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.fleet_state import NEVER
 from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision

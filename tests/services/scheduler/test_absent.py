@@ -11,7 +11,7 @@ from weft.errors import InvalidRequest, Overloaded, PeerLost
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS

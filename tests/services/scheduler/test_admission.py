@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.services.scheduler.fakes import MODEL, Clock, ready_worker, worker_info
-from weft.errors import Overloaded
+from tests.services.scheduler.fakes import FINGERPRINT, MODEL, Clock, ready_worker, worker_info
+from weft.errors import ConfigError, Overloaded
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.metrics import OVER_SLO
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler.admission_queue import AdmissionQueue
-from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.policy import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, NO_AFFINITY, PlacementDecision
-from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.slo import (
+from weft_services.scheduler.admission import (
     DEFAULT_BURST_PROMPTS,
     DEFAULT_TARGET,
     DEFAULT_WAIT_SECONDS,
     IDLE_SECONDS,
     MEMORY_SECONDS,
     NO_SLO,
-    Backlog,
+    AdmissionQueue,
+    DeadlineUnreachable,
+    RecentLoad,
     SloTarget,
     TargetExceeded,
+    check_deadline,
     parse_targets,
 )
+from weft_services.scheduler.affinity import AffinityStore
+from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.fleet_state import ModelWorkers
+from weft_services.scheduler.policy import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, NO_AFFINITY, PlacementDecision
+from weft_services.scheduler.router import AttemptProgress, Router
 
 # at the usual 2,000 tokens a second a prompt takes 2 s: one before it is more than the target
 PROMPT_TOKENS = 4000
@@ -175,10 +180,16 @@ def test_retry_after_counts_clients_that_will_be_back() -> None:
     assert MIN_RETRY_SECONDS <= told[0] <= told[1] <= told[2] == MAX_RETRY_SECONDS
 
 
-def test_crowd_of_refused_clients_takes_as_long_as_a_waiting_one() -> None:
-    assert Backlog(10).drain_seconds(3.0) == 3.0
-    assert Backlog(10, 20).drain_seconds(3.0) == pytest.approx(9.0)
-    assert Backlog(0, 2).drain_seconds(1.0) == pytest.approx(3.0)
+def test_retry_after_scales_with_rejections_per_waiting_prompt() -> None:
+    router = mesh(Router(1000.0))
+    fill(router, 2)
+    for _ in range(64):
+        router.count_rejection(MODEL, 0.0)
+    with pytest.raises(TargetExceeded) as caught:
+        ask(router, "late", tokens=3000)
+    wait = caught.value.late_seconds + DEFAULT_WAIT_SECONDS
+    expected = wait * (1 + 64 / 2) - DEFAULT_WAIT_SECONDS
+    assert caught.value.retry_after_seconds == pytest.approx(min(expected, MAX_RETRY_SECONDS))
 
 
 @pytest.mark.parametrize("text", ["0/0", " 0/50"])
@@ -239,3 +250,47 @@ def test_sequence_waits_for_blocks_when_the_worker_says_so() -> None:
     worker.reserved.add(0, -800)
     worker.report = WorkerReport(ready=True, num_running=2, num_waiting=1, active_tokens=800)
     assert worker.kv_wait_seconds(800, 100) == 0.0
+
+
+def placement(wait_seconds: float, itl_seconds: float, num_booked: int = 1) -> PlacementDecision:
+    worker = ready_worker("b0", WorkerRole.BOTH, fingerprint=FINGERPRINT)
+    worker.reserved.requests = num_booked
+    return PlacementDecision(worker, None, 10, 10, wait_seconds=wait_seconds, itl_seconds=itl_seconds)
+
+
+def test_targets_are_read_by_model_and_enforced() -> None:
+    targets = parse_targets("2000/50, small=500/0")
+    assert targets.by_model == {"small": SloTarget(0.5, 0.0)}
+
+    def check(model: str, placed: PlacementDecision, priority: Priority = Priority.DEFAULT) -> None:
+        query = RouteQuery(RequestKey("r"), model, 10, 10, priority=priority)
+        targets.check(query, placed, ModelWorkers(), RecentLoad(0.0), 0.0)
+
+    check("large", placement(2.0, 0.05))
+    check("small", placement(0.4, 9.0))
+    check("large", placement(0.0, 9.0, num_booked=0))
+    with pytest.raises(Overloaded) as caught:
+        check("large", placement(6.0, 0.0))
+    assert caught.value.retry_after_seconds == 4.0
+    for late in (placement(1.5, 0.0), placement(0.0, 0.03)):
+        check("large", late, Priority.INTERACTIVE)
+        with pytest.raises(Overloaded):
+            check("large", late, Priority.BATCH)
+
+
+@pytest.mark.parametrize("text", ["2000", "a/b", "m=1", "-1/5", "=/"])
+def test_invalid_target_is_rejected(text: str) -> None:
+    with pytest.raises(ConfigError, match="WEFT_SLO"):
+        parse_targets(text)
+
+
+def test_answer_past_its_deadline_is_rejected_on_a_busy_worker() -> None:
+    asked = RouteQuery(RequestKey("a"), MODEL, 100, 0, remaining_seconds=3.0)
+    for booked, itl, is_refused in ((1, 0.01, False), (1, 0.05, True), (0, 0.05, False)):
+        placed = replace(placement(0.0, itl, booked), ttft_seconds=1.0, decode_tokens=200)
+        if is_refused:
+            with pytest.raises(DeadlineUnreachable) as caught:
+                check_deadline(asked, placed)
+            assert caught.value.retry_after_seconds == pytest.approx(1.0 + 100 * itl - 3.0)
+        else:
+            check_deadline(asked, placed)

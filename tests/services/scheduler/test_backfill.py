@@ -13,13 +13,12 @@ from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import Overloaded
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler.admission_queue import MAX_BYPASSED, AdmissionQueue, backfill_window
+from weft_services.scheduler.admission import MAX_BYPASSED, AdmissionQueue, SloTarget, SloTargets, backfill_window
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet_state import ModelWorkers, Worker
 from weft_services.scheduler.policy import UNRESTRICTED, BackfillWindow, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.slo import SloTarget, SloTargets
 
 PREFILL, DECODE, BOTH = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH
 # of two pools of a large worker, two such prompts and their answers leave room for short ones
@@ -197,18 +196,6 @@ def test_each_who_is_passed_leaves_less_and_there_are_not_many() -> None:
     assert backfill_window(members, query("a", 100), DECODE, window) is None
 
 
-def test_who_is_short_enough_is_found_however_many_longer_ones_wait_before_it() -> None:
-    queue = AdmissionQueue(10_000, 60.0)
-    for number in range(1000):
-        queue.add(query(f"{number}", LONG), 0.0, Overloaded("full"))
-    behind = [queue.add(query(f"behind {number}", number), 0.0, Overloaded("full")) for number in (SHORT, 2, 3)]
-    for length, found in ((SHORT, behind[0]), (3, behind[1]), (2, behind[1])):
-        assert [queued for queued, _ in queue.candidates(0.0, length)] == [found]
-    queue.remove(behind[1], 0.0)
-    assert [queued for queued, _ in queue.candidates(0.0, 3)] == [behind[2]]
-    assert queue.candidates(0.0, 2) == []
-
-
 async def test_who_comes_later_does_not_go_before_who_waits_behind_many_longer_ones() -> None:
     mixed = Mixed()
     mixed.queue = AdmissionQueue(1000, 20.0)
@@ -246,7 +233,6 @@ def test_who_has_gone_before_others_lets_nobody_by_whom_those_are_before(waiting
 
 def test_who_lets_others_by_takes_nothing_off_what_those_have_to_wait_for() -> None:
     queue, busy = AdmissionQueue(100, 2.0), Overloaded("full")
-    queue.charge(query("before", 1_000_000, b"greedy"), 0.0)  # so that its turn comes after all of the other's
     queue.add(query("long", 10_000, b"greedy"), 0.0, busy, BackfillWindow({}, 100))
     for number in range(20):
         queue.add(query(f"{number}", 100), 0.0, busy)

@@ -14,12 +14,11 @@ from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded, PeerLost
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue, SloTarget, SloTargets
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
-from weft_services.scheduler.slo import SloTarget, SloTargets
 
 SEATS = 2
 

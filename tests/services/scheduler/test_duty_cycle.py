@@ -10,7 +10,7 @@ from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
 from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import REST_RATIO, Dispatcher
 from weft_services.scheduler.policy import BackfillWindow, PlacementDecision, SessionAffinity

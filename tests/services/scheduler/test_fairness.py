@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +14,7 @@ from tests.services.scheduler.fakes import MODEL
 from weft.errors import Overloaded
 from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey
-from weft_services.scheduler.admission_queue import (
+from weft_services.scheduler.admission import (
     LOWER_CLASS_SHARE,
     LOWER_CLASS_WAIT_SHARE,
     AdmissionQueue,
@@ -46,6 +46,10 @@ def default_room(max_waiting: int = SchedulerConfig().max_queue) -> AdmissionQue
     return AdmissionQueue(max_waiting, QUEUE_SECONDS)
 
 
+def name_of(queued: QueuedRequest) -> str:
+    return queued.query.key.request_id.split("/")[0]
+
+
 class Minute:
     """A fleet that has a place every tenth of a second, and always somebody who waits for it."""
 
@@ -55,8 +59,7 @@ class Minute:
         self.asked: Counter[str] = Counter()
         self.placed: Counter[str] = Counter()
         self.given_up: Counter[str] = Counter()
-        self._room = queue
-        self._waiting: list[QueuedRequest] = []
+        self._queue = queue
         dice = random.Random(1)
         events: list[tuple[float, str]] = []
         for name, clients in everybody.items():
@@ -76,23 +79,19 @@ class Minute:
         self.asked[name] += 1
         try:
             asked = query(f"{name}/{self.asked[name]}", clients.tenant, clients.priority)
-            self._waiting.append(self._room.add(asked, now, BUSY))
+            self._queue.add(asked, now, BUSY)
         except Overloaded:
             pass
 
     def _place(self, now: float) -> None:
-        for queued, _ in self._room.candidates(now)[:1]:
-            self._room.charge(queued.query, now)
-            self._leave(queued, now, self.placed)
+        for queued in [*self._queue.due_shares(now), *self._queue.waiting][:1]:
+            self._queue.place(queued, now)
+            self.placed[name_of(queued)] += 1
 
     def _give_up(self, now: float) -> None:
-        for queued in [queued for queued in self._waiting if queued.expires_at < now]:
-            self._leave(queued, now, self.given_up)
-
-    def _leave(self, queued: QueuedRequest, now: float, become: Counter[str]) -> None:
-        self._room.remove(queued, now)
-        self._waiting.remove(queued)
-        become[queued.query.key.request_id.split("/")[0]] += 1
+        for queued in [queued for queued in self._queue.waiting if queued.expires_at < now]:
+            self._queue.remove(queued, now)
+            self.given_up[name_of(queued)] += 1
 
 
 @pytest.mark.parametrize("max_waiting", [SchedulerConfig().max_queue, 12])
@@ -154,23 +153,23 @@ def test_within_a_lower_priority_tenants_are_served_fairly_as_well() -> None:
     assert placed["few"] >= 0.25 * placed["many"], "a fortieth of the requests"
 
 
-def candidates(queue: AdmissionQueue, now: float) -> Sequence[tuple[str, Priority]]:
-    return [(queued.query.key.request_id, priority) for queued, priority in queue.candidates(now)]
+def due(queue: AdmissionQueue, now: float) -> list[str]:
+    return [name_of(queued) for queued in queue.due_shares(now)]
 
 
-def test_a_turn_comes_after_a_wait_counts_as_the_usual_priority_and_is_paid_for_afterwards() -> None:
+def test_share_is_due_after_a_wait_and_charged_afterwards() -> None:
     queue = default_room()
     queue.add(query("batch", priority=BATCH), 0.0, BUSY)
     queue.add(query("default"), 0.0, BUSY)
-    assert candidates(queue, 0.0) == [("default", DEFAULT)]
+    assert due(queue, 0.0) == []
     waited = LOWER_CLASS_WAIT_SHARE * QUEUE_SECONDS
-    assert candidates(queue, waited) == [("batch", DEFAULT), ("default", DEFAULT)]
+    assert due(queue, waited) == ["batch"]
     queue.charge(query("another batch", priority=BATCH), waited)
-    assert candidates(queue, waited) == [("default", DEFAULT)]
+    assert due(queue, waited) == []
     for number in range(round(1 / LOWER_CLASS_SHARE) - 1):
-        assert candidates(queue, waited)[0][0] == "default"
+        assert due(queue, waited) == []
         queue.charge(query(f"default {number}"), waited)
-    assert candidates(queue, waited)[0][0] == "batch"
+    assert due(queue, waited) == ["batch"]
 
 
 def test_one_tenant_leaves_places_for_others_in_a_small_room() -> None:

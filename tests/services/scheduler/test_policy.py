@@ -21,8 +21,7 @@ from weft_services.scheduler.policy import (
     RoutingInput,
     SessionAffinity,
 )
-from weft_services.scheduler.reservations import Reservations
-from weft_services.scheduler.router import Router
+from weft_services.scheduler.router import Reservations, Router
 
 
 def test_one_worker_of_each_role_gets_the_request() -> None:
@@ -207,9 +206,9 @@ def test_what_another_models_workers_hold_is_not_known_of_this_one() -> None:
         return router.place(RouteQuery(RequestKey(request_id), model, 130, 1, block_keys=keys), NO_AFFINITY, NOW)
 
     assert placed("a", "1").cached_tokens == 0
-    assert router.uncached_tokens(RouteQuery(RequestKey("x"), "b", 130, 1, block_keys=keys)) == 130
+    assert router.prefixes.uncached_tokens(RouteQuery(RequestKey("x"), "b", 130, 1, block_keys=keys)) == 130
     whole = RouteQuery(RequestKey("whole"), "a", 130, 1, block_keys=keys, computes_prompt=True)
-    assert router.uncached_tokens(whole) == router.routing_input(whole).query.prompt_tokens == 130
+    assert router.prefixes.uncached_tokens(whole) == router.routing_input(whole).query.prompt_tokens == 130
     assert not router.routing_input(whole).prefixes.held
     other = placed("b", "2")
     assert (other.decode.info.model, other.cached_tokens, other.prefill_tokens) == ("b", 0, 130)

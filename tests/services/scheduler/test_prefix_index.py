@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft_services.scheduler import prefix_index
-from weft_services.scheduler.prefix_index import PrefixIndex
+from weft_services.scheduler import prefixes
+from weft_services.scheduler.prefixes import PrefixIndex
 
 
 def chain(name: str, length: int) -> list[bytes]:
@@ -116,7 +116,7 @@ def walked(index: PrefixIndex[str], keys: list[bytes]) -> dict[str, int]:
     """What `match` says, depth by depth and holder by holder."""
     found: dict[str, int] = {}
     last = 0
-    for depth in (*prefix_index._grid(len(keys)), len(keys) + 1):
+    for depth in (*prefixes._grid(len(keys)), len(keys) + 1):
         holders = {name for name in "xyz" if depth <= len(keys) and holds(index, name, keys[depth - 1])}
         if not holders:
             before = {name for name in "xyz" if last and holds(index, name, keys[last - 1])}

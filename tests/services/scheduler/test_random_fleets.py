@@ -14,7 +14,7 @@ from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher, DutyCycle
 from weft_services.scheduler.fleet_state import Worker
@@ -140,4 +140,4 @@ async def test_whatever_comes(seed: int, is_at_once: bool, monkeypatch: pytest.M
     for worker in mesh.workers:
         booked = worker.reserved
         assert (booked.prefill_tokens, booked.decode_tokens, booked.requests) == (0, 0, 0)
-    assert not len(mesh.queue)
+    assert not mesh.queue.waiting

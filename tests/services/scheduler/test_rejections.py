@@ -26,8 +26,7 @@ from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey
 from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.policy import NO_AFFINITY, NoWorkerReady, SessionAffinity
-from weft_services.scheduler.reservations import Reservations
-from weft_services.scheduler.router import Router
+from weft_services.scheduler.router import Reservations, Router
 
 
 @pytest.mark.parametrize("spoil", [not_ready, full, suspect])

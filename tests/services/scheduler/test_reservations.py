@@ -11,10 +11,10 @@ from weft.errors import Cancelled
 from weft.fleet_types import DEFAULT_REQUEST_SECONDS, RouteQuery, WorkerReport
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler import reservations as reservations_module
+from weft_services.scheduler import router as router_module
 from weft_services.scheduler.fleet_state import ReservedLoad, Worker
 from weft_services.scheduler.policy import PlacementDecision
-from weft_services.scheduler.reservations import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Reservation, Reservations
+from weft_services.scheduler.router import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Reservation, Reservations
 
 ENDS = (RequestStage.FINISHED, RequestStage.FAILED, RequestStage.CANCELLED)
 KEYS = st.builds(RequestKey, st.sampled_from(["a", "b", "c"]), st.integers(0, 2))
@@ -185,7 +185,7 @@ def test_an_attempt_whose_end_came_first_is_not_booked() -> None:
 
 
 def test_the_memory_of_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations_module, "MAX_ENDED", 2)
+    monkeypatch.setattr(router_module, "MAX_ENDED", 2)
     books = Reservations()
     for request_id in "abc":
         books.settle(RequestKey(request_id), RequestStage.FINISHED)
@@ -195,7 +195,7 @@ def test_the_memory_of_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_end_of_a_later_attempt_is_remembered_as_long_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations_module, "MAX_ENDED", 2)
+    monkeypatch.setattr(router_module, "MAX_ENDED", 2)
     books = Reservations()
     for key in (RequestKey("a"), RequestKey("b"), RequestKey("a", 1), RequestKey("c")):
         books.settle(key, RequestStage.FAILED)

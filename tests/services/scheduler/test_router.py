@@ -9,11 +9,11 @@ import pytest
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, worker_info
 from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerAddress, WorkerRole
+from weft_services.scheduler.admission import DeadlineUnreachable
 from weft_services.scheduler.fleet import ABSENT_SECONDS
 from weft_services.scheduler.fleet_state import NEVER, ReservedLoad
 from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import DEFAULT_OUTPUT_TOKENS, AttemptProgress, Router
-from weft_services.scheduler.slo import DeadlineUnreachable
 
 NEXT_BOOT = WorkerAddress("prefill-0", "next-boot", "127.0.0.1:1")
 

@@ -19,7 +19,7 @@ from weft.errors import Overloaded
 from weft.rpc.client import rpc_errors_translated
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 
 SESSION = b"0123456789abcdef"

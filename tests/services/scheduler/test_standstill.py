@@ -14,7 +14,7 @@ from weft.fleet_types import RouteQuery, WorkerReport
 from weft.request import RequestKey, WorkerRole
 from weft.stall_clock import TICK_SECONDS, StallAwareClock
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS, LoadingWorkers

@@ -22,7 +22,7 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.mesh import scheduler_client
 from weft_services.gateway.mesh.scheduler_client import RouteStream, StreamLost
 from weft_services.scheduler import dispatch, fleet, service
-from weft_services.scheduler.admission_queue import AdmissionQueue
+from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.policy import PlacementDecision

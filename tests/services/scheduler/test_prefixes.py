@@ -22,15 +22,16 @@ from weft_services.kvstore.pool_index import BlockReport, PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.kvstore_client import (
+from weft_services.scheduler.prefixes import (
     MAX_LATE,
     MAX_LOOKUPS,
     PAUSE_SECONDS,
     KvStoreClient,
     Locate,
+    LocatedPrefix,
+    PrefixHolder,
     PrefixLocator,
 )
-from weft_services.scheduler.prefix_index import LocatedPrefix, PrefixHolder
 from weft_services.scheduler.router import Router
 
 DIGEST = fingerprint_digest(FINGERPRINT)
@@ -83,7 +84,7 @@ class Oracle:
 async def test_what_kvstore_says_is_known_to_the_next_decision() -> None:
     router = fleet()
     async with asking(Oracle()) as locator:
-        await locator.locate(router, query())
+        await locator.locate(router.prefixes, query())
     prefixes = router.routing_input(query()).prefixes
     # the other start of both-1 is not this one
     assert {worker.worker_id: tokens for worker, tokens in prefixes.held.items()} == {"both-0": 64}
@@ -94,9 +95,9 @@ async def test_what_kvstore_says_is_known_to_the_next_decision() -> None:
 def test_the_latest_word_on_the_store_counts_by_tier_and_for_one_model(num_stored: int, num_in_memory: int) -> None:
     router = fleet()
     for before in (ALL, LocatedPrefix((), 20, 20), LocatedPrefix((), 20, 0)):
-        router.add_located(DIGEST, KEYS, before)
-        router.add_located(DIGEST, KEYS, LocatedPrefix((), num_stored, num_in_memory))
-        router.add_located(b"another model", KEYS, LocatedPrefix((), 20, 10))
+        router.prefixes.add_located(DIGEST, KEYS, before)
+        router.prefixes.add_located(DIGEST, KEYS, LocatedPrefix((), num_stored, num_in_memory))
+        router.prefixes.add_located(b"another model", KEYS, LocatedPrefix((), 20, 10))
         prefixes = router.routing_input(query()).prefixes
         assert prefixes.stored_tokens == 16 * num_stored
         assert prefixes.disk_tokens == 16 * (num_stored - num_in_memory)
@@ -122,7 +123,7 @@ async def test_late_answers_hold_nobody_up_for_long_and_serve_those_after() -> N
         oracle.may_answer.clear()
         async with asyncio.timeout(10):
             for number in range(2 * MAX_LATE):
-                await locator.locate(router, query(number))
+                await locator.locate(router.prefixes, query(number))
         assert oracle.num_asked == MAX_LATE
         assert not router.routing_input(query()).prefixes.held
         oracle.may_answer.set()
@@ -134,7 +135,7 @@ async def test_no_more_questions_than_allowed_are_under_way() -> None:
     router, oracle = fleet(), Oracle()
     async with asking(oracle, Clock()) as locator, asyncio.timeout(10):
         oracle.may_answer.clear()
-        await asyncio.gather(*(locator.locate(router, query(number)) for number in range(3 * MAX_LOOKUPS)))
+        await asyncio.gather(*(locator.locate(router.prefixes, query(number)) for number in range(3 * MAX_LOOKUPS)))
         assert oracle.num_asked == MAX_LOOKUPS
 
 
@@ -142,17 +143,17 @@ async def test_no_more_questions_than_allowed_are_under_way() -> None:
 async def test_after_a_failure_it_is_left_alone_for_a_while(error: WeftError, tokens: int) -> None:
     router, oracle, clock = fleet(), Oracle(), Clock()
     async with asking(oracle, clock) as locator:
-        await locator.locate(router, query())
+        await locator.locate(router.prefixes, query())
         oracle.error = error
         for number in range(1, 4):
-            await locator.locate(router, query(number))
+            await locator.locate(router.prefixes, query(number))
         assert oracle.num_asked == 2
         # what a kvstore held that is gone is gone
         assert router.routing_input(query()).prefixes.stored_tokens == tokens
         oracle.error = None
         clock.now += PAUSE_SECONDS
         for number in range(4, 6):
-            await locator.locate(router, query(number))
+            await locator.locate(router.prefixes, query(number))
         assert oracle.num_asked == 4
         assert router.routing_input(query()).prefixes.stored_tokens == 192
 
@@ -171,7 +172,7 @@ async def test_a_real_kvstore_is_asked_dies_and_comes_back() -> None:
         async with asyncio.timeout(10):
             while router.routing_input(query()).prefixes.stored_tokens:
                 clock.now += PAUSE_SECONDS
-                await locator.locate(router, query())
+                await locator.locate(router.prefixes, query())
         again = await _serve(store, places, int(address.rpartition(":")[2]))
         await _until_known(locator, router, clock)
         await again[0].stop(0)
@@ -182,7 +183,7 @@ async def _until_known(locator: PrefixLocator, router: Router, clock: Clock) -> 
     async with asyncio.timeout(20):
         while router.routing_input(query()).prefixes.stored_tokens != 160:
             clock.now += PAUSE_SECONDS
-            await locator.locate(router, query())
+            await locator.locate(router.prefixes, query())
             await asyncio.sleep(0.01)
 
 
