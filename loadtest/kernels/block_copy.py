@@ -7,8 +7,7 @@ import sys
 import torch
 
 from loadtest.kernels.roofline import Work, report
-from weft_kernels.block_copy import gather_blocks, scatter_blocks
-from weft_kernels.block_copy.reference import gather_blocks_reference, scatter_blocks_reference
+from weft_kernels.block_copy import gather_blocks, gather_blocks_reference, scatter_blocks, scatter_blocks_reference
 
 
 def works() -> list[Work]:

@@ -7,8 +7,7 @@ import sys
 import torch
 
 from loadtest.kernels.roofline import Work, report
-from weft_kernels.moe_routing import RoutingConfig, route
-from weft_kernels.moe_routing.reference import route_reference
+from weft_kernels.moe_routing import RoutingConfig, route, route_reference
 
 # experts, rule, whether there is a bias
 MODELS = {

@@ -7,8 +7,7 @@ import sys
 import torch
 
 from loadtest.kernels.roofline import Work, report
-from weft_kernels.rms_norm import add_rms_norm, rms_norm
-from weft_kernels.rms_norm.reference import rms_norm_reference
+from weft_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 
 
 def works() -> list[Work]:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from loadtest.kernels.roofline import Work, report
-from weft_kernels.latent_kv import latent_kv
-from weft_kernels.latent_kv.reference import latent_kv_reference
-from weft_kernels.rope_kv import ROTATED, HeadTransform, rope_kv
-from weft_kernels.rope_kv.reference import rope_kv_reference
+from weft_kernels.latent_kv import latent_kv, latent_kv_reference
+from weft_kernels.rope_kv import ROTATED, HeadTransform, rope_kv, rope_kv_reference
 
 BLOCK_TOKENS = 64
 BF16 = torch.bfloat16

@@ -7,8 +7,7 @@ import sys
 import torch
 
 from loadtest.kernels.roofline import Work, report
-from weft_kernels.silu_mul import silu_mul
-from weft_kernels.silu_mul.reference import silu_mul_reference
+from weft_kernels.silu_mul import silu_mul, silu_mul_reference
 
 
 def works() -> list[Work]:

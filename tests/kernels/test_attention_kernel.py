@@ -7,9 +7,8 @@ import torch
 
 from tests.kernels.device import DEVICE, close
 from tests.kernels.test_paged_attention import BATCHES, make_batch
-from weft_kernels.latent_attention.reference import latent_attention_reference
-from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention
-from weft_kernels.paged_attention.reference import paged_attention_reference
+from weft_kernels.latent_attention import latent_attention_reference
+from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
 
 pytest.importorskip("triton")
 

@@ -7,12 +7,10 @@ import torch
 
 from tests.kernels.test_linear import ISAS
 from tests.kernels.test_paged_attention import BATCHES, NUM_BLOCKS, NUM_LAYERS, make_batch
-from weft_kernels.latent_attention import latent_attention
-from weft_kernels.latent_attention.reference import latent_attention_reference
+from weft_kernels.latent_attention import latent_attention, latent_attention_reference
 from weft_kernels.native import CHOICE
-from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention
+from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
 from weft_kernels.paged_attention.cpu import make_cpu_batch
-from weft_kernels.paged_attention.reference import paged_attention_reference
 
 SPANS = [FULL, KeySpan(1), KeySpan(6), KeySpan(0, 5), KeySpan(3, 8)]
 SHAPES = [((4, 4), 16), ((6, 2), 64), ((7, 1), 80), ((8, 2), 128), ((5, 1), 32), ((6, 2), 10), ((40, 1), 24)]

@@ -11,10 +11,8 @@ from tests.kernels.device import DEVICE, close
 
 pytest.importorskip("triton")
 
-from weft_kernels.linear import linear, pack
-from weft_kernels.linear.reference import linear_reference
-from weft_kernels.moe import PackedExperts, moe
-from weft_kernels.moe.reference import moe_reference
+from weft_kernels.linear import linear, linear_reference, pack
+from weft_kernels.moe import PackedExperts, moe, moe_reference
 from weft_kernels.packed import embedding_rows, pack_f12
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed.f12_unpack import unpack_rows

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.test_paged_attention import BATCHES, make_batch
-from weft_kernels.latent_attention import latent_attention
-from weft_kernels.latent_attention.reference import latent_attention_reference
+from weft_kernels.latent_attention import latent_attention, latent_attention_reference
 from weft_kernels.paged_attention import PagedBatch
 
 SCALE = 0.3

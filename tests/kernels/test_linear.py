@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft_kernels.linear import linear, pack
-from weft_kernels.linear.reference import linear_reference
+from weft_kernels.linear import linear, linear_reference, pack
 from weft_kernels.native import CHOICE, load, processor
 from weft_kernels.native.build import FLAGS
 from weft_kernels.native.processor import most_isa

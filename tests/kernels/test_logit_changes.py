@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from weft_kernels.logit_changes import MASKED_ROWS, LogitChanges, apply_changes, unpack_bits
-from weft_kernels.logit_changes.reference import change_reference
+from weft_kernels.logit_changes import MASKED_ROWS, LogitChanges, apply_changes, change_reference, unpack_bits
 
 ROWS, VOCAB = 4, 45
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft_kernels.moe import moe, pack_experts
-from weft_kernels.moe.reference import moe_reference
+from weft_kernels.moe import moe, moe_reference, pack_experts
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

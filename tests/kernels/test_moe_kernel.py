@@ -11,9 +11,8 @@ from tests.kernels.device import DEVICE, DTYPES, close
 
 pytest.importorskip("triton")
 
-from weft_kernels.moe import moe, pack_experts
+from weft_kernels.moe import moe, moe_reference, pack_experts
 from weft_kernels.moe.kernel import moe_kernel
-from weft_kernels.moe.reference import moe_reference
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,9 +9,8 @@ from tests.kernels.device import DEVICE, DTYPES
 
 pytest.importorskip("triton")
 
-from weft_kernels.moe_routing import RoutingConfig
+from weft_kernels.moe_routing import RoutingConfig, route_reference
 from weft_kernels.moe_routing.kernel import route_kernel
-from weft_kernels.moe_routing.reference import route_reference
 
 # experts and rule: Mixtral, Qwen3-MoE raw, Llama 4, DeepSeek-V3, Kimi K2, and sizes that are no powers of two
 RULES = [

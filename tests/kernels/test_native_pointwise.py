@@ -7,17 +7,12 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_linear import ISAS
-from weft_kernels.kv_write import kv_write
-from weft_kernels.kv_write.reference import kv_write_reference
+from weft_kernels.kv_write import kv_write, kv_write_reference
 from weft_kernels.native import CHOICE
-from weft_kernels.rms_norm import add_rms_norm, rms_norm
-from weft_kernels.rms_norm.reference import rms_norm_reference
-from weft_kernels.rope import rope
-from weft_kernels.rope.reference import rope_reference
-from weft_kernels.rope_kv import ROTATED, rope_kv
-from weft_kernels.rope_kv.reference import rope_kv_reference
-from weft_kernels.silu_mul import silu_mul
-from weft_kernels.silu_mul.reference import silu_mul_reference
+from weft_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from weft_kernels.rope import rope, rope_reference
+from weft_kernels.rope_kv import ROTATED, rope_kv, rope_kv_reference
+from weft_kernels.silu_mul import silu_mul, silu_mul_reference
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no build for this processor")
 

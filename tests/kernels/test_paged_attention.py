@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from weft_kernels.native import CHOICE
-from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention
-from weft_kernels.paged_attention.reference import paged_attention_reference
+from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention, paged_attention_reference
 
 BLOCK_TOKENS, NUM_LAYERS, NUM_BLOCKS = 4, 2, 40
 

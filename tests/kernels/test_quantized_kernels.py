@@ -13,8 +13,7 @@ from tests.kernels.device import DEVICE, close
 pytest.importorskip("triton")
 
 from weft_kernels.linear import linear, pack
-from weft_kernels.moe import PackedExperts, moe
-from weft_kernels.moe.reference import moe_reference
+from weft_kernels.moe import PackedExperts, moe, moe_reference
 from weft_kernels.packed import Fp8, Int4, Stored, on_device, read_fp8, read_int4, stack
 from weft_kernels.packed.linear import gemm, linear_packed
 

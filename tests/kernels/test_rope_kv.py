@@ -10,13 +10,11 @@ from tests.kernels.device import DEVICE, close
 
 pytest.importorskip("triton")
 
-from weft_kernels.latent_kv import latent_kv
+from weft_kernels.latent_kv import latent_kv, latent_kv_reference
 from weft_kernels.latent_kv.kernel import latent_kv_kernel
-from weft_kernels.latent_kv.reference import latent_kv_reference
 from weft_kernels.rope import rope
-from weft_kernels.rope_kv import ROTATED, HeadTransform, rope_kv
+from weft_kernels.rope_kv import ROTATED, HeadTransform, rope_kv, rope_kv_reference
 from weft_kernels.rope_kv.kernel import rope_kv_kernel
-from weft_kernels.rope_kv.reference import rope_kv_reference
 
 # No tl.dot here: values are fp32 between load and store, so that bfloat16 is right but for the last rounding.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft_kernels.block_copy.reference import gather_blocks_reference, scatter_blocks_reference
-
 
 def gather_blocks(pool: Tensor, blocks: Tensor) -> Tensor:
     """buffer[i] = pool[blocks[i]]: a contiguous copy of the named blocks.
@@ -28,3 +26,11 @@ def scatter_blocks(buffer: Tensor, pool: Tensor, blocks: Tensor) -> None:
         scatter_blocks_kernel(buffer, pool, blocks)
     else:
         scatter_blocks_reference(buffer, pool, blocks)
+
+
+def gather_blocks_reference(pool: Tensor, blocks: Tensor) -> Tensor:
+    return pool[blocks].contiguous()
+
+
+def scatter_blocks_reference(buffer: Tensor, pool: Tensor, blocks: Tensor) -> None:
+    pool[blocks] = buffer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft_kernels.kv_write.reference import kv_write_reference
 from weft_kernels.native import native
 
 
@@ -24,3 +23,11 @@ def kv_write(k: Tensor, v: Tensor | None, pool: Tensor, layer: int, slots: Tenso
             sizes = len(new), heads, dim * new.itemsize, new.stride(0) * new.itemsize
             places = layers * parts, layer * parts + part, block_tokens
             library.weft_kv_write(new.data_ptr(), pool.data_ptr(), slots.data_ptr(), *sizes, *places)
+
+
+def kv_write_reference(k: Tensor, v: Tensor | None, pool: Tensor, layer: int, slots: Tensor) -> None:
+    block_tokens = pool.shape[4]
+    blocks, offsets = slots // block_tokens, slots % block_tokens
+    pool[:, :, layer, 0][blocks, :, offsets] = k
+    if v is not None:
+        pool[:, :, layer, 1][blocks, :, offsets] = v

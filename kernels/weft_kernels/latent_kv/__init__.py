@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.kv_write import kv_write
-from weft_kernels.rms_norm import rms_norm
-from weft_kernels.rope import rope
+from weft_kernels.kv_write import kv_write, kv_write_reference
+from weft_kernels.rms_norm import rms_norm, rms_norm_reference
+from weft_kernels.rope import rope, rope_reference
 
 
 def latent_kv(
@@ -36,3 +36,19 @@ def latent_kv(
     cached = torch.cat((rms_norm(down[:, None, :kv_rank], norm, eps), rotated), dim=-1)
     kv_write(cached, None, pool, layer, slots)
     return rope(q, *angles)
+
+
+def latent_kv_reference(
+    down: Tensor,
+    q: Tensor,
+    norm: Tensor,
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+) -> Tensor:
+    compressed = rms_norm_reference(down[:, None, : len(norm)], norm, eps)
+    cached = torch.cat((compressed, rope_reference(down[:, None, len(norm) :], *angles)), dim=-1)
+    kv_write_reference(cached, None, pool, layer, slots)
+    return rope_reference(q, *angles)

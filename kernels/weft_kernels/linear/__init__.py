@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft_kernels.linear.packed12 import Packed12, pack_12
-from weft_kernels.linear.reference import linear_torch
 from weft_kernels.native import native
 from weft_kernels.packed import Matrix
 
@@ -102,3 +102,21 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     function = getattr(weight.library, f"weft_linear_{weight.form}")
     function(x.data_ptr(), *sizes, where, out.data_ptr(), torch.get_num_threads())
     return out
+
+
+# For these numbers of fp32 rows torch's order took twice the time (Zen 3 and Zen 5, torch 2.13).
+SWAPPED_ROWS = range(2, 65)
+
+
+def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """See `weft_kernels.linear.linear`; the sums are taken in fp32."""
+    return (x.float() @ weight.float().T).to(x.dtype)
+
+
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply with torch's fastest form for this number of rows. x: [..., inputs]."""
+    if x.is_cuda or x.element_size() != 4 or x.numel() // x.shape[-1] not in SWAPPED_ROWS:
+        return functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    out = (weight @ rows.T).T if bias is None else (weight @ rows.T).T + bias
+    return out.reshape(*x.shape[:-1], len(weight))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft_kernels.moe_routing.reference import LEAST_SUM, RoutingConfig
+from weft_kernels.moe_routing import LEAST_SUM, RoutingConfig
 
 
 def route_kernel(logits: Tensor, bias: Tensor | None, rule: RoutingConfig) -> tuple[Tensor, Tensor]:

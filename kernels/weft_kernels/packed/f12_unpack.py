@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from weft_kernels.launch import cdiv, next_power_of_2, pdl_launch_args
 from weft_kernels.packed.f12 import F12
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_place, f12_row
-from weft_kernels.packed.sizes import cdiv, next_power_of_2
-from weft_kernels.pdl import pdl_launch_args
 
 BLOCK_WORDS = 1024
 # of a thread: what it loads and stores at a time is 16 bytes

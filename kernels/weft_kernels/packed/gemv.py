@@ -8,11 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from weft_kernels.launch import cdiv, next_power_of_2, pdl_launch_args
 from weft_kernels.packed.f12 import F12
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_place, f12_row, f12_scale
-from weft_kernels.packed.sizes import cdiv, next_power_of_2
 from weft_kernels.packed.unpack import LEFT_SCALE
-from weft_kernels.pdl import pdl_launch_args
 
 # rows of weights of a program, of a matrix of so many rows and of others
 BLOCK_N, FEW_N = 4, 2

@@ -17,14 +17,21 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from weft_kernels.launch import cdiv, next_power_of_2, pdl_launch_args
 from weft_kernels.packed import F12, Fp8, Int4, hopper
 from weft_kernels.packed.f12_unpack import unpack_rows
 from weft_kernels.packed.gemv import gemv
 from weft_kernels.packed.product import form_constants, operands, product
 from weft_kernels.packed.scratch import counters, transpose_rows
-from weft_kernels.packed.sizes import cdiv, next_power_of_2
-from weft_kernels.packed.tuning import FEW_PROGRAMS, Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
-from weft_kernels.pdl import pdl_launch_args
+from weft_kernels.packed.tuning import (
+    FEW_PROGRAMS,
+    Tiles,
+    Timer,
+    TuningTable,
+    candidates,
+    table_of,
+    tiles_of_f12,
+)
 
 # Beyond it the weight is unpacked for torch's product, but where tuning found that a Hopper's own kernel is quicker.
 MAX_FUSED_ROWS = 128

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.packed.sizes import cdiv, next_power_of_2
-from weft_kernels.pdl import pdl_launch_args
+from weft_kernels.launch import cdiv, next_power_of_2, pdl_launch_args
 
 TRANSPOSED_COLUMNS = 64
 ABSENT = -1

@@ -22,7 +22,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from weft_kernels.cache_dir import user_cache_dir
-from weft_kernels.packed.sizes import next_power_of_2
+from weft_kernels.launch import next_power_of_2
 
 logger = logging.getLogger(__name__)
 Tiles = dict[str, int]

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from weft_kernels.launch import pdl_launch_args
 from weft_kernels.paged_attention.device_batch import LOG2_E, MAX_DECODE_ROWS, AttentionShape, PagedTensors, check
 from weft_kernels.paged_attention.tile import (
     first_visible,
@@ -17,7 +18,6 @@ from weft_kernels.paged_attention.tile import (
     nothing_seen,
     put_rows,
 )
-from weft_kernels.pdl import pdl_launch_args
 
 MAX_SPLITS = 32
 

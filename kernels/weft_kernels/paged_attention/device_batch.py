@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft_kernels.launch import pinned_upload
 from weft_kernels.paged_attention.batch import PagedBatch
-from weft_kernels.pinned_upload import pinned_upload
 
 # Maximum new rows of a sequence for the decode kernel: one token, and up to seven drafted tokens to verify.
 MAX_DECODE_ROWS = 8

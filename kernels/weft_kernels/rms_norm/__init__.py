@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from weft_kernels.native.row_kernels import row_kernel
-from weft_kernels.rms_norm.reference import rms_norm_reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,3 +47,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     size = x.shape[-1]
     function(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
     return total, out
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.pdl import pdl_launch_args
+from weft_kernels.launch import pdl_launch_args
 
 # A row must fit into the registers of one program.
 MAX_HIDDEN = 1 << 16

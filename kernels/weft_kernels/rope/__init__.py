@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from weft_kernels.native.row_kernels import row_kernel
-from weft_kernels.rope.reference import rope_reference
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -21,3 +20,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
     function(*pointers, *x.shape, x.stride(0), torch.get_num_threads())
     return out
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft_kernels.pdl import pdl_launch_args
-from weft_kernels.rope_kv.reference import HeadTransform
+from weft_kernels.launch import pdl_launch_args
+from weft_kernels.rope_kv import HeadTransform
 
 BLOCK_HEADS = 8
 

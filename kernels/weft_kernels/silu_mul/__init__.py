@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft_kernels.native.row_kernels import row_kernel
-from weft_kernels.silu_mul.reference import silu_mul_reference
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -27,3 +27,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_rows = gate_up.numel() // gate_up.shape[-1]
     function(gate_up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
     return out
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up

@@ -21,8 +21,8 @@ from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.step import TokenBatch
 from weft_kernels.cuda_graphs import GraphRecorder
+from weft_kernels.launch import pinned_upload
 from weft_kernels.paged_attention import PagedBatch, PagedTensors, aligned, resident_batch
-from weft_kernels.pinned_upload import pinned_upload
 
 PAGE_BYTES = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.model.spec import Latent
+from weft_kernels.launch import pinned_upload
 from weft_kernels.paged_attention import PagedBatch
-from weft_kernels.pinned_upload import pinned_upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft_kernels.launch import cdiv, next_power_of_2
 from weft_kernels.packed.f12 import BLOCK_COLUMNS, F12, SLOTS
 from weft_kernels.packed.scratch import absent_sums, counters, transpose_rows
-from weft_kernels.packed.sizes import cdiv, next_power_of_2
 
 Tiles = dict[str, int]
 MOST_ROWS = 1024
@@ -157,7 +157,7 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
         HAS_BIAS=bias is not None,
         IS_TRANSPOSED=is_transposed,
         num_warps=4,
-        launch_pdl=True,  # see `weft_kernels.pdl`: these GPUs can do that
+        launch_pdl=True,  # see `weft_kernels.launch`: these GPUs can do that
         **({"maxnreg": max_regs} if max_regs else {}),
         **tiles,
     )
