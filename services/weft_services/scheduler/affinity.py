@@ -12,7 +12,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -67,15 +68,6 @@ class _Read(NamedTuple):
     found: asyncio.Future[bytes | None]
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Reads and writes of one call."""
-
-    reads: list[_Read] = field(default_factory=list)
-    binds: list[_Write] = field(default_factory=list)
-    drops: list[_Write] = field(default_factory=list)
-
-
 class AffinityStore:
     """Sessions and their workers. Without a URL, or before `run`, it finds and writes nothing."""
 
@@ -127,7 +119,7 @@ class AffinityStore:
                 await self._has_news.wait()
                 self._has_news.clear()
                 while self._reads or self._writes:
-                    await self._run_batch(self._valkey, self._next_batch())
+                    await self._run_batch(self._valkey)
                 self._has_written.set()
         finally:
             self._loop = None
@@ -144,37 +136,31 @@ class AffinityStore:
             self._has_written.clear()
             self._has_news.set()
 
-    def _next_batch(self) -> _Batch:
-        batch = _Batch(self._reads[:MAX_BATCH])
-        del self._reads[:MAX_BATCH]
-        for _ in range(min(len(self._writes), MAX_BATCH)):
-            write = self._writes.popleft()
-            (batch.drops if write.failed_id else batch.binds).append(write)
-        return batch
-
-    async def _run_batch(self, valkey: Valkey, batch: _Batch) -> None:
+    async def _run_batch(self, valkey: Valkey) -> None:
+        reads, self._reads = self._reads[:MAX_BATCH], self._reads[MAX_BATCH:]
+        writes = [self._writes.popleft() for _ in range(min(len(self._writes), MAX_BATCH))]
         found: Sequence[bytes | None] = ()
         try:
-            found = await valkey.call(lambda redis: self._exchange(redis, batch)) or ()
+            found = await valkey.call(lambda redis: self._exchange(redis, reads, writes)) or ()
         finally:
-            _answer(batch.reads, found)
+            _answer(reads, found)
 
-    async def _exchange(self, redis: Redis, batch: _Batch) -> list[bytes | None]:
+    async def _exchange(self, redis: Redis, reads: list[_Read], writes: list[_Write]) -> list[bytes | None]:
         """Run the script; return the value of each read."""
         assert self._script is not None
-        names = [each.name for each in batch.reads] + [each.name for each in batch.binds + batch.drops]
-        values = [_format(write.affinity, self._writer) for write in batch.binds]
-        sizes = (self._ttl_seconds, len(batch.reads), len(batch.binds))
-        failed = [write.failed_id for write in batch.drops]
-        found: list[bytes | None] = await self._script(names, (*sizes, *values, *failed), client=redis)
+        binds, drops = [w for w in writes if not w.failed_id], [w for w in writes if w.failed_id]
+        names = [read.name for read in reads] + [write.name for write in (*binds, *drops)]
+        values = [*(_format(write.affinity, self._writer) for write in binds), *(write.failed_id for write in drops)]
+        sizes = (self._ttl_seconds, len(reads), len(binds))
+        found: list[bytes | None] = await self._script(names, (*sizes, *values), client=redis)
         return found
 
 
 def _answer(reads: Sequence[_Read], found: Sequence[bytes | None]) -> None:
     """Complete the reads; those without a value get None."""
-    for place, read in enumerate(reads):
+    for read, value in zip_longest(reads, found[: len(reads)]):
         if not read.found.done():  # its request may have been cancelled
-            read.found.set_result(found[place] if place < len(found) else None)
+            read.found.set_result(value)
 
 
 def _name(model: str, session: bytes) -> str:

@@ -101,7 +101,7 @@ class Dispatcher:
 
         The default queue holds none: a request without room is rejected at once.
         """
-        self._router = router
+        self.router = router
         self._affinity = affinity
         self._queues = defaultdict[str, AdmissionQueue](make_queue)  # by model that was placed or full
         self._clock = clock
@@ -113,35 +113,23 @@ class Dispatcher:
 
     def join(self, info: WorkerHello) -> Worker:
         """Add a worker; it replaces an earlier one of the same id and ends its reservations."""
-        return self._router.join(info, self._clock())
+        return self.router.join(info, self._clock())
 
     def report(self, worker: Worker, report: WorkerReport) -> None:
         """Apply a worker's report. Raises Incompatible if the worker is no longer a member."""
-        self._router.report(worker, report, self._clock())
+        self.router.report(worker, report, self._clock())
         if report.ready and self._worker_waits:
             self._wake_waiting(worker.info)
         self._scan_queues_soon()
 
     def leave(self, worker: Worker, why: str) -> None:
         """Remove a worker and end its reservations. Idempotent."""
-        self._router.leave(worker, why)
-
-    def drain(self, worker_id: str, wish: bool) -> None:
-        """Ask a worker to stop or resume taking new work. Raises NotFound if it is not live."""
-        self._router.fleet.drain(worker_id, wish)
-
-    def park(self, worker_id: str, wish: bool, even_last: bool) -> None:
-        """Ask a worker to release its memory or to load again. Raises NotFound, InvalidRequest."""
-        self._router.fleet.park(worker_id, wish, even_last)
+        self.router.leave(worker, why)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room or for a worker."""
         return len(self._pending) + sum(map(len, self._worker_waits.values()))
-
-    def set_role(self, worker_id: str, role: WorkerRole) -> None:
-        """Ask a worker to change its role. Raises NotFound, or InvalidRequest if it cannot or must not."""
-        self._router.fleet.set_role(worker_id, role)
 
     @contextmanager
     def gateway_connected(self, gateway_id: str) -> Iterator[None]:
@@ -149,15 +137,11 @@ class Dispatcher:
 
         A gateway without a stream for ABSENT_SECONDS loses its reservations.
         """
-        self._router.gateways.connected(gateway_id)
+        self.router.gateways.connected(gateway_id)
         try:
             yield
         finally:
-            self._router.gateways.disconnected(gateway_id, self._clock())
-
-    def workers(self) -> list[Worker]:
-        """All live workers, sorted by id."""
-        return self._router.fleet.workers()
+            self.router.gateways.disconnected(gateway_id, self._clock())
 
     async def route(self, query: RouteQuery) -> PlacementDecision:
         """Choose workers and reserve the request's tokens on them, after a wait for room if necessary.
@@ -167,12 +151,12 @@ class Dispatcher:
         try:
             self._check(query)
             affinity = await self._affinity.lookup(query.model, query.session)
-            await self._locator.locate(self._router.prefixes, query)
+            await self._locator.locate(self.router.prefixes, query)
             placement = await self._place_in_time(query, affinity)
         except WeftError as error:
-            self._router.reject(query)
+            self.router.reject(query)
             if isinstance(error, Overloaded) and not isinstance(error, DeadlineUnreachable):
-                self._router.count_rejection(query.model, self._clock())
+                self.router.count_rejection(query.model, self._clock())
             next(counter for kind, counter in _REFUSED if isinstance(error, kind)).inc()
             raise
         (_BY_SESSION if placement.follows_session else _BY_LOAD).inc()
@@ -207,7 +191,7 @@ class Dispatcher:
 
     def _may_wait_for_worker(self, query: RouteQuery, role: WorkerRole) -> bool:
         has_place = len(self._worker_waits.get((query.model, role), ())) < self._queues[query.model].max_waiting
-        was_ready = self._router.fleet.was_ready_recently(query.model, role, self._clock())
+        was_ready = self.router.fleet.was_ready_recently(query.model, role, self._clock())
         return has_place and was_ready and not query.reject_if_busy
 
     async def _worker_returns(self, query: RouteQuery, role: WorkerRole, seconds: float) -> bool:
@@ -250,15 +234,15 @@ class Dispatcher:
         window = UNRESTRICTED if queue is None else queue.backfill_for(query)
         if window is not None:
             try:
-                placement = self._router.place(query, affinity, now, window)
+                placement = self.router.place(query, affinity, now, window)
                 self._queues[query.model].charge(query, now)
                 return placement
             except AllWorkersFull as error:
                 if isinstance(error, TargetExceeded):
                     OVER_SLO.inc()
                     self._check_wait(query, error)
-                busy, window = error, self._router.backfill_window(query, error, window)
-        if self._router.excludes_ready_worker(query):
+                busy, window = error, self.router.backfill_window(query, error, window)
+        if self.router.excludes_ready_worker(query):
             raise busy  # others would wait behind it for a worker that has room for them
         queue = self._queues[query.model]
         queued = queue.add(query, now, busy, window)
@@ -323,10 +307,10 @@ class Dispatcher:
         left = queued.query.remaining_seconds - (now - queued.queued_at)
         query = replace(queued.query, remaining_seconds=left, priority=priority)
         try:
-            placement = self._router.place(query, affinity, now, window)
+            placement = self.router.place(query, affinity, now, window)
         except WeftError as error:
-            if isinstance(error, AllWorkersFull) and not self._router.excludes_ready_worker(query):
-                queued.backfill = self._router.backfill_window(query, error, window)
+            if isinstance(error, AllWorkersFull) and not self.router.excludes_ready_worker(query):
+                queued.backfill = self.router.backfill_window(query, error, window)
                 return self._clock() - began
             queue.remove(queued, now)
             if not place.done():
@@ -340,7 +324,7 @@ class Dispatcher:
     def settle(self, news: Iterable[AttemptProgress]) -> None:
         """Apply the progress of attempts. Late, repeated and unknown ones have no effect."""
         for progress in news:
-            reservation = self._router.settle(progress, self._clock())
+            reservation = self.router.settle(progress, self._clock())
             if reservation is not None:
                 self._bind(progress, reservation)
         self._scan_queues_soon()
@@ -356,10 +340,6 @@ class Dispatcher:
         elif progress.stage is RequestStage.FAILED and progress.failed_worker_id:
             self._affinity.drop(reservation.model, reservation.session, progress.failed_worker_id)
 
-    def age_seconds(self, worker: Worker) -> float:
-        """Seconds since the worker's last report."""
-        return self._clock() - worker.reported_at
-
     async def run(self) -> None:
         """Run the sweep, the affinity store and the kvstore lookups until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -370,5 +350,5 @@ class Dispatcher:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self._router.sweep(self._clock())
+            self.router.sweep(self._clock())
             self._scan_queues_soon()

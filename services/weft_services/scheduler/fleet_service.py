@@ -73,6 +73,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> None:
         """A membership ends after `silence_seconds` by the clock."""
         self._dispatcher = dispatcher
+        self._fleet = dispatcher.router.fleet
         self._store = store
         self._report_interval_ms = report_interval_ms
         self._silence_seconds = silence_seconds
@@ -127,10 +128,11 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse],
     ) -> pb.ListWorkersResponse:
         """List the workers, the loading ones, and the use of the store."""
-        workers, with_hand_offs = self._dispatcher.workers(), not request.without_hand_offs
+        workers, with_hand_offs = self._fleet.workers(), not request.without_hand_offs
+        now = self._clock()
         usage = self._store.usage if self._store is not None else None
         return pb.ListWorkersResponse(
-            workers=[_status(w, self._dispatcher.age_seconds(w), with_hand_offs) for w in workers],
+            workers=[_status(w, now - w.reported_at, with_hand_offs) for w in workers],
             store=usage_to_wire(usage) if usage is not None else None,
             waiting_requests=self._dispatcher.num_waiting,
             arrivals=self._loading({worker.worker_id for worker in workers}),
@@ -149,7 +151,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> pb.DrainResponse:
         """Make a worker stop or resume taking new work."""
         _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
-        self._dispatcher.drain(request.worker_id, not request.undo)
+        self._fleet.drain(request.worker_id, not request.undo)
         return pb.DrainResponse()
 
     async def SetRole(
@@ -157,7 +159,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> pb.SetRoleResponse:
         """Make a worker play another role."""
         _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
-        self._dispatcher.set_role(request.worker_id, _role("role", request.role))
+        self._fleet.set_role(request.worker_id, _role("role", request.role))
         return pb.SetRoleResponse()
 
     async def Park(
@@ -165,7 +167,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> pb.ParkResponse:
         """Make a worker release its memory, or load again."""
         _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
-        self._dispatcher.park(request.worker_id, not request.undo, request.even_last)
+        self._fleet.park(request.worker_id, not request.undo, request.even_last)
         return pb.ParkResponse()
 
     def _requested_changes(self, worker: Worker) -> pb.JoinResponse:

@@ -54,51 +54,45 @@ MAX_ORPHAN_SECONDS = 30.0
 MAX_ENDED = 8192
 
 
-@dataclass(slots=True, eq=False)
 class WorkerReservation:
     """What a request holds on one worker; released parts are zero."""
 
-    worker: Worker
-    prefill_tokens: int
-    decode_tokens: int
-    num_reports: int
-    is_held: bool = False
+    __slots__ = ("_num_reports", "decode_tokens", "is_held", "prefill_tokens", "worker")
 
-    def acquire(self) -> None:
-        """Add the tokens to the worker's load."""
+    def __init__(self, worker: Worker, prefill_tokens: int, decode_tokens: int) -> None:
+        """Add the tokens and the request to the worker's load."""
+        self.worker = worker
+        self.prefill_tokens = prefill_tokens
+        self.decode_tokens = decode_tokens
         self.is_held = True
-        self._count(+1)
-        self._move(self.prefill_tokens, self.decode_tokens)
-        self.worker.refresh()
+        self._num_reports = worker.num_reports
+        worker.dispatched_tokens += prefill_tokens + decode_tokens
+        worker.reserved.requests += 1
+        self._move(prefill_tokens, decode_tokens)
 
     def release(self) -> None:
         """Release the tokens and the request. Idempotent."""
-        if not self.is_held:
-            return
-        self.is_held = False
-        self._count(-1)
-        self._move(-self.prefill_tokens, -self.decode_tokens)
-        self.prefill_tokens = self.decode_tokens = 0
-        self.worker.refresh()
+        if self.is_held:
+            self.is_held = False
+            self.worker.reserved.requests -= 1
+            self._move(-self.prefill_tokens, -self.decode_tokens)
+            self.prefill_tokens = self.decode_tokens = 0
 
     def release_prefill(self) -> None:
         """Release the prompt tokens after the prefill; the request stays."""
         if self.prefill_tokens:
             self._move(-self.prefill_tokens, 0)
             self.prefill_tokens = 0
-            self.worker.refresh()
 
     def _move(self, prefill: int, decode: int) -> None:
         worker = self.worker
         worker.reserved.add(prefill, decode)
-        if self.num_reports == worker.num_reports:
+        if self._num_reports == worker.num_reports:
             worker.unreported.add(prefill, decode)
         else:
             worker.released.add(-prefill, -decode)
         _TOTAL_RESERVED.add(prefill, decode)
-
-    def _count(self, number: int) -> None:
-        self.worker.reserved.requests += number
+        worker.refresh()
 
 
 @dataclass(slots=True, eq=False)
@@ -168,18 +162,12 @@ class Reservations:
             reserved_at=now,
             ends_at=now + query.remaining_seconds + GRACE_SECONDS,
             computed_by=prefill or decode,
-            decode=self._acquire(decode, local_tokens, placement.decode_tokens),
-            prefill=self._acquire(prefill, placement.prefill_tokens, 0) if prefill else None,
+            decode=WorkerReservation(decode, local_tokens, placement.decode_tokens),
+            prefill=WorkerReservation(prefill, placement.prefill_tokens, 0) if prefill else None,
         )
         self._by_request[query.key.request_id] = reservation
         _TOTAL_RESERVED.requests += 1
         return reservation
-
-    def _acquire(self, worker: Worker, prefill_tokens: int, decode_tokens: int) -> WorkerReservation:
-        share = WorkerReservation(worker, prefill_tokens, decode_tokens, worker.num_reports)
-        worker.dispatched_tokens += prefill_tokens + decode_tokens
-        share.acquire()
-        return share
 
     def find(self, key: RequestKey) -> Reservation | None:
         """Return the reservation of exactly this attempt while it is active."""
@@ -354,7 +342,7 @@ class Router:
         if models and query.model not in models:
             raise NotFound(f"no worker serves the model {query.model!r}")
         try:
-            return self._policy.choose(models.get(query.model) or ModelWorkers(), routing, now, window)
+            return self._policy.choose(self._members(query), routing, now, window)
         except InvalidRequest as error:  # final for clients and gateways
             # a request that was placed before fits on the worker that is gone
             if query.key.generation > 0 or self.fleet.has_lost_recently(query.model, query.prompt_tokens, now):
@@ -374,14 +362,17 @@ class Router:
 
     def backfill_window(self, query: RouteQuery, full: AllWorkersFull, window: BackfillWindow) -> BackfillWindow | None:
         """Return what is left to requests behind this one while it waits."""
-        return backfill_window(self.fleet.models.get(query.model) or ModelWorkers(), query, full.role, window)
+        return backfill_window(self._members(query), query, full.role, window)
+
+    def _members(self, query: RouteQuery) -> ModelWorkers:
+        return self.fleet.models.get(query.model) or ModelWorkers()
 
     def excludes_ready_worker(self, query: RouteQuery) -> bool:
         """Return whether the request excludes a serving worker, as after a failure there."""
         if not (query.excluded_worker_ids or query.excluded_boot_ids):
             return False
-        members = self.fleet.models.get(query.model) or ModelWorkers()
-        return any(query.excludes(worker.info.address) and worker.takes_requests for worker in members.workers)
+        workers = self._members(query).workers
+        return any(query.excludes(worker.info.address) and worker.takes_requests for worker in workers)
 
     def reject(self, query: RouteQuery) -> None:
         """Release what a rejected request holds; it will not be settled."""

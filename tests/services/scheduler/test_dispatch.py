@@ -143,7 +143,7 @@ async def test_who_asks_again_is_not_in_its_own_way(generation: int) -> None:
     assert (await full.ask("0", generation=generation)).decode.worker_id == "full-0"
     with pytest.raises(Overloaded):
         await full.ask("another")
-    assert [worker.reserved.requests for worker in full.dispatcher.workers()] == [SEATS, 0]
+    assert [worker.reserved.requests for worker in full.dispatcher.router.fleet.workers()] == [SEATS, 0]
 
 
 async def test_who_is_refused_holds_nothing_though_it_asked_before() -> None:
@@ -152,7 +152,7 @@ async def test_who_is_refused_holds_nothing_though_it_asked_before() -> None:
         await full.ask(str(number))
     with pytest.raises(PeerLost):
         await full.ask("0", without="full-0")  # again, and not where it has its place
-    assert [worker.reserved.requests for worker in full.dispatcher.workers()] == [SEATS - 1, 0]
+    assert [worker.reserved.requests for worker in full.dispatcher.router.fleet.workers()] == [SEATS - 1, 0]
 
 
 async def test_a_full_model_keeps_nobody_from_another() -> None:
@@ -250,7 +250,7 @@ async def test_a_fleet_that_takes_long_to_look_at_is_not_looked_at_for_every_rep
     waiting = await full.fill()
     looks = Looks(monkeypatch, clock, seconds=0.004)
     for _ in range(100):
-        for worker in full.dispatcher.workers():
+        for worker in full.dispatcher.router.fleet.workers():
             full.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
     assert (looks.number, waiting.done()) == (1, False)
     full.dispatcher.settle(settled(RequestStage.CANCELLED))

@@ -69,7 +69,7 @@ class Mesh:
         worker = self.random.choice(self.workers)
         if worker not in self.workers[len(self.sizes) :] or self.random.random() < 0.3:
             self.start(self.random.choice(self.sizes))
-        elif worker in self.dispatcher.workers():
+        elif worker in self.dispatcher.router.fleet.workers():
             if self.random.random() < 0.3:
                 self.dispatcher.leave(worker, "gone")
             else:
@@ -102,7 +102,7 @@ class Mesh:
     def check_room(self) -> None:
         """Nowhere is room for all who fit on workers of a size and below."""
         waiting = [query for query, asked in self.asked if not asked.done()]
-        sizes = sorted({worker.longest_prompt for worker in self.dispatcher.workers()})
+        sizes = sorted({worker.longest_prompt for worker in self.dispatcher.router.fleet.workers()})
         for longest in sizes:
             window = UNRESTRICTED if longest == sizes[-1] else BackfillWindow(dict.fromkeys(WorkerRole, longest + 1))
             short = [query for query in waiting if query.prompt_tokens <= longest]

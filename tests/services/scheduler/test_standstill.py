@@ -123,7 +123,7 @@ async def test_membership_lasts_over_a_standstill() -> None:
     said.put_nowait(pb.JoinRequest(hello=hello("decode-0", "decode")))
     joined = servicer.Join(requests(), None)  # type: ignore[arg-type]
     await anext(joined)
-    (worker,) = dispatcher.workers()
+    (worker,) = dispatcher.router.fleet.workers()
     listening = asyncio.ensure_future(anext(joined))
     await asyncio.sleep(0)
     time.now -= 5.0  # of its silence is left
@@ -131,7 +131,7 @@ async def test_membership_lasts_over_a_standstill() -> None:
     said.put_nowait(pb.JoinRequest(report=pb.WorkerReport(ready=True, free_blocks=9)))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert dispatcher.workers() == [worker]
+    assert dispatcher.router.fleet.workers() == [worker]
     assert worker.report.ready
     listening.cancel()
     await asyncio.wait([listening])

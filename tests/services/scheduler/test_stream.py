@@ -251,7 +251,7 @@ async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatc
     """Else all that its gateway has under way would be given up."""
     monkeypatch.setattr(scheduler_client, "REOPEN_SECONDS", 0.05)
     async with serving(AffinityStore("", 60), silence_seconds=60.0) as scheduler, AsyncExitStack() as stack:
-        router = scheduler.dispatcher._router
+        router = scheduler.dispatcher.router
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
         await stream.request(route_request("long"))
