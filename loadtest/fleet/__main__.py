@@ -7,10 +7,10 @@ prefill split from decode or not, or the simulator's speed.
     python -m loadtest.fleet split   --trace mooncake_conversation.jsonl --workers 64 --loads 0.3,0.5,0.7,0.9
     python -m loadtest.fleet speed   --trace mooncake_conversation.jsonl
 
-Prints a table. `--out DIR` also writes it as JSON and as a page with plots; `hits` adds to an existing file. Workers
-are simulated; the routing is the scheduler's own code. Same trace and options give the same figures: `compare` runs
-rules that break ties by chance with several seeds and prints their mean. `overload` exits with status 1 if goodput
-past capacity falls below its bar.
+Prints tables. `--out DIR` also writes them, the figures as JSON and plots; `hits` adds to an existing JSON file.
+Workers are simulated; the routing is the scheduler's own code. Same trace and options give the same figures:
+`compare` runs rules that break ties by chance with several seeds and prints their mean. `overload` exits with
+status 1 if goodput past capacity falls below its bar.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from loadtest.fleet.experiments import compare, hits, speed, split
-from loadtest.fleet.overload import overload
-from loadtest.fleet.page import page
+from loadtest.fleet import experiments
+from loadtest.fleet.experiments import Result
+from loadtest.plots import save_plot
 from loadtest.traces import trace_file
 
-EXPERIMENTS: dict[str, Callable[[argparse.Namespace], tuple[list[Table], list[str], object]]] = {
-    "compare": compare,
-    "hits": hits,
-    "overload": overload,
-    "speed": speed,
-    "split": split,
+EXPERIMENTS: dict[str, Callable[[argparse.Namespace], Result]] = {
+    each.__name__: each
+    for each in (
+        experiments.compare,
+        experiments.hits,
+        experiments.overload,
+        experiments.speed,
+        experiments.split,
+    )
 }
 
 
@@ -58,33 +59,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--machine", default="h100-8b", help="or a JSON file with the fields of loadtest.fleet.machine.Machine"
     )
-    parser.add_argument("--out", type=Path, help="a directory for a page and the figures as JSON")
+    parser.add_argument("--out", type=Path, help="a directory for the figures as JSON, the tables and the plots")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR)
     began = time.process_time()
-    tables, parts, figures = EXPERIMENTS[options.experiment](options)
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    for table in tables:
-        console.print(table)
-    print(f"{time.process_time() - began:.0f} s of CPU")
+    result = EXPERIMENTS[options.experiment](options)
+    print(*result.text, f"{time.process_time() - began:.0f} s of CPU", sep="\n\n")
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = f"fleet-{options.experiment}"
-        of = {"trace": options.trace.name, "machine": options.machine, "load": options.load}
-        if options.experiment == "hits":
-            figures = _with_earlier(options.out / f"{name}.json", of, figures)
-        record = {**of, "figures": figures}
-        (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        (options.out / f"{name}.html").write_text(page(f"Weft fleet simulation: {options.experiment}", parts))
-    sys.exit(isinstance(figures, dict) and figures.get("met") is False)
+        write(options.out / f"fleet-{options.experiment}", options, result)
+    sys.exit(not result.is_met)
 
 
-def _with_earlier(file: Path, of: Mapping[str, object], figures: object) -> object:
-    """Merge with an existing file of the same conditions: other fleets and caches are added to it."""
-    if not file.exists() or not isinstance(figures, dict):
-        return figures
-    record = json.loads(file.read_text())
-    return {**record["figures"], **figures} if {key: record.get(key) for key in of} == of else figures
+def write(path: Path, options: argparse.Namespace, result: Result) -> None:
+    """Write the figures, tables and plots; `hits` keeps earlier figures of the same conditions."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {"trace": options.trace.name, "machine": options.machine, "load": options.load}
+    file, figures = path.with_suffix(".json"), result.figures
+    if options.experiment == "hits" and file.exists():
+        earlier = json.loads(file.read_text())
+        if {key: earlier.get(key) for key in record} == record:
+            figures = earlier["figures"] | figures
+    file.write_text(json.dumps(record | {"figures": figures}, indent=1) + "\n")
+    path.with_suffix(".md").write_text("\n\n".join(result.text) + "\n")
+    if result.panels:
+        save_plot(path.with_suffix(".svg"), result.panels)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from loadtest.fleet.simulator import Outcome
-from loadtest.fleet.trace import Request, ideal_hits
+from loadtest.fleet.trace import Request, ideal_cached
 from loadtest.fleet.worker import Job, SimulatedWorker
 
 
@@ -72,7 +72,7 @@ def summarize(name: str, requests: Sequence[Request], outcome: Outcome, targets:
         itl_p99=weighted_percentile(itl, 99),
         goodput=good / span,
         hit_share=hits / max(prompts, 1),
-        of_ideal=hits / max(ideal_hits(requests), 1),
+        of_ideal=hits / max(sum(ideal_cached(requests)), 1),
         imbalance=max(w.busy_seconds for w in computing) / max(fmean(w.busy_seconds for w in computing), 1e-9),
         prefill_busy=fmean(w.busy_seconds for w in computing) / max(outcome.seconds, 1e-9),
         rejected=len(outcome.rejected),

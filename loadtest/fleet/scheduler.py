@@ -52,7 +52,7 @@ class SimulatedScheduler:
         policy: Policy | None = None,
     ) -> None:
         self.name = name
-        self._signals = signals
+        self.signals = signals
         self._router = Router(float("inf"), targets, MAX_KEYS, planner, policy)
         self._sessions: dict[bytes, SessionAffinity] = {}
         self._members: list[Worker] = []
@@ -62,7 +62,7 @@ class SimulatedScheduler:
 
     def start(self, workers: Sequence[SimulatedWorker], store: BlockCache | None) -> None:
         """Let the workers join and report."""
-        self._workers, self._store = list(workers), store if self._signals.store else None
+        self._workers, self._store = list(workers), store if self.signals.store else None
         for worker in workers:
             info = WorkerHello(
                 address=WorkerAddress(f"{worker.slot:05d}", "boot", "127.0.0.1:1"),
@@ -84,14 +84,14 @@ class SimulatedScheduler:
             prompt_tokens=request.prompt_tokens,
             max_tokens=4096,
             session=request.session,
-            block_keys=request.keys if self._signals.prefixes else (),
+            block_keys=request.keys if self.signals.prefixes else (),
         )
         if self._store is not None:
             num_stored = self._store.match(request.keys)
             self._router.prefixes.add_located(
                 self._router.prefixes.fingerprint(MODEL), request.keys, LocatedPrefix((), num_stored, num_stored)
             )
-        known = self._sessions.get(request.session, NO_AFFINITY) if self._signals.sessions else NO_AFFINITY
+        known = self._sessions.get(request.session, NO_AFFINITY) if self.signals.sessions else NO_AFFINITY
         try:
             placed = self._router.place(query, known, now)
         except Overloaded:

@@ -12,7 +12,7 @@ from itertools import count
 
 from loadtest.fleet.machine import Machine
 from loadtest.fleet.scheduler import SimulatedScheduler
-from loadtest.fleet.trace import BLOCK_TOKENS, Request
+from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_seconds
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 from weft.errors import Overloaded
 
@@ -41,6 +41,35 @@ class FleetPlan:
             SimulatedWorker(slot, role, self.machine, small if role == "decode" else large or small)
             for slot, role in enumerate(roles)
         ]
+
+
+# workers for each copy of a trace
+WORKERS_A_COPY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`load`: prefill seconds of the trace with ideal hits, relative to those that the prefill workers have."""
+
+    num_workers: int
+    load: float
+    num_requests: int = 12_000
+
+    @property
+    def num_prefill(self) -> int:
+        """Half of the workers; the best ratio that the Mooncake paper found for this trace was about 1:1."""
+        return max(self.num_workers // 2, 1)
+
+    def plan(self, machine: Machine, cache_tokens: int) -> FleetPlan:
+        """Return the fleet: half of the workers per role; rejected clients do not return."""
+        num_decode = self.num_workers - self.num_prefill
+        return FleetPlan(machine, self.num_prefill, num_decode, cache_tokens=cache_tokens, clients_retry=False)
+
+    def requests(self, trace: Sequence[Request], machine: Machine) -> list[Request]:
+        """Return the trace at that load."""
+        many = enlarge(trace, max(self.num_workers // WORKERS_A_COPY, 1), self.num_requests)
+        span = many[-1].at - many[0].at
+        return faster(many, self.load * self.num_prefill * span / ideal_seconds(many, machine))
 
 
 @dataclass(slots=True)

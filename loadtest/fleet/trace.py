@@ -1,4 +1,4 @@
-"""Public traces as requests: times, lengths and blocks. Finds sessions; scales a trace in users, speed and length.
+"""Public traces as requests: times, lengths and blocks. Finds sessions; scales a trace to a fleet.
 
 Mooncake (FAST'25) JSONL has hashes of 512-token blocks. Azure 2023 CSV has none, so nothing is shared there.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+
+from loadtest.fleet.machine import Machine
 
 BLOCK_TOKENS = 512
 # a block in this many sessions, and this share of all, belongs to the service: a system prompt
@@ -105,16 +107,16 @@ def faster(requests: Sequence[Request], factor: float) -> list[Request]:
     return [replace(request, at=request.at / factor) for request in requests]
 
 
-def ideal_hits(requests: Sequence[Request]) -> int:
-    """Return the tokens that one unlimited cache would find, in order of arrival."""
+def ideal_cached(requests: Sequence[Request]) -> Iterator[int]:
+    """Yield the tokens of each request that one unlimited cache would find, in order of arrival."""
     seen: set[bytes] = set()
-    hits = 0
     for request in requests:
-        depth = 0
-        for key in request.keys:
-            if key not in seen:
-                break
-            depth += 1
-        hits += min(depth * BLOCK_TOKENS, request.prompt_tokens - 1)
+        depth = next((index for index, key in enumerate(request.keys) if key not in seen), len(request.keys))
+        yield min(depth * BLOCK_TOKENS, request.prompt_tokens - 1)
         seen.update(request.keys)
-    return hits
+
+
+def ideal_seconds(requests: Sequence[Request], machine: Machine) -> float:
+    """Return the prefill seconds of the whole trace if every block ever computed is found."""
+    found = zip(requests, ideal_cached(requests), strict=True)
+    return sum(machine.prefill(request.prompt_tokens - cached, cached) for request, cached in found)

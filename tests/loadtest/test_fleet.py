@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from loadtest.fleet.baselines import baselines
+from loadtest.fleet.experiments import holds
 from loadtest.fleet.figures import Targets, average, summarize, weighted_percentile
 from loadtest.fleet.machine import H100, load_machine
-from loadtest.fleet.overload import holds
 from loadtest.fleet.page import bars, lines, page, table
-from loadtest.fleet.scenario import Scenario, ideal_seconds
 from loadtest.fleet.scheduler import Signals, SimulatedScheduler
-from loadtest.fleet.simulator import FleetPlan, Outcome, Simulation
-from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_hits, read_trace
+from loadtest.fleet.simulator import FleetPlan, Outcome, Scenario, Simulation
+from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_cached, ideal_seconds, read_trace
 from loadtest.fleet.worker import BlockCache, Job, SimulatedWorker
 
 from weft_services.scheduler.admission import NO_SLO
@@ -182,10 +181,10 @@ def test_sessions_are_found_in_a_trace_that_names_none(tmp_path: Path) -> None:
     trace = read_trace(path)
     assert trace[0].session == trace[2].session != trace[1].session
     assert [len(each.keys) for each in trace] == [2, 2, 3]
-    assert ideal_hits(trace) == 512 + 1024
+    assert sum(ideal_cached(trace)) == 512 + 1024
     many = enlarge(trace, 3, 100)
     assert len({each.session for each in many}) == 6
-    assert ideal_hits(many) == 3 * ideal_hits(trace)
+    assert sum(ideal_cached(many)) == 3 * sum(ideal_cached(trace))
     assert faster(many, 2.0)[-1].at == many[-1].at / 2
 
 
