@@ -1,18 +1,26 @@
-"""Requests of many kinds to an OpenAI server, and answers that can be compared: text, tokens, logprobs, ends, usage."""
+"""The streaming client of fault tests: requests of many kinds, and answers to compare, with the times of their pieces.
+
+Rates and latencies under load are measured with the client of `weft bench` (`weft.bench.load`).
+"""
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from loadtest.openai_client import events
+from loadtest.processes import ROOT, BenchError
 
-# a batch of other shapes adds up in another order
+DONE = "[DONE]"
+# longer than a request waits for a worker to be missed, started again and filled
+HUNG_SECONDS = 180.0
+# a batch of another shape adds in another order
 LOGPROB_TOLERANCE = 2e-3
 EXTRA: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
@@ -23,16 +31,12 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request."""
-
     name: str
     body: dict[str, Any]
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice, put together from its pieces."""
-
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -41,7 +45,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What came, and when: to a stream's first piece, and the longest silence between two. `error` when it broke."""
+    """An answer, the seconds to a stream's first piece, and the longest silence between two; `error` if it broke."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -52,64 +56,90 @@ class Answer:
     error: str = ""
 
 
+@asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Open a client with as many connections as are asked for."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=HUNG_SECONDS, limits=limits) as client:
+        yield client
+
+
+def repository_text() -> str:
+    """Return the prose of this repository, white space folded."""
+    files = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "LICENSE"]
+    return " ".join(" ".join(file.read_text() for file in files if file.exists()).split())
+
+
 def make_asks(text: str, count: int, prompt_words: int, max_tokens: int, seed: int) -> list[Ask]:
-    """Greedy and seeded, with logprobs, stop strings, two choices, and one in eight not streamed."""
+    """Return greedy and seeded requests, with logprobs, stop strings, two choices, and one in eight not streamed."""
     dice, words, asks = random.Random(seed), text.split(), []
     for index in range(count):
         start = dice.randrange(len(words) - prompt_words)
         body: dict[str, Any] = {
             "prompt": f"{index} " + " ".join(words[start : start + dice.randint(prompt_words // 3, prompt_words)]),
             "max_tokens": max_tokens,
-            "ignore_eos": True,
             "return_token_ids": True,
             "temperature": 0.0 if index % 2 else 0.8,
             "seed": 1000 + index,
+            "stream": index % 8 != 7,
         }
         kind = ("plain", "logprobs", "stop", "two choices")[index // 2 % 4]
-        is_streamed = index % 8 != 7
-        body |= EXTRA.get(kind, {})
-        body |= {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
-        asks.append(Ask(f"{index} ({kind}{'' if is_streamed else ', not streamed'})", body))
+        asks.append(Ask(f"{index} ({kind}{'' if body['stream'] else ', not streamed'})", body | EXTRA.get(kind, {})))
     return asks
 
 
-async def ask(client: httpx.AsyncClient, request: Ask, on_piece: Callable[[], None] = lambda: None) -> Answer:
-    """To its end; failures are told in the answer. `on_piece` is called when something of a stream has come."""
-    answer, began = Answer(), time.perf_counter()
-    body = {"model": "weft-nano", **request.body}
+async def ask(
+    client: httpx.AsyncClient,
+    request: Ask,
+    on_piece: Callable[[], None] = lambda: None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """Send a completion and read it to its end; failures are in the answer. `on_piece` is called for each event."""
+    answer, began, status = Answer(), time.perf_counter(), 0
+    body = {"model": "weft-nano", "ignore_eos": True, **request.body}
+    body |= {"stream_options": {"include_usage": True}} if body.get("stream") else {}
     try:
-        if not body.get("stream"):
-            response = await client.post("/v1/completions", json=body)
-            _read(response.json(), answer)
-        else:
-            async with client.stream("POST", "/v1/completions", json=body) as response:
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            status = response.status_code
+            if status != httpx.codes.OK:
+                answer.error = f"HTTP {status}: {(await response.aread())[:200]!r}"
+            elif not body.get("stream"):
+                _read(json.loads(await response.aread()), answer)
+            else:
                 await _read_stream(response, answer, began, on_piece)
     except (httpx.HTTPError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     if not answer.error and not all(choice.finish_reason for choice in answer.choices.values()):
         answer.error = "a choice has no end"
     if not answer.error and not answer.completion_tokens:
-        answer.error = f"no usage; HTTP {response.status_code}"
+        answer.error = f"no usage; HTTP {status}"
     return answer
 
 
+async def expected_answers(client: httpx.AsyncClient, asks: Sequence[Ask]) -> list[Answer]:
+    """Ask everything once, undisturbed: these answers are the oracle. Raises BenchError when one fails."""
+    expected = [await ask(client, each) for each in asks]
+    if broken := [answer.error for answer in expected if answer.error]:
+        raise BenchError(f"undisturbed requests fail: {broken[0]}")
+    return expected
+
+
 async def _read_stream(response: httpx.Response, answer: Answer, began: float, on_piece: Callable[[], None]) -> None:
-    if response.status_code != httpx.codes.OK:
-        answer.error = f"HTTP {response.status_code}: {(await response.aread())[:200]!r}"
-        return
     last = began
-    async for arrived in events(response):
-        now = time.perf_counter()
-        if not any(event.get("choices") for event in arrived):
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == DONE:
+            continue
+        event, now = json.loads(data), time.perf_counter()
+        if not event.get("choices"):
             pass
         elif answer.first_seconds:
             answer.longest_gap = max(answer.longest_gap, now - last)
         else:
             answer.first_seconds = now - began
         last = now
-        for event in arrived:
-            _read(event, answer)
-            on_piece()
+        _read(event, answer)
+        on_piece()
 
 
 def _read(event: dict[str, Any], answer: Answer) -> None:
@@ -127,7 +157,7 @@ def _read(event: dict[str, Any], answer: Answer) -> None:
 
 
 def difference(expected: Answer, answer: Answer) -> str:
-    """What an undisturbed answer has otherwise; empty when nothing. Cached tokens may differ, within the prompt."""
+    """Return how an answer differs from the undisturbed one, or "". Cached tokens may differ, within the prompt."""
     for index, want in expected.choices.items():
         have = answer.choices.get(index, Choice())
         for name in ("tokens", "text", "finish_reason"):

@@ -1,19 +1,18 @@
-"""Several times more is asked than the mesh can do: how much of its best does it still do, and how are the others told?
+"""Several times more requests than a mesh can serve: how much of its best goodput stays, and how fast are rejections?
 
     python -m loadtest.overload                                     four times its capacity for five minutes
     python -m loadtest.overload --seconds 12 --ramp-seconds 5       a quick look
-    python -m loadtest.overload --out results                       overload.json, and overload.html with plots
+    python -m loadtest.overload --out results                       overload.json and overload.svg
 
-Starts a mesh of its own: gateway, scheduler, a prefill and a decode worker with 30 million random weights, with default
-settings unless `--targets` or `--queue-seconds` say otherwise. First a ramp: twice as many requests a second, again and
-again, until the mesh answers fewer than it is asked; then as many as it answered. Capacity is the most that it answered
-in a second.
-Then the flood. Requests come by chance at a fixed rate, whatever becomes of those before them, and nobody comes back.
+Starts a mesh: gateway, scheduler, a prefill and a decode worker with 30 million random weights, with default settings
+unless `--targets` or `--queue-seconds` say otherwise. First a ramp: twice as many requests a second in each step, until
+the mesh answers fewer than it gets; then as many as it answered. Capacity is the most that it answered in a second.
+Then the flood. Requests arrive at random at a fixed rate (open loop), and rejected clients do not return.
 
-A request is good when its first token and the mean time of the others keep the promise of `--slo`. Goodput counts good
-answers that ended in a step's time, less its first seconds, in which the mesh fills. What is refused is measured from
-sending to the end of the 429. The deadline is the mesh's own (WEFT_REQUEST_TIMEOUT_SECONDS): late is what was begun, or
-kept waiting, and not answered whole by then. Ends with status 1 when a bar is not met.
+A request is good when its first token and the mean time of the others keep `--slo`. Goodput counts good answers that
+ended in a step's time, less the first seconds, in which the mesh fills. A rejection is timed from sending to the end of
+the 429. Late is a request that was admitted and not answered within the mesh's deadline (WEFT_REQUEST_TIMEOUT_SECONDS).
+Exits with 1 when a bar is not met.
 """
 
 from __future__ import annotations
@@ -25,78 +24,52 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from loadtest.fleet import page
 from loadtest.local_mesh import LocalMesh
-from loadtest.small_model import make_checkpoint
-from loadtest.verdict import verdict
+from loadtest.models import make_checkpoint
+from loadtest.plots import Panel, save_plot
+from loadtest.report import number, percentile, table, verdict
 from weft.bench.load import Load, Record, Target, open_target
-from weft.bench.stats import LatencySlo, percentile
+from weft.bench.stats import LatencySlo
 from weft.bench.workload import WorkloadSpec, from_recipe
 
-REFUSED = "HTTP 429"
-# answered less than this share of what was asked: more is no use
+REJECTED = "HTTP 429"
+# a mesh that answers less than this share of its requests is saturated
 SATURATED_SHARE = 0.8
 MAX_RAMP_STEPS = 10
-LEAST_GOODPUT, MOST_REFUSAL_MS = 0.9, 50.0
-# plots and the least window: so many points over the flood
+MIN_GOODPUT, MAX_REJECTION_MS = 0.9, 50.0
 NUM_BUCKETS = 15
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Seconds, tokens, requests a second."""
-
-    seconds: float
-    ramp_seconds: float
-    warm_seconds: float
-    times: float
-    first_rate: float
-    prompt_tokens: int
-    output_tokens: int
-    slo: LatencySlo
-    targets: str
-    queue_seconds: float
-    deadline: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one rate."""
+    """The requests of one rate."""
 
-    rate: float
     seconds: float
     warm_seconds: float
     records: list[Record] = field(repr=False)
 
     def rate_of(self, ends: Sequence[float]) -> float:
-        """How many of these moments lie in the step's time, a second."""
+        """Return how many of these moments a second lie in the step's time, warm-up excluded."""
         inside = sum(self.warm_seconds < end <= self.seconds for end in ends)
         return inside / (self.seconds - self.warm_seconds)
 
     @property
     def answered(self) -> list[Record]:
-        """To their end."""
         return [record for record in self.records if not record.error]
 
     @property
-    def refused(self) -> list[Record]:
-        """By a 429."""
-        return [record for record in self.records if record.error.startswith(REFUSED)]
+    def rejected(self) -> list[Record]:
+        return [record for record in self.records if record.error.startswith(REJECTED)]
 
     def good(self, slo: LatencySlo) -> list[Record]:
-        """Answered as promised."""
         return [record for record in self.answered if slo.is_kept(record)]
 
     def late(self, deadline: float) -> list[Record]:
-        """Not refused, and not answered by their deadline, or not at all."""
-        rest = [record for record in self.records if not record.error.startswith(REFUSED)]
+        """Return admitted requests that were not answered by their deadline."""
+        rest = [record for record in self.records if not record.error.startswith(REJECTED)]
         return [record for record in rest if record.error or record.ended - record.due > deadline]
 
 
@@ -107,46 +80,43 @@ class Figures:
     offered: float
     answered: float
     goodput: float
-    refused: int
+    rejected: int
     late: int
     ttft_p50: float
     ttft_p99: float
     per_token_p90: float
-    refusal_p50: float
-    refusal_p99: float
-    refusal_max: float
-
-    def row(self) -> list[str]:
-        """Cells."""
-        rates = [f"{value:.2f}" for value in (self.offered, self.answered, self.goodput)]
-        times = (self.ttft_p50, self.ttft_p99, self.per_token_p90, self.refusal_p50, self.refusal_p99, self.refusal_max)
-        return [*rates, str(self.refused), str(self.late), *("-" if math.isnan(t) else f"{t:.0f}" for t in times)]
+    rejection_p50: float
+    rejection_p99: float
+    rejection_max: float
 
 
-HEADINGS = "offered/s, answered/s, good/s, refused, late, TTFT p50, p99, a token p90, refusal p50, p99, max".split(", ")
+HEADINGS = [name.name.replace("_", " ") for name in fields(Figures)]
 
 
-def summarize(step: Step, options: Options) -> Figures:
-    """One row."""
+def row(figures: Figures) -> list[str]:
+    return [number(value) for value in asdict(figures).values()]
+
+
+def summarize(step: Step, options: argparse.Namespace) -> Figures:
     ttft = [1000 * record.first_token for record in step.answered]
-    refusals = [1000 * (record.ended - record.sent) for record in step.refused]
+    rejections = [1000 * (record.ended - record.sent) for record in step.rejected]
     return Figures(
         offered=len(step.records) / step.seconds,
         answered=step.rate_of([record.ended for record in step.answered]),
         goodput=step.rate_of([record.ended for record in step.good(options.slo)]),
-        refused=len(step.refused),
+        rejected=len(step.rejected),
         late=len(step.late(options.deadline)),
         ttft_p50=percentile(ttft, 50),
         ttft_p99=percentile(ttft, 99),
         per_token_p90=1000 * percentile([record.per_token for record in step.answered], 90),
-        refusal_p50=percentile(refusals, 50),
-        refusal_p99=percentile(refusals, 99),
-        refusal_max=max(refusals, default=math.nan),
+        rejection_p50=percentile(rejections, 50),
+        rejection_p99=percentile(rejections, 99),
+        rejection_max=max(rejections, default=math.nan),
     )
 
 
-async def offer(target: Target, rate: float, seconds: float, options: Options) -> Step:
-    """Requests at that rate for so long, each to its end."""
+async def offer(target: Target, rate: float, seconds: float, options: argparse.Namespace) -> Step:
+    """Send requests at a rate for some seconds, and wait until each has ended."""
     recipe = WorkloadSpec(
         requests=max(1, round(rate * seconds)),
         prompt_tokens=options.prompt_tokens,
@@ -156,102 +126,74 @@ async def offer(target: Target, rate: float, seconds: float, options: Options) -
         seed=options.seed + round(1000 * rate),
     )
     records = await Load(target, from_recipe(recipe)).run(0, 2 * seconds + 2 * options.deadline)
-    return Step(rate, seconds, options.warm_seconds, records)
+    return Step(seconds, options.warm_seconds, records)
 
 
-async def measure(url: str, options: Options) -> tuple[list[Step], Step]:
-    """The ramp's steps and the flood."""
+async def measure(url: str, options: argparse.Namespace) -> tuple[list[Figures], Step]:
+    """Return the figures of the ramp's steps, and the flood."""
     target = await open_target(url, "", "", is_chat=False)
-    steps: list[Step] = []
+    ramp: list[Figures] = []
 
-    async def take(rate: float, seconds: float) -> Figures:
-        step = await offer(target, rate, seconds, options)
-        steps.append(step)
-        figures = summarize(step, options)
-        print("  ".join(f"{name} {cell}" for name, cell in zip(HEADINGS, figures.row(), strict=True)), file=sys.stderr)
-        return figures
+    async def take(rate: float) -> Figures:
+        ramp.append(summarize(await offer(target, rate, options.ramp_seconds, options), options))
+        print("  ".join(map(" ".join, zip(HEADINGS, row(ramp[-1]), strict=True))), file=sys.stderr)
+        return ramp[-1]
 
     try:
-        rate, capacity = options.first_rate, 0.0
+        rate = options.first_rate
         for _ in range(MAX_RAMP_STEPS):
-            figures = await take(rate, options.ramp_seconds)
-            capacity = max(capacity, figures.answered)
+            figures = await take(rate)
             if figures.answered < SATURATED_SHARE * figures.offered:
                 break
             rate *= 2
-        capacity = max(capacity, (await take(capacity, options.ramp_seconds)).answered)
-        await take(options.times * capacity, options.seconds)
+        await take(max(figures.answered for figures in ramp))
+        capacity = max(figures.answered for figures in ramp)
+        return ramp, await offer(target, options.times * capacity, options.seconds, options)
     finally:
         await target.client.aclose()
-    return steps[:-1], steps[-1]
 
 
 def verdicts(ramp: Sequence[Figures], flood: Figures, deadline: float) -> dict[str, bool]:
-    """What the figures say, in words, and whether that is what was promised."""
-    best = max(figures.goodput for figures in ramp) or math.nan  # whose shares are nan as well, and keep no bar
+    """Return the findings in words, and whether each meets its bar."""
+    best = max(figures.goodput for figures in ramp) or math.nan  # shares of NaN are NaN, and meet no bar
     capacity = max(figures.answered for figures in ramp) or math.nan
-    kept, quick = flood.goodput >= LEAST_GOODPUT * best, flood.refusal_p99 <= MOST_REFUSAL_MS
+    kept, quick = flood.goodput >= MIN_GOODPUT * best, flood.rejection_p99 <= MAX_REJECTION_MS
     return {
         f"capacity {capacity:.2f} requests/s, best goodput {best:.2f}/s": True,
         f"offered {flood.offered:.2f}/s, {flood.offered / capacity:.1f} times the capacity: goodput "
-        f"{flood.goodput:.2f}/s, {flood.goodput / best:.0%} of the best; {verdict(kept, f'{LEAST_GOODPUT:.0%}')}": kept,
-        f"refusals: p99 {flood.refusal_p99:.0f} ms over {flood.refused}; "
-        f"{verdict(quick, f'{MOST_REFUSAL_MS:g} ms')}": quick,
-        f"not refused and not answered whole within {deadline:g} s: {flood.late}; "
+        f"{flood.goodput:.2f}/s, {flood.goodput / best:.0%} of the best; {verdict(kept, f'{MIN_GOODPUT:.0%}')}": kept,
+        f"rejections: p99 {flood.rejection_p99:.0f} ms over {flood.rejected}; "
+        f"{verdict(quick, f'{MAX_REJECTION_MS:g} ms')}": quick,
+        f"admitted and not answered within {deadline:g} s: {flood.late}; "
         f"{verdict(not flood.late, '0')}": not flood.late,
     }
 
 
-def over_time(flood: Step, options: Options) -> tuple[list[str], dict[str, list[float]]]:
-    """Good answers and refusals a second through the flood."""
+def panels(ramp: Sequence[Figures], flood: Step, last: Figures, slo: LatencySlo) -> list[Panel]:
+    """Return two charts: answers over the offered rate, and good answers and rejections during the flood."""
+    steps = sorted([*ramp, last], key=lambda figures: figures.offered)
     width = flood.seconds / NUM_BUCKETS
 
-    def rates(ends: Sequence[float]) -> list[float]:
-        return [sum(width * n <= end < width * (n + 1) for end in ends) / width for n in range(NUM_BUCKETS)]
+    def rates(records: Sequence[Record]) -> list[tuple[float, float]]:
+        starts = [width * place for place in range(NUM_BUCKETS)]
+        return [(at, sum(at <= record.ended < at + width for record in records) / width) for at in starts]
 
-    good = [record.ended for record in flood.good(options.slo)]
-    return [f"{width * (n + 1):.0f}" for n in range(NUM_BUCKETS)], {
-        "good answers/s": rates(good),
-        "refusals/s": rates([record.ended for record in flood.refused]),
+    offered = {
+        "good": [(each.offered, each.goodput) for each in steps],
+        "answered": [(each.offered, each.answered) for each in steps],
     }
+    through = {"good answers": rates(flood.good(slo)), "rejections": rates(flood.rejected)}
+    return [
+        Panel("offered and answered", "offered, requests/s", "requests/s", offered),
+        Panel("during the flood", "seconds", "requests/s", through),
+    ]
 
 
-def report(folder: Path, ramp: Sequence[Figures], flood: Step, options: Options) -> None:
-    """overload.json and overload.html."""
-    folder.mkdir(parents=True, exist_ok=True)
-    last = summarize(flood, options)
-    everything = sorted([*ramp, last], key=lambda figures: figures.offered)
-    ticks, series = over_time(flood, options)
-    rates = [f"{figures.offered:.1f}" for figures in everything]
-    shown = {
-        "good/s": [figures.goodput for figures in everything],
-        "answered/s": [figures.answered for figures in everything],
-    }
-    parts = [page.text(line) for line in (_conditions(options), *verdicts(ramp, last, options.deadline))]
-    parts.append(page.table(HEADINGS, [figures.row() for figures in everything]))
-    parts.append(page.lines("what is offered, what is answered", ("offered, requests/s", "requests/s"), rates, shown))
-    parts.append(page.lines("through the flood", ("seconds", "requests/s"), ticks, series))
-    (folder / "overload.html").write_text(page.page("Weft under overload", parts))
-    record = {"options": asdict(options), "ramp": [asdict(each) for each in ramp], "flood": asdict(last)}
-    (folder / "overload.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _conditions(options: Options) -> str:
-    return (
-        f"One prefill and one decode worker, 30 million weights, gateway, scheduler and clients on one machine. "
-        f"Prompts of about {options.prompt_tokens} tokens, answers of about {options.output_tokens}. "
-        f"Good: first token within {options.slo.first_token:g} s, others {1000 * options.slo.per_token:g} ms on "
-        f"average. WEFT_SLO={options.targets or 'default'} WEFT_MAX_QUEUE_WAIT_SECONDS={options.queue_seconds:g}. "
-        "Times in ms."
-    )
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> tuple[Options, Path | None]:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Overload a mesh.", epilog="See the module's docstring.")
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of the flood")
     parser.add_argument("--ramp-seconds", type=float, default=30.0, help="of a step before it")
-    parser.add_argument("--warm-seconds", type=float, default=5.0, help="of each step that do not count")
+    parser.add_argument("--warm-seconds", type=float, default=5.0, help="at the start of a step, not counted")
     parser.add_argument("--times", type=float, default=4.0, help="the capacity")
     parser.add_argument("--first-rate", type=float, default=2.0, help="requests a second of the ramp's first step")
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -261,19 +203,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> tuple[Options, Path
     parser.add_argument("--queue-seconds", type=float, default=2.0, help="WEFT_MAX_QUEUE_WAIT_SECONDS of the mesh")
     parser.add_argument("--deadline", type=float, default=20.0, help="of a request, seconds")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="a directory for overload.json and overload.html")
-    values = vars(parser.parse_args(arguments))
-    out = values.pop("out")
-    values["slo"] = LatencySlo(*values["slo"])
-    for name in ("seconds", "ramp_seconds"):
-        if values[name] <= values["warm_seconds"]:
-            parser.error(f"--{name.replace('_', '-')}: must be longer than --warm-seconds")
-    return Options(**values), out
+    parser.add_argument("--out", type=Path, help="a folder for overload.json and overload.svg")
+    options = parser.parse_args(arguments)
+    if min(options.seconds, options.ramp_seconds) <= options.warm_seconds:
+        parser.error("--seconds and --ramp-seconds must be longer than --warm-seconds")
+    options.slo = LatencySlo(*options.slo)
+    return options
 
 
 def main() -> None:
-    """Measure, print, write."""
-    options, out = parse_options()
+    options = parse()
     environment = {
         "WEFT_SLO": options.targets,
         "WEFT_MAX_QUEUE_WAIT_SECONDS": str(options.queue_seconds),
@@ -282,19 +221,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_checkpoint(Path(folder) / "llama-30M"))
         with LocalMesh(model, num_prefill=1, num_decode=1, environment=environment) as mesh:
-            steps, flood = asyncio.run(measure(mesh.url, options))
-    ramp, last = [summarize(step, options) for step in steps], summarize(flood, options)
-    table = Table(title=_conditions(options), box=None, padding=(0, 1))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for figures in (*ramp, last):
-        table.add_row(*figures.row())
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    said = verdicts(ramp, last, options.deadline)
-    print("\n".join(said))
-    if out is not None:
-        report(out, ramp, flood, options)
-    sys.exit(not all(said.values()))
+            ramp, flood = asyncio.run(measure(mesh.url, options))
+    last = summarize(flood, options)
+    print(table(HEADINGS, map(row, (*ramp, last))))
+    found = verdicts(ramp, last, options.deadline)
+    print(*found, sep="\n")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        record = {"options": vars(options), "ramp": [asdict(each) for each in ramp], "flood": asdict(last)}
+        (options.out / "overload.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+        save_plot(options.out / "overload.svg", panels(ramp, flood, last, options.slo))
+    sys.exit(not all(found.values()))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Does any stream get lost? Many at once, a worker killed or frozen at a random moment, every answer compared.
+"""Many streams at once while a worker is killed or frozen at a random moment: is any lost, wrong or stalled?
 
     python -m loadtest.streams                    64 streams, 50 rounds of each fault, two prefill, two decode workers
     python -m loadtest.streams --rounds 10 --streams 16 --faults kill-decode
 
-Starts a mesh of its own, asks everything once undisturbed, then again in every round while a worker is hit. Prints a
-line for each kind of fault: streams lost, answers that differ, and the longest silence of each stream. For a stream of
-which nothing had come when the fault struck, that is also the time from there to its first token.
+Starts a mesh, asks everything once undisturbed, then again in every round while a worker is hit. A stall is the longest
+silence of a stream: between two pieces, or from the fault to the first token if none had come by then.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -22,165 +22,133 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from loadtest.answers import Answer, Ask, ask, difference, make_asks
-from loadtest.local_mesh import FAULTS, LocalMesh, MeshTrouble
-from loadtest.mesh_bench import percentile, read_text
-from loadtest.verdict import verdict
+from loadtest.answers import Answer, Ask, ask, client_of, difference, expected_answers, make_asks, repository_text
+from loadtest.local_mesh import FAULTS, LocalMesh
+from loadtest.processes import BenchError
+from loadtest.report import percentile, table, verdict
 
-NONE = "undisturbed"
-MOST_STALL_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What to do. One round is all streams at once and one fault; `rounds` is of each fault."""
-
-    model: str
-    streams: int
-    rounds: int
-    tokens: int
-    prompt_words: int
-    faults: tuple[str, ...]
-    seed: int
-    out: str
-    log: str
+MAX_STALL_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the streams under one kind of fault. Seconds."""
+    """Streams under one kind of fault; times in seconds."""
 
     rounds: int = 0
     streams: int = 0
     moved: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    firsts: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    first_tokens: list[float] = field(default_factory=list)
 
     def add(
-        self, asks: Sequence[Ask], expected: Sequence[Answer], answers: Sequence[Answer], struck: float = float("inf")
+        self, asks: Sequence[Ask], expected: Sequence[Answer], answers: Sequence[Answer], struck: float = math.inf
     ) -> None:
-        """One round, in which the fault struck so many seconds after all had been asked."""
+        """Add a round in which the fault struck `struck` seconds after all requests."""
         self.rounds += 1
         for each, reference, answer in zip(asks, expected, answers, strict=True):
             self.streams += 1
             if answer.error:
                 self.lost.append(f"{each.name}: {answer.error}")
                 continue
-            if difference_found := difference(reference, answer):
-                self.wrong.append(f"{each.name}: {difference_found}")
-            if answer.first_seconds:  # not of an answer that comes in one piece
-                self.gaps.append(stall(answer, struck))
-                self.firsts.append(answer.first_seconds)
+            if reason := difference(reference, answer):
+                self.wrong.append(f"{each.name}: {reason}")
+            if answer.first_seconds:  # answers in one piece have no stalls
+                self.stalls.append(stall(answer, struck))
+                self.first_tokens.append(answer.first_seconds)
 
 
 def stall(answer: Answer, struck: float) -> float:
-    """Its longest silence since it began to speak, or since the fault if it had not begun by then."""
+    """Return its longest silence since the first token, or since the fault if that came before."""
     return max(answer.longest_gap, answer.first_seconds - struck)
 
 
-async def run_all(client: httpx.AsyncClient, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
-    """All at once; and how long it took."""
+async def ask_all(client: httpx.AsyncClient, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
+    """Return all answers, asked at once, and the seconds that took."""
     began = time.perf_counter()
     answers = await asyncio.gather(*(ask(client, each) for each in asks))
     return list(answers), time.perf_counter() - began
 
 
-async def measure(mesh: LocalMesh, asks: Sequence[Ask], options: Options) -> dict[str, Tally]:
-    """Undisturbed twice, the first time to warm the caches; then the rounds."""
+async def measure(mesh: LocalMesh, asks: Sequence[Ask], options: argparse.Namespace) -> dict[str, Tally]:
+    """Ask once for the oracle and once undisturbed; then run the rounds."""
     dice, tallies = random.Random(options.seed), defaultdict[str, Tally](Tally)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=mesh.url, timeout=120.0, limits=limits) as client:
-        expected, _ = await run_all(client, asks)
-        if broken := [answer.error for answer in expected if answer.error]:
-            raise MeshTrouble(f"undisturbed streams fail: {broken[0]}")
-        again, seconds = await run_all(client, asks)
-        tallies[NONE].add(asks, expected, again)
+    async with client_of(mesh.url) as client:
+        expected = await expected_answers(client, asks)
+        again, seconds = await ask_all(client, asks)
+        tallies["undisturbed"].add(asks, expected, again)
         num_rounds = options.rounds * len(options.faults)
         for number in range(num_rounds):
             fault = options.faults[number % len(options.faults)]
-            moves = await mesh.moves(client)
+            tally, moves = tallies[fault], await mesh.moves(client)
             async with asyncio.TaskGroup() as group:
                 began = time.perf_counter()
-                running = group.create_task(run_all(client, asks))
+                running = group.create_task(ask_all(client, asks))
                 await asyncio.sleep(dice.uniform(0, 0.9 * seconds))
                 victim, struck = mesh.hit(fault, dice), time.perf_counter() - began
             answers, took = running.result()
-            tallies[fault].add(asks, expected, answers, struck)
-            tallies[fault].moved += await mesh.moves(client) - moves
+            tally.add(asks, expected, answers, struck)
+            tally.moved += await mesh.moves(client) - moves
             await mesh.heal()
             longest = max(stall(answer, struck) for answer in answers)
-            ends = f"lost {len(tallies[fault].lost)}, wrong {len(tallies[fault].wrong)}"
-            state = f"longest stall {longest:.2f} s, {ends}, {took:.1f} s"
+            state = f"longest stall {longest:.2f} s, lost {len(tally.lost)}, wrong {len(tally.wrong)}, {took:.1f} s"
             print(f"round {number + 1} of {num_rounds}: {fault} {victim}, {state}", file=sys.stderr)
     return dict(tallies)
 
 
-def render(tallies: dict[str, Tally], options: Options) -> Table:
-    """One line for each kind of fault."""
-    title = (
-        f"{options.streams} streams of up to {options.tokens} tokens; longest silence of a stream in seconds, "
-        "where the fault struck before its first token also from there to that"
-    )
-    table = Table(title=title, box=None, padding=(0, 1))
-    headings = ("fault", "rounds", "streams", "moved", "lost", "wrong", "stall p50", "p99", "max", "TTFT p99", "max")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "fault" else "right")
+def print_report(tallies: dict[str, Tally], options: argparse.Namespace) -> bool:
+    """Print a row for each kind of fault, what went wrong, and the verdicts; return whether all are met."""
+    print(f"{options.streams} streams of up to {options.tokens} tokens; times in seconds")
+    rows, is_met = [], True
     for name, tally in tallies.items():
         counts = (tally.rounds, tally.streams, tally.moved, len(tally.lost), len(tally.wrong))
-        stalls = [percentile(tally.gaps, percent) for percent in (50, 99, 100)]
-        firsts = [percentile(tally.firsts, percent) for percent in (99, 100)]
-        table.add_row(name, *map(str, counts), *(f"{value:.2f}" for value in stalls + firsts))
-    return table
+        times = (percentile(tally.stalls, 50), percentile(tally.stalls, 99), max(tally.stalls, default=math.nan))
+        firsts = (percentile(tally.first_tokens, 99), max(tally.first_tokens, default=math.nan))
+        rows.append((name, *counts, *(f"{value:.2f}" for value in (*times, *firsts))))
+    headings = ("fault", "rounds", "streams", "moved", "lost", "wrong", "stall p50", "p99", "max", "TTFT p99", "max")
+    print(table(headings, rows))
+    for line in [line for tally in tallies.values() for line in (*tally.lost, *tally.wrong)][:20]:
+        print(line)
+    for name, tally in tallies.items():
+        is_quick = percentile(tally.stalls, 99) <= MAX_STALL_SECONDS
+        print(f"{name}: stall p99, {verdict(is_quick, f'{MAX_STALL_SECONDS:g} s')}")
+        is_met = is_met and is_quick and not (tally.lost or tally.wrong)
+    return is_met
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Kill workers under streams and compare what clients get.")
-    parser.add_argument("--model", default="", help="a checkpoint; default the shipped one")
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a checkpoint; default weft-nano")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=50, help="of each fault")
     parser.add_argument("--tokens", type=int, default=64, help="an answer's most")
     parser.add_argument("--prompt-words", type=int, default=60)
-    parser.add_argument("--faults", default=",".join(FAULTS), help="taken in turn")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="in turn")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", default="", help="a JSON file for all figures")
-    parser.add_argument("--log", default="", help="a file for the mesh's log")
-    values = vars(parser.parse_args(arguments))
-    values["faults"] = tuple(values["faults"].split(","))
-    if unknown := set(values["faults"]) - set(FAULTS):
+    parser.add_argument("--out", type=Path, help="a JSON file for all figures")
+    parser.add_argument("--log", type=Path, help="a file for the mesh's output")
+    options = parser.parse_args(arguments)
+    options.faults = options.faults.split(",")
+    if unknown := set(options.faults) - set(FAULTS):
         parser.error(f"--faults: no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    return Options(**values)
+    return options
 
 
 def main() -> None:
-    """Start a mesh, measure, print, write; status 1 when a stream was lost or wrong, or stood still too long."""
-    options = parse_options()
-    asks = make_asks(read_text(""), options.streams, options.prompt_words, options.tokens, options.seed)
+    options = parse()
+    asks = make_asks(repository_text(), options.streams, options.prompt_words, options.tokens, options.seed)
     try:
-        with LocalMesh(options.model) as mesh:
-            try:
-                tallies = asyncio.run(measure(mesh, asks, options))
-            finally:
-                if options.log:
-                    Path(options.log).write_text(mesh.log())
-    except MeshTrouble as error:
+        with LocalMesh(options.model, log_path=options.log) as mesh:
+            tallies = asyncio.run(measure(mesh, asks, options))
+    except BenchError as error:
         sys.exit(f"streams: {error}")
-    Console(width=None if sys.stdout.isatty() else 160).print(render(tallies, options))
-    bad = [line for tally in tallies.values() for line in (*tally.lost, *tally.wrong)]
-    for line in bad[:20]:
-        print(line)
-    is_met = {name: percentile(tally.gaps, 99) <= MOST_STALL_SECONDS for name, tally in tallies.items()}
-    for name, met in is_met.items():
-        print(f"{name}: stall p99, {verdict(met, f'{MOST_STALL_SECONDS:g} s')}")
+    is_met = print_report(tallies, options)
     if options.out:
-        record = {"options": asdict(options), "tallies": {name: asdict(tally) for name, tally in tallies.items()}}
-        Path(options.out).write_text(json.dumps(record, indent=1))
-    sys.exit(bool(bad) or not all(is_met.values()))
+        record = {"options": vars(options), "tallies": {name: asdict(tally) for name, tally in tallies.items()}}
+        options.out.write_text(json.dumps(record, indent=1, default=str))
+    sys.exit(not is_met)
 
 
 if __name__ == "__main__":

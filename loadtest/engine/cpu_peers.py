@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.engine.cpu_bars import FIRST_TOKEN, OURS, PREFILL, bars, is_behind, step_of
-from loadtest.engine.cpu_model import make_model
 from loadtest.engine.cpu_task import Task, add_arguments, to_task
 from loadtest.engine.limits import limits_of, read_bandwidth
+from loadtest.models import make_model
 from weft.capacity.layout import Gpu
 from weft.capacity.plan import TERA
 from weft.cli.mesh import spin_settings

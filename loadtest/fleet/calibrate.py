@@ -38,7 +38,7 @@ from loadtest.fleet.scheduler import SimulatedScheduler
 from loadtest.fleet.simulator import FleetPlan, Simulation
 from loadtest.fleet.trace import Request
 from loadtest.local_mesh import LocalMesh
-from loadtest.small_model import make_checkpoint
+from loadtest.models import make_checkpoint
 from weft.bench.load import Load, Record, Target, open_target
 from weft.bench.stats import gaps, percentile
 from weft.bench.workload import WorkloadSpec, from_recipe

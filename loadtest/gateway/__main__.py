@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from loadtest.gateway.driving import Case, drive
-from loadtest.gateway.processes import NoStart, Processes, counter
 from loadtest.gateway.stacks import AT_ONCE, Stack, Starter, bare, find_peers, weft
+from loadtest.processes import BenchError, Processes, counter
 
 STREAMS, PACE = AT_ONCE, 100.0
 # of the usual numbers, for whoever would take an hour for them
@@ -104,7 +104,7 @@ def measure(starter: Starter, sizes: Sizes) -> Row:
         try:
             with Processes() as processes:
                 case(starter(processes, pace), row, sizes)
-        except (NoStart, subprocess.SubprocessError) as error:
+        except (BenchError, subprocess.SubprocessError) as error:
             row.trouble = str(error)
             print(row.trouble, file=sys.stderr)
     return row

@@ -17,8 +17,8 @@ import orjson
 import psutil
 
 from loadtest.engine.masks import follow
-from loadtest.gateway.processes import Processes
 from loadtest.gateway.stacks import MODEL, Stack, weft
+from loadtest.processes import Processes
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import ServedModel, load_model

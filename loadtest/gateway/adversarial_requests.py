@@ -19,9 +19,9 @@ import grpc
 import psutil
 import uvloop
 
-from loadtest.gateway.processes import Processes
 from loadtest.gateway.stacks import MODEL, Stack, weft
-from loadtest.verdict import verdict
+from loadtest.processes import Processes
+from loadtest.report import verdict
 
 MIB = 1024 * 1024
 ANSWER_SECONDS, PROBE_SECONDS = 60.0, 0.02

@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from loadtest.gateway.processes import NoStart, cpu_seconds, keep_to
 from loadtest.gateway.stacks import Stack
+from loadtest.processes import BenchError, cpu_seconds, keep_to
 
 DRIVE_SECONDS = 300
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def drive(stack: Stack, case: Case) -> dict[str, Any]:
-    """What the client saw, and `cpu`: seconds of the router meanwhile. Raises NoStart."""
+    """What the client saw, and `cpu`: seconds of the router meanwhile. Raises BenchError."""
     return drive_all([stack], case)[0]
 
 
@@ -65,8 +65,8 @@ def drive_all(stacks: Sequence[Stack], case: Case) -> list[dict[str, Any]]:
 
 def _read(status: int, told: bytes, complaint: bytes) -> dict[str, Any]:
     if status:
-        raise NoStart(f"the client ended with {status}: {complaint.decode(errors='replace')[-1000:]}")
+        raise BenchError(f"the client ended with {status}: {complaint.decode(errors='replace')[-1000:]}")
     seen: dict[str, Any] = json.loads(told)
     if seen["errors"]:
-        raise NoStart(f"{len(seen['errors'])} requests failed: {seen['errors'][0]}")
+        raise BenchError(f"{len(seen['errors'])} requests failed: {seen['errors'][0]}")
     return seen

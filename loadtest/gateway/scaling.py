@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import psutil
 
 from loadtest.gateway.driving import Case, drive, drive_all
-from loadtest.gateway.processes import NoStart, Processes, counter, cpu_seconds
 from loadtest.gateway.stacks import Stack, weft
+from loadtest.processes import BenchError, Processes, counter, cpu_seconds
 
 COUNTS = (1, 2, 4)
 # each process' part: requests a second over so many connections, and streams at so many tokens a second
@@ -72,7 +72,7 @@ def start(processes: Processes, setting: Setting) -> list[Stack]:
 
 
 def measure(setting: Setting, seconds: float) -> Cost:
-    """Raises NoStart."""
+    """Raises BenchError."""
     count = setting.gateways
     load = Case(CONNECTIONS * count, int(PER_SECOND * seconds * count), per_second=PER_SECOND * count)
     streams = Case(STREAMS * count, STREAMS * count, int(PACE * seconds), stream=True)
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rate, cpu_us = measure_full()
         for setting in settings():
             costs[setting] = measure(setting, options.seconds)
-    except (NoStart, subprocess.SubprocessError) as error:
+    except (BenchError, subprocess.SubprocessError) as error:
         sys.exit(str(error))
     print(table(costs))
     print(f"\n{verdict(costs)}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from loadtest.gateway.processes import Processes, answers
+from loadtest.processes import Processes, answers
 from weft.cli.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]

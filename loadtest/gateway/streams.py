@@ -19,8 +19,8 @@ import psutil
 import uvloop
 
 from loadtest.gateway.client import COUNT, QUESTION
-from loadtest.gateway.processes import Processes, cpu_seconds
 from loadtest.gateway.stacks import Stack, weft
+from loadtest.processes import Processes, cpu_seconds
 from weft.file_descriptors import raise_fd_limit
 
 # idle streams: a token every ten seconds

@@ -32,8 +32,8 @@ from rich.table import Table
 
 from loadtest.kv.first_token import Row, measure_ttft
 from loadtest.kv.kv_source import shared_pool
-from loadtest.local_mesh import ROOT, LocalMesh
-from loadtest.verdict import verdict
+from loadtest.local_mesh import LocalMesh
+from loadtest.report import ROOT, verdict
 from weft.kv.local_transport import LocalTransport
 from weft.kv.mooncake import MooncakeTransport
 from weft.kv.transport import CopyRange, Endpoint, KvSource, Transport

@@ -28,8 +28,8 @@ from typing import Any
 
 from loadtest.kv.node import KvStoreNode
 from loadtest.kv.replay_report import write_report
+from loadtest.report import verdict
 from loadtest.traces import trace_file
-from loadtest.verdict import verdict
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
 

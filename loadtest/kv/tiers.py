@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loadtest.engine.cpu_model import make_model
 from loadtest.engine.cpu_task import VOCAB_SIZE
 from loadtest.kv.node import KvStoreNode
 from loadtest.kv.prefill import Answer, Shape, prefilling, read_weights
-from loadtest.verdict import verdict
+from loadtest.models import make_model
+from loadtest.report import verdict
 from weft.kv.tiers import Tier
 from weft.worker.fetch_cost import FetchCostModel
 

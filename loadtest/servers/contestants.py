@@ -1,7 +1,8 @@
-"""Weft's mesh and other people's servers: how each is started here with the same checkpoint, and when it answers."""
+"""Weft's mesh and its peers: how each server starts with the same checkpoint, and when it answers."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import httpx
 import psutil
 
 from loadtest.engine.cpu_vllm import environment
-from loadtest.gateway.processes import NoStart, Processes, answers
+from loadtest.processes import BenchError, Processes, answers
 from weft.cli.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,20 +26,21 @@ MESH = "Weft"
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A server by name: its command and environment for a port, and the path that answers 200 once it serves."""
+    """A server by name: its command and environment for a port, and the path that answers 200 once it serves.
+
+    A server without a command runs already, at `url`.
+    """
 
     name: str
-    command: Callable[[int], list[str]]
+    command: Callable[[int], list[str]] | None
     environment: Mapping[str, str] = field(default_factory=dict)
     ready: str = "/health"
+    url: str = ""
 
-    @property
-    def is_ours(self) -> bool:
-        """A mesh of Weft's, in one arrangement or another."""
-        return self.name.startswith(MESH)
-
-    def start(self, processes: Processes) -> tuple[str, psutil.Process, float]:
-        """Until it has answered a prompt: its address, its process, and the seconds that took. Raises NoStart."""
+    def start(self, processes: Processes) -> tuple[str, psutil.Process | None, float]:
+        """Start it and wait for an answer; return its address, process and start time. Raises BenchError."""
+        if self.command is None:
+            return self.url, None, math.nan
         (port,) = free_ports(1)
         began, url = time.perf_counter(), f"http://127.0.0.1:{port}"
         process = processes.start(self.command(port), self.environment)
@@ -47,12 +49,17 @@ class Contestant:
         body = {"model": model, "prompt": "Hello", "max_tokens": 1}
         first = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
         if first.status_code != httpx.codes.OK:
-            raise NoStart(f"{self.name}: HTTP {first.status_code}: {first.text[:300]}")
+            raise BenchError(f"{self.name}: HTTP {first.status_code}: {first.text[:300]}")
         return url, process, time.perf_counter() - began
 
 
+def running(url: str) -> Contestant:
+    """Return a server that runs already."""
+    return Contestant(url, None, url=url)
+
+
 def weft(model: Path, dtype: str, workers: Mapping[str, int], name: str) -> Contestant:
-    """`weft up` with so many workers of each role, as many threads each as it chooses itself."""
+    """Return `weft up` with some workers of each role, and as many threads as it chooses itself."""
 
     def command(port: int) -> list[str]:
         (grpc_port,) = free_ports(1)
@@ -64,7 +71,7 @@ def weft(model: Path, dtype: str, workers: Mapping[str, int], name: str) -> Cont
 
 
 def vllm(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
-    """Its OpenAI server, with what its manual asks for on a CPU."""
+    """Return its OpenAI server with the settings of its manual for CPUs."""
 
     def command(port: int) -> list[str]:
         told = ["--model", str(model), "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
@@ -75,7 +82,7 @@ def vllm(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
 
 
 def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
-    """llama.cpp's own server, which lies beside `python`, a slot for each client; the checkpoint becomes GGUF first."""
+    """Return llama.cpp's server, which lies beside `python`, with a slot for each client; converts to GGUF first."""
     made = subprocess.run(
         [str(python), "-m", "loadtest.servers.to_gguf", str(model), dtype],
         cwd=ROOT,
@@ -85,7 +92,7 @@ def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
         timeout=START_SECONDS,
     )
     if made.returncode:
-        raise NoStart(f"llama.cpp: no GGUF was made\n{made.stderr[-1000:]}")
+        raise BenchError(f"llama.cpp: no GGUF was made\n{made.stderr[-1000:]}")
     path = made.stdout.strip().splitlines()[-1]
 
     def command(port: int) -> list[str]:
@@ -97,6 +104,6 @@ def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
 
 
 def ours(model: Path, dtype: str) -> Iterable[Contestant]:
-    """The mesh with one worker that does both, and with two as `weft up` has them when it is told nothing."""
+    """Yield the mesh with one `both` worker, and with a prefill and a decode worker."""
     yield weft(model, dtype, {"both": 1}, MESH)
     yield weft(model, dtype, {"prefill": 1, "decode": 1}, f"{MESH}, prefill and decode apart")

@@ -6,9 +6,9 @@ import pytest
 from loadtest.gateway.__main__ import Row, Sizes, main, measure_instant, median_of, named, table
 from loadtest.gateway.__main__ import verdict as kept_to
 from loadtest.gateway.driving import Case, drive
-from loadtest.gateway.processes import NoStart, Processes
 from loadtest.gateway.scaling import Cost, Setting, verdict
 from loadtest.gateway.stacks import weft
+from loadtest.processes import BenchError, Processes
 
 
 def test_a_gateway_is_measured_in_front_of_a_worker_without_a_model() -> None:
@@ -18,7 +18,7 @@ def test_a_gateway_is_measured_in_front_of_a_worker_without_a_model() -> None:
         stack = weft(1)(processes, 0.0)
         measure_instant(stack, row, sizes)
         stack.model = "another"
-        with pytest.raises(NoStart, match="404"):
+        with pytest.raises(BenchError, match="404"):
             drive(stack, Case(connections=1, requests=1, stream=True))
     assert all((row.latency_ms, row.unary_per_second, row.unary_cpu_us, row.full_per_second, row.full_tokens_per_event))
     assert row.full_tokens_per_frame == 32  # every step had all clients' sequences

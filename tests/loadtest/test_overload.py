@@ -15,19 +15,19 @@ RECORDS = [
 
 
 def test_a_refusal_is_told_by_its_status_whatever_it_says() -> None:
-    step = Step(1.0, 30.0, 0.0, RECORDS)
-    assert step.refused == [RECORDS[2]]
+    step = Step(30.0, 0.0, RECORDS)
+    assert step.rejected == [RECORDS[2]]
     assert step.late(deadline=15.0) == [RECORDS[1], RECORDS[3]]
 
 
-def figures(goodput: float, late: int = 0, refusal_p99: float = 40.0) -> Figures:
-    return Figures(8.0, 7.0, goodput, 100, late, 1.0, 2.0, 3.0, 5.0, refusal_p99, 60.0)
+def figures(goodput: float, late: int = 0, rejection_p99: float = 40.0) -> Figures:
+    return Figures(8.0, 7.0, goodput, 100, late, 1.0, 2.0, 3.0, 5.0, rejection_p99, 60.0)
 
 
 def test_every_bar_is_told_and_counts() -> None:
     ramp = [figures(6.0), figures(7.0)]
     assert all(verdicts(ramp, figures(6.4), 20.0).values())
-    for flood in (figures(6.2), figures(7.0, late=1), figures(7.0, refusal_p99=51.0)):
+    for flood in (figures(6.2), figures(7.0, late=1), figures(7.0, rejection_p99=51.0)):
         said = verdicts(ramp, flood, 20.0)
         assert [line for line, is_met in said.items() if "SHORT" in line] == [
             line for line, is_met in said.items() if not is_met

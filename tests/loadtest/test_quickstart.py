@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,19 +11,20 @@ from loadtest import quickstart
 
 
 def test_a_new_user_has_to_build_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: dict[str, dict[str, str]] = {}
+    started: list[tuple[list[str], dict[str, str]]] = []
 
-    class Serving:
-        pid = 0
+    def start(_: object, command: list[str], environment: dict[str, str], **__: object) -> None:
+        started.append((command, environment))
+        raise SystemExit
 
-        def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
-            told["env"] = env
-            raise SystemExit
-
-    monkeypatch.setenv("VIRTUAL_ENV", "/of/this/checkout")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: None)
-    monkeypatch.setattr("subprocess.Popen", Serving)
+    monkeypatch.setattr("loadtest.processes.Processes.start", start)
     with pytest.raises(SystemExit):
         quickstart.run(tmp_path, tmp_path / "log")
-    assert Path(told["env"]["WEFT_KERNEL_CACHE"]).is_relative_to(tmp_path)
-    assert "VIRTUAL_ENV" not in told["env"]
+    ((command, environment),) = started
+    assert Path(environment["WEFT_KERNEL_CACHE"]).is_relative_to(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setenv("VIRTUAL_ENV", "/of/this/checkout")
+    prefix = command[: command.index("make")]
+    code = "import os; print([name for name in ('PYTHONPATH', 'VIRTUAL_ENV') if name in os.environ])"
+    assert subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

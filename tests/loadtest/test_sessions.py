@@ -10,17 +10,17 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from loadtest import sessions
-from loadtest.sessions import Part, Watch, until_back
+from loadtest.sessions import Part, PlacementCounts, until_back
 
 
-class Looks(Watch):
+class Looks(PlacementCounts):
     """Ten placements more at each look, so many of them by session."""
 
     def __init__(self, *by_session: int) -> None:
         super().__init__("")
         self._more, self._seen = iter(by_session), (0, 0)
 
-    async def look(self, client: httpx.AsyncClient) -> tuple[int, int]:
+    async def read(self, client: httpx.AsyncClient) -> tuple[int, int]:
         more = next(self._more, 0)
         self._seen = self._seen[0] + more, self._seen[1] + 10 - more
         return self._seen
@@ -30,7 +30,7 @@ class Looks(Watch):
 async def test_affinity_is_back_once_it_is_what_it_was_and_not_when_the_time_is_over(
     monkeypatch: pytest.MonkeyPatch, by_session: tuple[int, ...], is_back: bool
 ) -> None:
-    monkeypatch.setattr(sessions, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sessions, "POLL_SECONDS", 0.01)
     async with httpx.AsyncClient() as client:
         assert (await until_back(Looks(*by_session), client, 0.6, 0.2) < math.inf) is is_back
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 from loadtest.answers import Answer, Ask, Choice, ask
-from loadtest.streams import Tally, parse_options
+from loadtest.streams import Tally, parse
 
 ASK = Ask("a", {})
 
@@ -17,14 +17,14 @@ def test_silence_before_the_first_token_counts_from_the_fault_on() -> None:
     answers = [answer(1.5, 0.2), answer(0.3, 0.2), answer(0.3, 0.9), answer(0.0, 0.0)]
     tally = Tally()
     tally.add([ASK] * 4, answers, answers, struck=0.5)
-    assert tally.gaps == [1.0, 0.2, 0.9], "the last came in one piece"
-    assert (tally.streams, tally.firsts, tally.wrong) == (4, [1.5, 0.3, 0.3], [])
+    assert tally.stalls == [1.0, 0.2, 0.9], "the last came in one piece"
+    assert (tally.streams, tally.first_tokens, tally.wrong) == (4, [1.5, 0.3, 0.3], [])
 
 
 def test_undisturbed_only_silences_between_tokens_count() -> None:
     tally = Tally()
     tally.add([ASK], [answer(1.5, 0.2)], [answer(1.5, 0.2)])
-    assert tally.gaps == [0.2]
+    assert tally.stalls == [0.2]
 
 
 async def test_an_answer_in_one_piece_has_no_silences() -> None:
@@ -39,5 +39,5 @@ async def test_an_answer_in_one_piece_has_no_silences() -> None:
 
 
 def test_unless_told_otherwise_every_fault_has_its_fifty_rounds() -> None:
-    options = parse_options([])
+    options = parse([])
     assert (options.rounds, len(options.faults)) == (50, 4)

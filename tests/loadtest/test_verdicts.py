@@ -7,14 +7,13 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from loadtest import chaos, pauses
 from loadtest.answers import Answer, Ask
 from loadtest.chaos import Tally, is_sound
-from loadtest.local_mesh import MeshTrouble
-from loadtest.soak import Samples, troubles
+from loadtest.processes import BenchError, Processes
+from loadtest.soak import Samples, problems
 
 from weft.cli.memory_guard import MIB
 
@@ -42,25 +41,27 @@ def test_chaos_is_met_only_where_requests_were_answered(
 def test_a_wrong_or_a_hung_request_is_never_sound() -> None:
     ends = Counter({"right": 10_000})
     assert not is_sound(Tally(ends=ends, wrong=["one"]), {})
-    assert not is_sound(Tally(ends=ends, hung=["one"]), {})
+    assert not is_sound(Tally(ends=ends + Counter(hung=1)), {})
 
 
 def test_chaos_keeps_what_the_mesh_said_most_of_all_where_it_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     @contextlib.contextmanager
-    def mesh(*_: object, **__: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(log=lambda: "why")
+    def mesh(*_: object, log_path: Path, **__: object) -> Iterator[None]:
+        with Processes(log_path) as processes:
+            processes.start([sys.executable, "-c", "print('why')"]).wait(30)
+            yield
 
     async def run(*_: object) -> None:
-        raise MeshTrouble("a worker does not come back")
+        raise BenchError("a worker does not come back")
 
     monkeypatch.setattr(chaos, "LocalMesh", mesh)
     monkeypatch.setattr(chaos, "run", run)
     monkeypatch.setattr(sys, "argv", ["chaos", "--log", str(tmp_path / "log")])
     with pytest.raises(SystemExit, match="a worker does not come back"):
         chaos.main()
-    assert (tmp_path / "log").read_text() == "why"
+    assert (tmp_path / "log").read_text() == "why\n"
 
 
 def grown(mib_an_hour: float, num_samples: int = 100) -> Samples:
@@ -70,16 +71,16 @@ def grown(mib_an_hour: float, num_samples: int = 100) -> Samples:
 
 
 def test_a_soak_tells_of_memory_that_grows_once_it_was_long_enough() -> None:
-    counts = defaultdict(int, answered=1000, left=100)
-    assert troubles(grown(2.0), counts, {}, 120) == []
-    assert troubles(grown(20.0), counts, {}, 120) == ["gateway grows"]
-    assert troubles(grown(20.0), counts, {}, 15) == []
+    counts = Counter(answered=1000, left=100)
+    assert problems(grown(2.0), counts, {}, 120) == []
+    assert problems(grown(20.0), counts, {}, 120) == ["gateway grows"]
+    assert problems(grown(20.0), counts, {}, 15) == []
 
 
 def test_a_soak_tells_of_failures_and_of_blocks_that_are_missing() -> None:
-    assert troubles(grown(0), defaultdict(int, answered=9, failed=1), {}, 120) == ["1 requests failed, 9 were answered"]
-    assert troubles(grown(0), defaultdict(int), {}, 15) == ["0 requests failed, 0 were answered"]
-    assert troubles(grown(0), defaultdict(int, answered=9), MISSING, 15) == ["blocks are missing: {'decode-0': 1}"]
+    assert problems(grown(0), Counter(answered=9, failed=1), {}, 120) == ["1 requests failed, 9 were answered"]
+    assert problems(grown(0), Counter(), {}, 15) == ["0 requests failed, 0 were answered"]
+    assert problems(grown(0), Counter(answered=9), MISSING, 15) == ["blocks are missing: {'decode-0': 1}"]
 
 
 def paused(peak_mib: float, **ends: int) -> pauses.Tally:
