@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from weft.cli import fleet_commands
-from weft.cli.child_spec import RestartPolicy
+from weft.cli.child import RestartPolicy
 from weft.cli.health import grpc_serves
 from weft.cli.mesh_registry import MeshRecord, running_meshes
 from weft.cli.ports import free_ports

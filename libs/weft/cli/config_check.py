@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.api_keys import VALKEY_SCHEMES, BadKeys
-from weft.cli.child_spec import ChildSpec
+from weft.cli.child import ChildSpec
 from weft.cli.key_store import read_keys
 from weft.config import read_config
 from weft.errors import ConfigError

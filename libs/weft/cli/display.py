@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.child_spec import ChildState
+from weft.cli.child import ChildState
 
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 SPEAKER = "weft up"

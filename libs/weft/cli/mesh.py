@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.capacity.layout import GIB
-from weft.cli.child_spec import ChildSpec
+from weft.cli.child import ChildSpec
 from weft.cli.health import grpc_serves, http_answers, redis_answers
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.ports import LOOPBACK, bare_host, reachable

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from weft.cli.child import Child, describe_exit
-from weft.cli.child_spec import CONFIG_EXIT_CODE, ChildFailed, ChildSpec, ChildState, Listener, RestartPolicy
-from weft.cli.fork_server_client import ForkServerClient
+from weft.cli.child import CONFIG_EXIT_CODE, ChildFailed, ChildSpec, ChildState, Listener, RestartPolicy
+from weft.cli.fork_server import ForkServerClient
 from weft.cli.memory_guard import MemoryGuard, MemoryPlan
 from weft.log import PROGRESS
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.cli.child_spec import ChildState, Listener
+from weft.cli.child import ChildState, Listener
 from weft.log import JOINING, SLEEPING, STARTUP_PHASE
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.addresses import check_addresses, is_loopback
-from weft.cli.child_spec import ChildFailed, ChildSpec
+from weft.cli.child import ChildFailed, ChildSpec
 from weft.cli.config_check import check_settings
 from weft.cli.display import Display
 from weft.cli.gpus import usable_gpus

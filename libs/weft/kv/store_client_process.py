@@ -23,7 +23,6 @@ from typing import Any, TextIO
 from weft.kv.memfd import map_file
 from weft.kv.mooncake_loading import load_cuda_runtime
 from weft.kv.parent_death import die_with_parent
-from weft.startup_cache import lock_startup_files, site_files
 
 _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
@@ -95,7 +94,6 @@ def main() -> None:
         _reply(replies, {"error": str(error)})
         return
     _reply(replies, {"op": "setup", "codes": []})
-    lock_startup_files(site_files())
     lanes: defaultdict[str, ThreadPoolExecutor] = defaultdict(partial(ThreadPoolExecutor, 1))
     is_writing = Lock()
     for line in sys.stdin:

@@ -31,7 +31,6 @@ from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer, until_signal
 from weft.stall_clock import StallAwareClock
-from weft.startup_cache import lock_startup_files, mark_inherited_modules
 from weft.worker.config import LEASE_SECONDS, StoreFetchPolicy, WorkerConfig
 from weft.worker.engine_client import EngineEvents, GrammarCompiler
 from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
@@ -107,7 +106,6 @@ async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
 
     Raises when the engine dies, so that the process ends and is restarted.
     """
-    mark_inherited_modules()
     logger.info("%s", config)
     role = roles[0].role if len(roles) == 1 else config.role
     trace.setup(role, config.worker_id)
@@ -170,7 +168,7 @@ async def _serve(
     keeping = tasks.create_task(membership.run())
     try:
         watches = (
-            _join_fleet(config, membership, health, progress),
+            _join_fleet(membership, health, progress),
             _watch_engine(engine, health),
             events.until_broken(),
         )
@@ -246,17 +244,11 @@ def _hello(
     )
 
 
-async def _join_fleet(
-    config: WorkerConfig, membership: Membership, health: WorkerHealth, progress: LoadProgress
-) -> None:
-    """Join; then lock the files of this start in memory for the next one."""
+async def _join_fleet(membership: Membership, health: WorkerHealth, progress: LoadProgress) -> None:
     await membership.until_joined()
     progress.is_done = True
     log.startup_phase(log.JOINING)
     await health.join()
-    about = {str(config.model / name) for name in ("config.json", "generation_config.json")} if config.model else set()
-    if (num_bytes := await asyncio.to_thread(lock_startup_files, about)) > 0:
-        logger.info("startup files locked mib=%d", num_bytes >> 20)
 
 
 async def _serve_until_drained(

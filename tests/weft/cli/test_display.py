@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from weft.cli.child_spec import ChildState
+from weft.cli.child import ChildState
 from weft.cli.display import Display
 
 RECORD = "2026-11-22T09:01:02+0100 I decode-0 joined the fleet"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.child_spec import ChildSpec
+from weft.cli.child import ChildSpec
 from weft.cli.gpus import usable_gpus
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.mesh import mesh_specs, with_memory

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from weft.cli import supervisor as module
-from weft.cli.child_spec import ChildSpec, ChildState, RestartPolicy
+from weft.cli.child import ChildSpec, ChildState, RestartPolicy
 from weft.cli.supervisor import Supervisor
 
 QUICK = RestartPolicy(first_backoff=0.01, max_backoff=0.04, healthy=30.0, max_first_failures=5)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.weft.cli.test_supervisor import FOREVER, QUICK, Recorder, gone, running, spec
 
-from weft.cli.child_spec import ChildFailed, ChildSpec, ChildState
+from weft.cli.child import ChildFailed, ChildSpec, ChildState
 from weft.cli.supervisor import Supervisor
 
 

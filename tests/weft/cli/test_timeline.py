@@ -11,7 +11,7 @@ import pytest
 
 from weft import log
 from weft.cli import timeline as timeline_module
-from weft.cli.child_spec import ChildState
+from weft.cli.child import ChildState
 from weft.cli.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
