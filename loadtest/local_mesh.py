@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from loadtest.processes import ROOT, START_SECONDS, BenchError, Processes, send_signal
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 MAX_REPORT_AGE_MS = 2500

@@ -41,7 +41,7 @@ from loadtest.answers import (
 from loadtest.local_mesh import LocalMesh
 from loadtest.processes import BenchError, send_signal
 from loadtest.report import table, verdict
-from weft.cli.memory_guard import MIB, own_anonymous_bytes
+from weft.cli.memory import MIB, own_anonymous_bytes
 
 NUM_ASKS = 24
 PROMPT_WORDS = 250

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from loadtest.processes import ROOT, BenchError, Processes, answers
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 
 INSTALL_SECONDS = 1800.0
 MARK = ".venv/.installed-run"

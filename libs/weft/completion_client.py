@@ -51,7 +51,7 @@ class CompletionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts as the server reports them."""
 
     prompt_tokens: int
@@ -67,7 +67,7 @@ class CompletionEvent:
     text: str = ""
     reasoning: str = ""
     finish_reason: str = ""
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
     @property
     def has_token(self) -> bool:
@@ -187,7 +187,7 @@ def _parse(event: dict[str, Any], at: float) -> CompletionEvent:
     usage = None
     if counts := event.get("usage"):
         cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        usage = Usage(counts["prompt_tokens"], counts["completion_tokens"], cached)
+        usage = TokenUsage(counts["prompt_tokens"], counts["completion_tokens"], cached)
     text, reasoning, finish_reason = "", "", ""
     for choice in event.get("choices") or ():
         finish_reason = choice.get("finish_reason") or finish_reason

@@ -1,5 +1,7 @@
-"""Reads and writes small files and translates OSError: transient I/O errors become StorageUnavailable, others
-BadCheckpoint.
+"""Reads and writes the small files of a checkpoint, and says what a file or directory is that belongs to none.
+
+An OSError becomes StorageUnavailable if a retry may cure it, else BadCheckpoint. Names and first bytes tell foreign
+files apart.
 """
 
 from __future__ import annotations
@@ -7,15 +9,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.foreign_files import LFS_POINTER, dangling, foreign_content
 
 TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
@@ -159,3 +161,131 @@ def _is_deep(value: Any) -> bool:
         if not (level := list(chain.from_iterable(inner))):
             return False
     return True
+
+
+FIRST_BYTES = 512
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+AGAIN = "download it again"
+HAS_NO_CONFIG = "has no config.json; it must be a checkpoint as Hugging Face ships them"
+# First bytes of known files.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+CONTENTS = (
+    (LFS_POINTER, f"is a Git LFS pointer, not the file itself; run `git lfs pull`, or {AGAIN}"),
+    (b"<!doctype html", f"is a web page (HTML), not the file; {AGAIN}, with a login where the site wants one"),
+    (b"<html", f"is a web page (HTML), not the file; {AGAIN}, with a login where the site wants one"),
+    (b"<?xml", f"is a server's answer in XML, not the file; {AGAIN}"),
+    (b"gguf", "is a GGUF file, which Weft does not read; name the safetensors checkpoint that it was made of"),
+    (b"pk\x03\x04", "is a zip archive, as PyTorch writes; convert it to safetensors"),
+    (b"\x80\x02", "is pickled, which can run code and is not read; convert it to safetensors"),
+)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2", ".tmp")
+VARIANT = re.compile(r"model\.(\w+)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|model\.safetensors\.index\.(\w+)\.json")
+
+
+def foreign_content(head: bytes) -> str | None:
+    """Say what a file is by its first bytes; None if they are unknown."""
+    if not head:
+        return f"truncated: the file is empty; {AGAIN}"
+    start = head[:FIRST_BYTES].lstrip().lower()
+    return next((what for begin, what in CONTENTS if start.startswith(begin)), None)
+
+
+def foreign_path(path: Path) -> str:
+    """Say why this path is no checkpoint: it is no directory with a config.json."""
+    if os.path.isdir(path):
+        return _foreign_directory(path)
+    if os.path.isfile(path):
+        return _foreign_file(path)
+    if os.path.islink(path):
+        return dangling(path)
+    if HUB_NAME.fullmatch(str(path)):
+        name = path.name
+        advice = f"`hf download {path} --local-dir {name}`, then name that directory"
+        return f"is no directory; models of the Hugging Face Hub are not downloaded: {advice}"
+    return "is no directory; name one with a checkpoint as Hugging Face ships them"
+
+
+def dangling(path: Path) -> str:
+    """Describe a dangling link; a Hub cache holds such links after an interrupted download."""
+    return f"is a link to {os.readlink(path)}, which is not there; {AGAIN}"
+
+
+def foreign_names(names: Set[str]) -> str | None:
+    """Say what a directory without readable weights contains instead; None if that is unknown."""
+    if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
+        return "is an adapter (LoRA, PEFT), not a model; merge it into its base model and save the result"
+    if "model_index.json" in names:
+        return "is a pipeline of diffusers, which makes pictures; Weft serves language models"
+    if variant := _first(names, lambda name: VARIANT.fullmatch(name) is not None):
+        return f"has only a variant of the weights ({variant}); rename its files to model.safetensors and the like"
+    if ".gguf" in _suffixes(names):
+        return "has only GGUF files, which Weft does not read; name the safetensors checkpoint that they were made of"
+    if "params.json" in names or any(name.startswith("consolidated.") for name in names):
+        what = "the format of its maker (params.json, consolidated.*)"
+        return f"has its weights in {what}; take the checkpoint in the format of Hugging Face (model*.safetensors)"
+    if unfinished := _first(names, lambda name: name.endswith(UNFINISHED)):
+        return f"has an unfinished download ({unfinished}); {AGAIN}"
+    for suffixes, what in OTHERS.items():
+        if _suffixes(names).intersection(suffixes):
+            return f"has only weights of {what}, which Weft does not read; take the safetensors checkpoint"
+    return None
+
+
+OTHERS = {
+    (".onnx", ".onnx_data"): "ONNX",
+    (".npz",): "MLX or NumPy",
+    (".h5", ".msgpack", ".tflite"): "TensorFlow or Flax",
+    (".mlpackage", ".mlmodel"): "Core ML",
+    (".engine", ".plan"): "TensorRT",
+}
+
+
+def _foreign_directory(path: Path) -> str:
+    config = path / "config.json"
+    if config.is_symlink():
+        return f"config.json {dangling(config)}"
+    names = {each.name for each in path.iterdir()}
+    if "adapter_config.json" in names and (base := _base_model(path / "adapter_config.json")):
+        return f"is an adapter (LoRA, PEFT) of {base}, not a model; merge it into that model and save the result"
+    if what := foreign_names(names):
+        return what
+    if "modules.json" in names or "config_sentence_transformers.json" in names:
+        return "has no config.json: it is a folder of sentence-transformers; name the folder of its transformer"
+    if inner := _inner_model(path):
+        return f"has no config.json, but {inner} has; name that directory"
+    if pickled := _first(names, lambda name: name.endswith(PICKLE_SUFFIXES)):
+        return f"has no config.json, and its weights ({pickled}) are pickled; name a checkpoint in safetensors"
+    return HAS_NO_CONFIG if names else f"is an empty directory: it {HAS_NO_CONFIG}"
+
+
+def _foreign_file(path: Path) -> str:
+    if path.name == "config.json":
+        return f"is a file; name its directory, {path.parent}"
+    if path.suffix == ".gguf":
+        return "is a GGUF file, which Weft does not read; name the safetensors checkpoint that it was made of"
+    with path.open("rb") as file:
+        what = foreign_content(file.read(FIRST_BYTES))
+    return what or "is a file; name the directory with it and config.json"
+
+
+def _base_model(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_bytes()).get("base_model_name_or_path") or "")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+
+
+def _inner_model(path: Path) -> Path | None:
+    """Return the newest snapshot of a Hub cache, or the only subdirectory with a config.json."""
+    snapshots = sorted(path.glob("snapshots/*/config.json"), key=lambda each: each.stat().st_mtime)
+    inner = snapshots[-1:] or list(path.glob("*/config.json"))
+    return inner[0].parent if len(inner) == 1 else None
+
+
+def _suffixes(names: Iterable[str]) -> set[str]:
+    return {os.path.splitext(name)[1] for name in names}
+
+
+def _first(names: Iterable[str], is_wanted: Callable[[str], bool]) -> str:
+    return next(filter(is_wanted, sorted(names)), "")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from loadtest.processes import Processes, answers
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "weft-nano"

@@ -15,7 +15,7 @@ import psutil
 
 from loadtest.engine.cpu_vllm import environment
 from loadtest.processes import BenchError, Processes, answers
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 # compiling counts in vLLM's first start

@@ -28,8 +28,8 @@ import psutil
 from weft.cli import fleet_commands
 from weft.cli.child import RestartPolicy
 from weft.cli.health import grpc_serves
+from weft.cli.layout import free_ports
 from weft.cli.mesh_registry import MeshRecord, running_meshes
-from weft.cli.ports import free_ports
 from weft.rpc.client import open_channel
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 

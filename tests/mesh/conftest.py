@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 ROOT = Path(__file__).parents[2]

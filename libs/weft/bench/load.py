@@ -81,8 +81,10 @@ class Target:
 
 
 async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
-    """Find the model, how long its tokens are in our words, and whether answers can be made as long as they are to be:
-    `ignore_eos` is not OpenAI's, and strict servers refuse it. Raises CompletionError."""
+    """Find the model, its characters per token, and whether the server accepts `ignore_eos`, which is not OpenAI's.
+
+    Raises CompletionError.
+    """
     raise_fd_limit()  # what fails for want of one is not the server's
     client = open_client(url, api_key, httpx.Limits(max_connections=None, max_keepalive_connections=None))
     try:

@@ -26,7 +26,7 @@ from weft.file_io import format_os_error
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What the user asked for. Without a trace the recipe counts."""
+    """Options of `weft bench`. Without a trace the recipe counts."""
 
     url: str
     model: str = ""
@@ -47,14 +47,14 @@ class BenchOptions:
 
     @property
     def shown(self) -> dict[str, object]:
-        """For the report; no key."""
+        """Options for the report, without the API key."""
         recipe = {} if self.trace else asdict(self.recipe)
         trace = {"trace": self.trace, "speed": self.speed, "requests": self.recipe.requests} if self.trace else {}
         return {"url": self.url, "model": self.model, "chat": self.is_chat, **recipe, **trace, **asdict(self.promise)}
 
 
 def run_bench(options: BenchOptions) -> int:
-    """The exit status: 1 when nothing was answered, or a file could not be written, 2 when it cannot be asked."""
+    """Return the exit status: 1 without an answer or if a file could not be written, 2 for options that conflict."""
     if twice := _named_twice({"--trace": options.trace, "--raw": options.raw, "--report": options.report}):
         print(f"weft bench: {twice}", file=sys.stderr)
         return 2
@@ -83,7 +83,7 @@ def run_bench(options: BenchOptions) -> int:
 
 
 def _named_twice(files: Mapping[str, Path | None]) -> str:
-    """Which options name one file, by one name or by two; empty where none do."""
+    """Return which two options name the same file; empty if none do."""
     named = [(option, path) for option, path in files.items() if path is not None]
     for (one, first), (other, second) in itertools.combinations(named, 2):
         # by a hard link too
@@ -94,7 +94,7 @@ def _named_twice(files: Mapping[str, Path | None]) -> str:
 
 
 def _write(path: Path, text: str) -> bool:
-    """Or say why not: the other file is still to be written."""
+    """Write the file and return True; after a failure print why and return False."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -104,7 +104,7 @@ def _write(path: Path, text: str) -> bool:
 
 
 def _without_nan(value: Any) -> Any:
-    """The same with null for figures of which there are none: JSON has no word for what is not a number."""
+    """Replace NaN by None, as JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _without_nan(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

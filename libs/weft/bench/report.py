@@ -1,4 +1,4 @@
-"""The figures as a table in the terminal and as one HTML page that needs nothing but itself."""
+"""The figures as tables in the terminal and as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench.load import Record
-from weft.bench.plots import distribution, over_time, steps
-from weft.bench.stats import PERCENTILES, BenchStats, gaps
+from weft.bench.stats import PERCENTILES, BenchStats, gaps, percentile
+from weft.svg import distribution, over_time, steps
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2024; --soft: #5f666e; --paper: #faf9f7; --card: #fff; --faint: #e2e0da;
@@ -75,9 +75,9 @@ def page(title: str, options: Mapping[str, object], figures: BenchStats, records
     per_token = [1000 * record.per_token for record in done if record.output_tokens > 1]
     flights = [(record.sent, 1) for record in records] + [(record.ended, -1) for record in records if record.ended]
     plots = {
-        "Time to first token": distribution(first, "milliseconds", PERCENTILES),
-        "Time per output token": distribution(per_token, "milliseconds", PERCENTILES),
-        "Between pieces": distribution(between, "milliseconds", PERCENTILES),
+        "Time to first token": _distribution(first),
+        "Time per output token": _distribution(per_token),
+        "Between pieces": _distribution(between),
         "Time to first token over the run": over_time([(r.due, 1000 * r.first_token) for r in done], "milliseconds"),
         "Requests under way": steps(flights, "requests"),
     }
@@ -97,6 +97,11 @@ def page(title: str, options: Mapping[str, object], figures: BenchStats, records
         f'<div class="cards">{figures_html}</div>'
         f'<div class="cards"><dl>{"".join(_option(*each) for each in options.items())}</dl></div></html>'
     )
+
+
+def _distribution(milliseconds: list[float]) -> str:
+    marks = {each: percentile(milliseconds, each) for each in PERCENTILES} if milliseconds else {}
+    return distribution(milliseconds, "milliseconds", marks)
 
 
 def _row(*cells: str) -> str:

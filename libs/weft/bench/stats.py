@@ -1,4 +1,4 @@
-"""From records to figures: rates, latencies by percentile, and how many requests kept the promises. Pure arithmetic."""
+"""Figures of a benchmark from its records: rates, latencies by percentile, and requests that met the SLO."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class LatencySlo:
-    """What a request must keep to count as good; 0 promises nothing. Seconds."""
+    """Latency limits in seconds that a good request meets; 0: no limit."""
 
     first_token: float = 0.0
     per_token: float = 0.0
 
     def is_kept(self, record: Record) -> bool:
-        """By a request that was answered."""
+        """Return whether an answered request met the limits."""
         if self.first_token and record.first_token > self.first_token:
             return False
         return not self.per_token or record.per_token <= self.per_token
@@ -37,8 +37,10 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class BenchStats:
-    """One run. Rates are a second; `goodput` counts the requests that kept the promise, `short` the answers of fewer
-    tokens than were asked for."""
+    """Figures of one run; rates are per second.
+
+    `goodput`: requests that met the SLO. `short`: answers with fewer tokens than requested.
+    """
 
     requests: int
     answered: int
@@ -87,7 +89,7 @@ def summarize(records: Sequence[Record], promise: LatencySlo) -> BenchStats:
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:
-    """How many of each kind, in the words of the first one: the others may name other times, rates or ids."""
+    """Return the number of errors by kind, in the words of the first one; others may name other times or ids."""
     words: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for record in records:
@@ -98,7 +100,7 @@ def _errors(records: Sequence[Record]) -> dict[str, int]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest rank; not a number where there are no values."""
+    """Return a percentile by nearest rank; NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[max(math.ceil(len(values) * percent / 100), 1) - 1]

@@ -1,7 +1,7 @@
-"""What is asked, and when: requests by a recipe (closed or open loop) or from a trace. Knows neither network nor clock.
+"""The requests of a benchmark and their times, by a recipe (closed or open loop) or from a trace.
 
-Texts are made of words drawn by chance from a seed, so that the same options ask the same things of every server, and
-pieces with the same seed are the same text: that is how prompts share prefixes.
+Texts are words drawn at random from a seed, so the same options send the same requests to every server. Pieces with the
+same seed are the same text, which gives prompts shared prefixes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Job:
 
 
 def from_recipe(recipe: WorkloadSpec) -> Iterator[Job]:
-    """As many as it says."""
+    """Yield the jobs of a recipe."""
     dice, at = random.Random(recipe.seed), 0.0
 
     def drawn(tokens: int) -> int:
@@ -91,7 +91,7 @@ def from_trace(path: Path, requests: int, speed: float) -> Iterator[Job]:
 
 
 def _row(path: Path, number: int, line: bytes) -> tuple[float, int, int, int, list[int]]:
-    """When, which, how long prompt and answer are, and the prompt's hashes. Raises BadTrace."""
+    """Return time, line number, prompt and answer tokens, and the prompt's hashes. Raises BadTrace."""
     try:
         row = json.loads(line)
         at, size, output = float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"])

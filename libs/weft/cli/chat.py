@@ -159,7 +159,7 @@ def _converse(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, con
 
 
 def _read_line(is_terminal: bool) -> str | None:
-    """The next message; None at the end of input. Raises CompletionError."""
+    """Return the next message; None at the end of input. Raises CompletionError."""
     try:
         return read_input(lambda: input("> " if is_terminal else ""))
     except (EOFError, KeyboardInterrupt):
@@ -169,7 +169,7 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 def _answer(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, text: str, console: Console) -> None:
-    """One exchange. A stopped answer stays in the conversation as far as it came, a failed one does not."""
+    """Run one exchange. The received part of a stopped answer stays in the conversation; a failed answer does not."""
     chat.messages.append({"role": "user", "content": text})
     figures, pieces = CompletionStats(), list[str]()
 

@@ -1,6 +1,6 @@
 """What `weft up` shows: one live row a service while things start, then one merged log of all of them.
 
-On a terminal with colours and movement; elsewhere the same as plain lines.
+On a terminal with colours and movement; elsewhere the same as plain lines. Timeline draws the start as a picture.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,10 +19,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.child import ChildState
+from weft.cli.child import ChildState, Listener
+from weft.log import JOINING, SLEEPING, STARTUP_PHASE
+
+if TYPE_CHECKING:
+    from weft.svg import Phase
 
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 SPEAKER = "weft up"
+LAST_PHASE = "until ready"
+BROKEN_OFF = "broken off"
+AWAY = "until started again"
+# starts after the mesh's own that are kept, the last ones
+MAX_LATER = 40
 # what weft.log writes: time, level, process, message
 _RECORD = re.compile(
     r"(?P<when>\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S*) (?P<level>[DIWEC]) (?P<process>\S+) (?P<message>.*)"
@@ -164,3 +174,128 @@ def _describe(row: _Row) -> Text:
     if row.state is ChildState.STARTING:
         return Text(f"starting {time.monotonic() - row.since:.0f} s")
     return Text(row.state.value, style="dim")
+
+
+@dataclass(slots=True)
+class _Start:
+    """One start of a process. Its times are counted from `since`."""
+
+    label: str
+    since: float
+    begin: float
+    is_later: bool = False
+    is_woken: bool = False
+    marks: list[tuple[str, float]] = field(default_factory=list)
+    ready: float | None = None
+    died: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once the process is ready or has died."""
+        return self.ready is not None or self.died is not None
+
+    def phases(self, now: float) -> list[Phase]:
+        """Return the phases of the start; the last one lasts until `now` if the start is not over."""
+        ends = list(self.marks)
+        if self.ready is None:
+            ends.append((BROKEN_OFF, self.died or now))
+        elif not self.is_woken:
+            ends.append((LAST_PHASE, self.ready))
+        from weft.svg import Phase  # only --timeline draws
+
+        begin, phases = self.begin, []
+        for name, at in ends:
+            # probes have pauses: the process may log a phase after the probe found it ready
+            end = max(begin, at)
+            phases.append(Phase(name, begin - self.since, end - self.since))
+            begin = end
+        return phases
+
+
+class Timeline:
+    """A Listener of the supervisor that records the start as a picture; passes everything on to another."""
+
+    def __init__(
+        self,
+        inner: Listener,
+        began: float,
+        clock: Callable[[], float] = time.time,
+        on_later: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`began`: Unix time of the command. `on_later` is called after each restart or wake-up of a process."""
+        self._inner = inner
+        self._clock = clock
+        self._began = began
+        self._on_later = on_later
+        self._rows: list[_Start] = []
+        self._current: dict[str, _Start] = {}
+        self._gone: dict[str, float] = {}
+
+    def on_line(self, name: str, line: str) -> None:
+        """Keep the startup phases that a child logs; pass the line on."""
+        row, mark = self._current.get(name), STARTUP_PHASE.search(line)
+        if mark and row is not None:
+            self._on_mark(row, name, mark["phase"], float(mark["at"]))
+        self._inner.on_line(name, line)
+
+    def _on_mark(self, row: _Start, name: str, phase: str, at: float) -> None:
+        if phase == SLEEPING:
+            self._begin(name, _Start(f"{name}, woken", at, at, is_later=True, is_woken=True))
+        elif not row.is_over:
+            row.marks.append((phase, at))
+            if row.is_woken and phase == JOINING:  # no probe follows a wake-up
+                self._is_ready(row, at)
+
+    def on_state(self, name: str, state: ChildState, detail: str) -> None:
+        """Start or end a row of the timeline; pass the state on."""
+        row = self._current.get(name)
+        if state is ChildState.STARTING:
+            now = self._clock()
+            if row is None:
+                self._begin(name, _Start(name, self._began, now))
+            else:
+                since = self._gone.get(name, now)
+                self._begin(name, _Start(f"{name}, again", since, since, is_later=True, marks=[(AWAY, now)]))
+        elif state is ChildState.READY and row is not None and not row.is_over:
+            self._is_ready(row, self._clock())
+        elif state in (ChildState.FAILED, ChildState.STOPPED):
+            self._end(name)
+        self._inner.on_state(name, state, detail)
+
+    def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
+        """End the row of a child that was never ready; pass the death on."""
+        self._gone[name] = self._clock()
+        self._end(name)
+        self._inner.on_death(name, how, last_lines, retry_seconds)
+
+    def _begin(self, name: str, row: _Start) -> None:
+        self._current[name] = row
+        self._rows.append(row)
+        later = [each for each in self._rows if each.is_later]
+        if len(later) > MAX_LATER:
+            self._rows.remove(later[0])
+
+    def _is_ready(self, row: _Start, at: float) -> None:
+        row.ready = at
+        if row.is_later:
+            self._on_later()
+
+    def _end(self, name: str) -> None:
+        row = self._current.get(name)
+        if row is not None and not row.is_over:
+            row.died = self._clock()
+
+    def phases(self) -> list[tuple[str, list[Phase]]]:
+        """Return the rows of the mesh's start, in order, then each later start that is over.
+
+        A process that is not ready yet has phases until now. A later start is counted from the death or wake-up.
+        """
+        shown = [row for row in self._rows if not row.is_later]
+        shown += [row for row in self._rows if row.is_later and row.is_over]
+        return [(row.label, row.phases(self._clock())) for row in shown]
+
+    def svg(self, title: str) -> str:
+        """Return the timeline as SVG."""
+        from weft.svg import timeline
+
+        return timeline(title, self.phases())

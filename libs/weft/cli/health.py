@@ -1,8 +1,7 @@
-"""Asks a process whether it can be used: gRPC health, HTTP readiness, a Redis PING. Never raises for "not yet".
+"""Probes of a process: gRPC health, HTTP readiness, a Redis PING. They return False while it is not ready.
 
-Run as `python -m weft.cli.health HOST:PORT | URL` it exits 0 when the answer is yes, for container health checks. Those
-are a process each, for as long as the container lives, and cost what is imported: HTTP is spoken by hand, and gRPC's
-library is loaded where gRPC is asked.
+`python -m weft.cli.health HOST:PORT | URL` exits 0 if the process is ready, for container health checks. Each check is
+a process of its own, so imports are kept few: HTTP is written by hand, and gRPC is imported only for a gRPC probe.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ATTEMPT_SECONDS = 2.0
 
 
 async def grpc_serves(address: str) -> bool:
-    """Does grpc.health.v1 at host:port answer SERVING."""
+    """Return whether grpc.health.v1 at host:port answers SERVING."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -37,7 +36,7 @@ async def grpc_serves(address: str) -> bool:
 
 
 async def http_answers(url: str) -> bool:
-    """Does a GET of http://host:port/path answer 200."""
+    """Return whether a GET of http://host:port/path answers 200."""
     parts = urlsplit(url)
     head = f"GET {parts.path or '/'} HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n\r\n"
     line = await _first_line(parts.hostname or "", parts.port or 80, head.encode())
@@ -45,12 +44,12 @@ async def http_answers(url: str) -> bool:
 
 
 async def redis_answers(host: str, port: int) -> bool:
-    """Does a Redis protocol server answer PING."""
+    """Return whether a Redis protocol server answers PING."""
     return (await _first_line(host, port, b"PING\r\n")).startswith(b"+PONG")
 
 
 async def _first_line(host: str, port: int, said: bytes) -> bytes:
-    """Of what a server answers to this; empty when there is none in time."""
+    """Return the first line of the answer; empty if none arrives in time."""
     try:
         async with asyncio.timeout(ATTEMPT_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)

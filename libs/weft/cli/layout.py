@@ -1,15 +1,152 @@
-"""Options of a mesh on one machine, the cores and GPUs of each worker, and the address of each process."""
+"""What the processes of a mesh use on this machine: ports, GPUs, cores; and the options and addresses of a mesh.
+
+Imports no torch: nvidia-smi lists the GPUs.
+"""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
-from collections.abc import Mapping
+import random
+import socket
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.addresses import MAX_PORT
 from weft.capacity.host_limits import granted_cores
-from weft.cli.gpus import gpu_settings
-from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports
+
+LOOPBACK = "127.0.0.1"
+# below the range that the kernel hands out to connections, so that a restarted child finds its port free;
+# above the one that Mooncake picks from
+INTERNAL_PORTS = range(18_000, 32_000)
+
+
+class PortTaken(Exception):
+    """A port that the user asked for is in use."""
+
+
+def check_port(host: str, port: int, flag: str, host_flag: str = "--host") -> None:
+    """Raise PortTaken, naming the flag to change, unless the port can be bound."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                flag = host_flag  # the host is unknown or not of this machine: no other port would help
+            raise PortTaken(f"cannot listen on {host}:{port} ({reason}); choose another with {flag}") from error
+
+
+def free_ports(count: int, spoken_for: Collection[int] = ()) -> list[int]:
+    """Return `count` free loopback ports from INTERNAL_PORTS, none of them in `spoken_for`."""
+    held: list[socket.socket] = []
+    try:
+        for port in random.sample(INTERNAL_PORTS, len(INTERNAL_PORTS)):
+            if len(held) == count:
+                break
+            if port in spoken_for:
+                continue
+            probe = socket.socket()
+            held.append(probe)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                held.pop().close()
+        return [probe.getsockname()[1] for probe in held]
+    finally:
+        for probe in held:
+            probe.close()
+
+
+def check_listen_address(listen: str, flag: str) -> str:
+    """Return the address that reaches a listener at HOST:PORT from this machine. Raises PortTaken."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        raise PortTaken(f"{flag} {listen}: expected HOST:PORT with a port of 1 to {MAX_PORT}")
+    bare = bare_host(host)
+    check_port(bare, int(port), flag, host_flag=flag)
+    return f"{reachable(bare)}:{port}"
+
+
+def bare_host(host: str) -> str:
+    """Remove the brackets of an IPv6 address."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def reachable(host: str) -> str:
+    """The address to call on this machine for a listener bound to host."""
+    if host in ("0.0.0.0", ""):
+        return LOOPBACK
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+ASK_SECONDS = 60.0
+# CUDA's variable for the devices that a process may use
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as nvidia-smi reports it; 0 bytes: not reported."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver: str
+
+
+def cards() -> list[Card]:
+    """Return the NVIDIA GPUs of this machine; none if nvidia-smi fails."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(query, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in ended.stdout.splitlines()] if ended.returncode == 0 else []
+    return [Card(row[0], _mebibytes(row[1]), _mebibytes(row[2]), row[3]) for row in rows if len(row) == 4]
+
+
+def _mebibytes(text: str) -> int:
+    """Return bytes. nvidia-smi prints no number where GPU and processor share their memory."""
+    return int(text) << 20 if text.isdecimal() else 0
+
+
+def all_report_memory(found: Sequence[Card]) -> bool:
+    """Return whether nvidia-smi reports the memory of each GPU."""
+    return bool(found) and all(card.total_bytes for card in found)
+
+
+def usable_gpus(environ: Mapping[str, str], found: Sequence[Card] | None = None) -> tuple[str, ...]:
+    """Return CUDA's names of the usable GPUs: those of CUDA_VISIBLE_DEVICES up to the first invalid one, else all.
+
+    `found` saves a call of nvidia-smi.
+    """
+    if VISIBLE in environ:
+        chosen = filter(None, (name.strip() for name in environ[VISIBLE].split(",")))
+        return tuple(itertools.takewhile(lambda name: not name.startswith("-"), chosen))
+    return tuple(str(number) for number in range(len(cards() if found is None else found)))
+
+
+def chosen_cards(found: Sequence[Card], gpus: Sequence[str]) -> list[Card]:
+    """Return the GPUs with these names; all if a name is no valid number."""
+    numbers = [int(name) for name in gpus if name.isdecimal() and int(name) < len(found)]
+    return [found[number] for number in numbers] if len(numbers) == len(gpus) else list(found)
+
+
+def gpu_settings(gpus: Sequence[str], num_workers: int, index: int) -> dict[str, str]:
+    """Return the settings of one worker: its GPU, round-robin, and its share of a GPU with several workers."""
+    if not gpus:
+        return {}
+    turn = index % len(gpus)
+    num_sharing = len(range(turn, num_workers, len(gpus)))
+    return {VISIBLE: gpus[turn], "WEFT_GPU_SHARE": f"{1 / num_sharing:.4f}"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from weft.addresses import check_addresses
-from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.up_command import DTypeOption, WeightFormatOption, up
 from weft.errors import ConfigError
@@ -25,7 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(keys_app)
-app.add_typer(bundles_app)
 
 
 def _tell_version(is_wanted: bool) -> None:
@@ -277,7 +276,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check what a mesh needs of this machine and say what to do; exits with 1 where something would not work."""
-    from weft.cli.doctor.finding import Subject
+    from weft.cli.doctor import Subject
     from weft.cli.doctor.run import run_doctor
     from weft.cli.up import UsageError, find_models
 
@@ -288,6 +287,44 @@ def doctor(
         raise typer.Exit(2) from None
     subject = Subject(models, host, port, grpc_port, workers * len(models), is_deep=deep)
     raise typer.Exit(run_doctor(subject, as_json))
+
+
+class PassedOn(TyperCommand):
+    """Passes all options on to the bundle program, also --help and `--` before names that begin with a dash."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the arguments as typed, for the bundle program."""
+        ctx.args = args
+        return args
+
+
+@app.command(cls=PassedOn)
+def compress(context: typer.Context) -> None:
+    """Make a bundle of a checkpoint, about a third smaller and the same to the bit: MODEL OUT [--threads N]."""
+    _bundle_tool(context)
+
+
+@app.command(cls=PassedOn)
+def decompress(context: typer.Context) -> None:
+    """Make the checkpoint again that a bundle was made of: BUNDLE OUT [--threads N]."""
+    _bundle_tool(context)
+
+
+@app.command(cls=PassedOn)
+def verify(context: typer.Context) -> None:
+    """Decode a whole bundle and compare its checksums: BUNDLE [--threads N]."""
+    _bundle_tool(context)
+
+
+@app.command(cls=PassedOn)
+def inspect(context: typer.Context) -> None:
+    """What each tensor of a bundle takes, beside its entropy: BUNDLE [--plot FILE.svg]."""
+    _bundle_tool(context)
+
+
+def _bundle_tool(context: typer.Context) -> NoReturn:
+    """Become the bundle program: the command line itself starts without numpy and the kernels."""
+    os.execv(sys.executable, [sys.executable, "-m", "weft.weights.bundle", str(context.info_name), *context.args])
 
 
 def _scheduler(command: str, named: str) -> str:

@@ -1,11 +1,12 @@
-"""The processes of a mesh on one machine: their commands, their settings, and their start order.
+"""The processes of a mesh on one machine: their commands, their settings, their start order, and a check of settings.
 
-Imports no service; it sets their WEFT_* variables. The supervisor starts the processes.
+Imports no service to start one; it sets their WEFT_* variables. The supervisor starts the processes.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -13,13 +14,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from weft.api_keys import VALKEY_SCHEMES, BadKeys
 from weft.capacity.layout import GIB
 from weft.cli.child import ChildSpec
 from weft.cli.health import grpc_serves, http_answers, redis_answers
-from weft.cli.layout import Addresses, MeshOptions
-from weft.cli.ports import LOOPBACK, bare_host, reachable
+from weft.cli.keys import read_keys
+from weft.cli.layout import LOOPBACK, Addresses, MeshOptions, bare_host, reachable
 from weft.config import Port, Settings, read_config
+from weft.errors import ConfigError
 
 # imports the modules of both worker roles, then forks workers
 FORK_SERVER_COMMAND = (
@@ -210,3 +214,41 @@ def _valkey(at: Addresses) -> ChildSpec:
         probe=functools.partial(redis_answers, host, int(port)),
         start_seconds=20.0,
     )
+
+
+# Not the scheduler: its Config takes ten times as long to import as the others together, and it starts first.
+CLASSES = {
+    "weft_services.kvstore": ("weft_services.kvstore.config", "KvStoreConfig"),
+    "weft_services.weights": ("weft_services.weights.config", "WeightsConfig"),
+    "weft_services.worker": ("weft.worker.config", "WorkerConfig"),
+    "weft_services.gateway": ("weft_services.gateway.config", "GatewayConfig"),
+}
+
+
+def check_settings(specs: Iterable[ChildSpec]) -> None:
+    """Raise ConfigError naming the variable, or BadCheckpoint for an unknown tool format."""
+    for spec in specs:
+        module = spec.command[-1]
+        if module in CLASSES:
+            config = read_config(_load(*CLASSES[module]), spec.environ)
+            if module == "weft_services.gateway":
+                _check_gateway(config)
+
+
+def _check_gateway(gateway: Any) -> None:
+    """Check tool formats, certificate and key file, as the gateway does at its start. Keys in Valkey are not read."""
+    if gateway.tool_format != "auto":
+        choose = _load("weft_services.gateway.text.tool_formats", "choose_format")
+        for chosen in gateway.tool_formats.values():
+            choose(chosen, "")
+    if gateway.tls_cert is not None:
+        _load("weft_services.gateway.front.certificate", "Certificate")(gateway.tls_cert, gateway.tls_key)
+    if gateway.keys and not gateway.keys.startswith(VALKEY_SCHEMES):
+        try:
+            read_keys(gateway.keys)
+        except (BadKeys, OSError) as error:
+            raise ConfigError(f"WEFT_KEYS: {error}") from error
+
+
+def _load(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""`weft plan`: what a deployment of a model needs and could reach, with the arithmetic shown. Knows tables alone."""
+"""`weft plan`: memory and throughput limits of a model on GPUs, with the arithmetic shown. Starts nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.capacity.layout import (
 )
 from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, TERA, CapacityPlan, StepShape, make_plan
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.foreign_files import foreign_path
+from weft.file_io import foreign_path
 from weft.model.config import read_config
 from weft.model.spec import ModelConfig
 
@@ -106,7 +106,7 @@ def _demand(options: PlanOptions, config: ModelConfig) -> Demand:
 
 
 def _layouts(options: PlanOptions, config: ModelConfig) -> list[Layout]:
-    """Those that the options leave open; naming all of them, or none that can be, is checked by the planner."""
+    """Return the layouts that the options allow. Raises BadPlan if there is none."""
     asked = {"tp": options.tp, "pp": options.pp, "ep": options.ep}
     named = {name: value for name, value in asked.items() if value}
     found = [
@@ -242,7 +242,7 @@ def _roofline(demand: Demand, plan: CapacityPlan, stage: PipelineStage, step: St
 
 
 def _gib(size: float) -> str:
-    """In a unit that shows it."""
+    """Return bytes in GiB, MiB or KiB, whichever shows at least a tenth."""
     if abs(size) >= GIB / 10:
         return f"{size / GIB:.2f} GiB"
     return f"{size * 1024 / GIB:.2f} MiB" if abs(size) >= GIB / 10240 else f"{size / 1024:.2f} KiB"

@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -42,78 +43,89 @@ def status(scheduler: str, watch: bool, as_json: bool) -> None:
 
     Raises typer.Exit(1) after saying on stderr what is wrong and what to do.
     """
+    with failures_reported("status", scheduler):
+        asyncio.run(_status(scheduler, watch, as_json))
+
+
+async def _status(address: str, watch: bool, as_json: bool) -> None:
+    screen = console()
+    async with open_channel(address) as channel:
+        fleet = await list_workers(channel)
+        if as_json and watch:
+            await _print_for_ever(channel, address, fleet)
+        elif as_json:
+            print(json.dumps(as_dict(fleet), indent=2))
+        elif watch:
+
+            async def look() -> RenderableType:
+                return render(await list_workers(channel), screen.width)
+
+            await show_for_ever(screen, address, render(fleet, screen.width), look)
+        else:
+            screen.print(render(fleet, screen.width))
+
+
+@contextmanager
+def failures_reported(command: str, scheduler: str) -> Iterator[None]:
+    """Turn an RPC error into a message on stderr and typer.Exit(1); Ctrl-C ends the block quietly."""
     try:
-        asyncio.run(_watch(scheduler, as_json) if watch else _once(scheduler, as_json))
+        yield
     except grpc.aio.AioRpcError as error:
-        typer.secho(f"weft status: {explain(scheduler, error)}", fg="red", err=True)
+        typer.secho(f"weft {command}: {explain(scheduler, error)}", fg="red", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         return
 
 
-async def _once(address: str, as_json: bool) -> None:
-    async with open_channel(address) as channel:
-        fleet = await _list(channel)
-    if as_json:
-        print(json.dumps(as_dict(fleet), indent=2))
-    else:
-        screen = console()
-        screen.print(render(fleet, screen.width))
-
-
-async def _watch(address: str, as_json: bool) -> None:
-    async with open_channel(address) as channel:
-        fleet = await _list(channel)
-        if as_json:
-            await _print_for_ever(channel, address, fleet)
-        screen = console()
-        first = render(fleet, screen.width)
-        await show_for_ever(screen, first, lambda: _refreshed(channel, address, screen.width))
-
-
 async def _print_for_ever(channel: grpc.aio.Channel, address: str, fleet: pb.ListWorkersResponse) -> NoReturn:
-    """A line every second, but for those seconds in which it cannot be seen: then why, on stderr."""
+    """Print a line every second, or on stderr why the fleet cannot be seen."""
     while True:
         print(json.dumps(as_dict(fleet)), flush=True)
         is_new = False
         while not is_new:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
-                fleet, is_new = await _list(channel), True
+                fleet, is_new = await list_workers(channel), True
             except grpc.aio.AioRpcError as error:
                 typer.secho(f"weft status: {explain(address, error)}", fg="red", err=True)
 
 
 async def show_for_ever(
-    screen: Console, first: RenderableType, look: Callable[[], Awaitable[RenderableType]], is_whole: bool = False
+    screen: Console,
+    address: str,
+    first: RenderableType,
+    look: Callable[[], Awaitable[RenderableType]],
+    is_whole: bool = False,
 ) -> None:
-    """A picture every second: in one place of a terminal (all of it if `is_whole`), elsewhere one below the other."""
+    """Show a picture every second, in one place of a terminal (all of it if `is_whole`), else one below the other.
+
+    If the scheduler is away, the picture says why: a watcher outlives its restart.
+    """
+
+    async def next_picture() -> RenderableType:
+        await asyncio.sleep(REFRESH_SECONDS)
+        try:
+            return await look()
+        except grpc.aio.AioRpcError as error:
+            return Text(explain(address, error), style="red")
+
     if not screen.is_terminal or screen.is_dumb_terminal:
         screen.print(first)
         while True:
-            await asyncio.sleep(REFRESH_SECONDS)
-            screen.print(await look())
+            screen.print(await next_picture())
     with Live(first, console=screen, auto_refresh=False, screen=is_whole) as live:
         while True:
-            await asyncio.sleep(REFRESH_SECONDS)
-            live.update(await look(), refresh=True)
+            live.update(await next_picture(), refresh=True)
 
 
-async def _refreshed(channel: grpc.aio.Channel, address: str, width: int) -> RenderableType:
-    """The fleet now, or why it cannot be seen: a watcher outlives a restart of the scheduler."""
-    try:
-        return render(await _list(channel), width)
-    except grpc.aio.AioRpcError as error:
-        return Text(explain(address, error), style="red")
-
-
-async def _list(channel: grpc.aio.Channel) -> pb.ListWorkersResponse:
+async def list_workers(channel: grpc.aio.Channel) -> pb.ListWorkersResponse:
+    """Return the scheduler's list of workers and arrivals."""
     stub = pb_grpc.FleetServiceStub(channel)
     return await stub.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)
 
 
 def explain(address: str, error: grpc.aio.AioRpcError) -> str:
-    """What is wrong at that address, and what to do next."""
+    """Return what is wrong at that address, and what to do next."""
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return (
             f"what answers at {address} is no scheduler.\n"
@@ -134,12 +146,12 @@ def _how_it_was_asked() -> str:
 
 
 def console() -> Console:
-    """As wide as the terminal, or as a pipe may be."""
+    """Return a console as wide as the terminal, or PIPE_COLUMNS wide without one."""
     return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
 
 
 def render(fleet: pb.ListWorkersResponse, width: int) -> RenderableType:
-    """The table and its totals line, in at most `width` columns as far as that can be."""
+    """Return the table and its totals line; it drops columns to fit into `width`."""
     rows = [_row(worker) for worker in fleet.workers]
     models = {worker.hello.model for worker in fleet.workers} | {arrival.model for arrival in fleet.arrivals}
     for arrival in fleet.arrivals:
@@ -167,7 +179,7 @@ def _table(titles: Sequence[str], rows: Iterable[dict[str, Text]]) -> Table:
 
 
 def state_of(report: pb.WorkerReport) -> Text:
-    """In a word or two."""
+    """Return the state of a worker in a word or two."""
     if report.ready:
         return Text("ready", style="green")
     if report.full:
@@ -178,7 +190,7 @@ def state_of(report: pb.WorkerReport) -> Text:
 
 
 def _loading(arrival: pb.WorkerArrival) -> Text:
-    """What it is busy with, how far, and for how long."""
+    """Return the phase of a loading worker, its progress and its duration."""
     share = f" {arrival.done_bytes / arrival.total_bytes:.0%}" if arrival.total_bytes else ""
     return Text(f"{arrival.phase}{share}, {arrival.since_ms / 1000:.0f} s", style="cyan")
 
@@ -212,7 +224,7 @@ def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
 
 
 def kv_use(worker: pb.WorkerStatus) -> float:
-    """Share of the pool that is held and cannot be evicted, 0 to 1."""
+    """Return the share of the pool that is held and cannot be evicted, 0 to 1."""
     report = worker.report
     return (report.active_blocks + report.quarantined_blocks) / max(worker.hello.num_blocks, 1)
 
@@ -224,7 +236,7 @@ def _bar(share: float) -> Text:
 
 
 def as_dict(fleet: pb.ListWorkersResponse) -> dict[str, Any]:
-    """The fleet for programs: names and units as in the wire contract."""
+    """Return the fleet for programs, with names and units of the wire contract."""
     arrivals = [{**_plain(arrival), "role": role_from_wire(arrival.role).value} for arrival in fleet.arrivals]
     workers = [_worker_dict(worker) for worker in fleet.workers]
     return {"workers": workers, "arrivals": arrivals, "totals": totals(fleet)}
@@ -254,7 +266,7 @@ def _worker_dict(worker: pb.WorkerStatus) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Every field, also those never set. 64-bit numbers stay numbers, as they do not in protobuf's own JSON."""
+    """Return every field, also unset ones. 64-bit numbers stay numbers, unlike in protobuf's own JSON."""
     return {field.name: _value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
@@ -282,7 +294,7 @@ def totals(fleet: pb.ListWorkersResponse) -> dict[str, Any]:
 
 
 def totals_line(fleet: pb.ListWorkersResponse) -> str:
-    """The totals in one line for people."""
+    """Return the totals in one line for people."""
     sums = totals(fleet)
     loading = f", {sums['loading']} loading" if sums["loading"] else ""
     return (

@@ -14,10 +14,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from weft.cli.child import Child, describe_exit
-from weft.cli.child import CONFIG_EXIT_CODE, ChildFailed, ChildSpec, ChildState, Listener, RestartPolicy
+from weft.cli.child import (
+    CONFIG_EXIT_CODE,
+    Child,
+    ChildFailed,
+    ChildSpec,
+    ChildState,
+    Listener,
+    RestartPolicy,
+    describe_exit,
+)
 from weft.cli.fork_server import ForkServerClient
-from weft.cli.memory_guard import MemoryGuard, MemoryPlan
+from weft.cli.memory import MemoryGuard
 from weft.log import PROGRESS
 
 MAX_PROBE_SECONDS = 0.25
@@ -183,7 +191,7 @@ class Supervisor:
         except OSError as error:
             return _Life(str(error), None, (), None)
         self._children[spec.name] = child
-        guard = MemoryGuard(MemoryPlan(spec.memory_bytes), lambda line: self._listener.on_line(spec.name, line))
+        guard = MemoryGuard(spec.memory_bytes, lambda line: self._listener.on_line(spec.name, line))
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(child.read_lines(lambda line: self._on_line(spec.name, line)))

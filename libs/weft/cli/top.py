@@ -1,28 +1,24 @@
-"""`weft top`: the map of the mesh in a terminal, once a second. Its only source is the scheduler's list."""
+"""`weft top`: the map of the mesh in a terminal, once a second, from the scheduler's list of workers."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import grpc
-import typer
 from rich.box import ROUNDED
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.status import DEADLINE_SECONDS, REFRESH_SECONDS, console, explain, kv_use, show_for_ever, state_of
+from weft.cli.status import REFRESH_SECONDS, console, failures_reported, kv_use, list_workers, show_for_ever, state_of
 from weft.request import WorkerRole
 from weft.rpc.client import open_channel
 from weft.rpc.wire import role_from_wire
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
 COLOURS = {WorkerRole.PREFILL: "dark_orange3", WorkerRole.DECODE: "dark_cyan"}
 STORE_COLOUR = "medium_purple3"
@@ -41,48 +37,30 @@ def top(scheduler: str, once: bool) -> None:
 
     Raises typer.Exit(1) after saying on stderr what is wrong and what to do.
     """
-    try:
-        asyncio.run(_once(scheduler) if once else _watch(scheduler))
-    except grpc.aio.AioRpcError as error:
-        typer.secho(f"weft top: {explain(scheduler, error)}", fg="red", err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        return
+    with failures_reported("top", scheduler):
+        asyncio.run(_top(scheduler, once))
 
 
-async def _once(address: str) -> None:
+async def _top(address: str, once: bool) -> None:
     history, screen = RateHistory(), console()
+    height = 0 if once else screen.height
     async with open_channel(address) as channel:
-        await _look(channel, history)
-        await asyncio.sleep(REFRESH_SECONDS)  # a rate needs two pictures
-        screen.print(render(await _look(channel, history), history, screen.width))
 
+        async def look() -> RenderableType:
+            fleet = await list_workers(channel)
+            history.take(fleet.workers, time.monotonic())
+            return render(fleet, history, screen.width, height)
 
-async def _watch(address: str) -> None:
-    history, screen = RateHistory(), console()
-    async with open_channel(address) as channel:
-        first = render(await _look(channel, history), history, screen.width, screen.height)
-        look = functools.partial(_refreshed, channel, address, history, screen)
-        await show_for_ever(screen, first, look, is_whole=True)
-
-
-async def _refreshed(channel: grpc.aio.Channel, address: str, history: RateHistory, screen: Console) -> RenderableType:
-    """The mesh now, or why it cannot be seen: a watcher outlives a restart of the scheduler."""
-    try:
-        return render(await _look(channel, history), history, screen.width, screen.height)
-    except grpc.aio.AioRpcError as error:
-        return Text(explain(address, error), style="red")
-
-
-async def _look(channel: grpc.aio.Channel, history: RateHistory) -> pb.ListWorkersResponse:
-    stub = pb_grpc.FleetServiceStub(channel)
-    fleet = await stub.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)
-    history.take(fleet.workers, time.monotonic())
-    return fleet
+        first = await look()
+        if once:
+            await asyncio.sleep(REFRESH_SECONDS)  # a rate needs two pictures
+            screen.print(await look())
+        else:
+            await show_for_ever(screen, address, first, look, is_whole=True)
 
 
 def render(fleet: pb.ListWorkersResponse, history: RateHistory, width: int, height: int = 0) -> RenderableType:
-    """The whole map, in at most `width` columns; of its workers as many as `height` lines have room for, 0: all."""
+    """Return the whole map in `width` columns, with as many workers as fit into `height` lines; 0: all."""
     sides = {role: [w for w in fleet.workers if role_from_wire(w.hello.role).can(role)] for role in COLOURS}
     # workers of both roles stand with the decode workers
     sides[WorkerRole.PREFILL] = [w for w in sides[WorkerRole.PREFILL] if w not in sides[WorkerRole.DECODE]]
@@ -159,7 +137,7 @@ def _card(role: WorkerRole, worker: pb.WorkerStatus, rates: Rates) -> Panel:
 
 
 def _pool(worker: pb.WorkerStatus, colour: str) -> Text:
-    """In use, kept as cache, free."""
+    """Return a bar of the pool: in use, kept as cache, free."""
     use, kept = kv_use(worker), worker.report.cached_blocks / max(worker.hello.num_blocks, 1)
     return Text.assemble(
         *_bar(use, kept, colour, BAR_CELLS), f" KV {use:.0%}", (f", {kept:.0%} cached", "dim"), no_wrap=True
@@ -242,7 +220,7 @@ class Rates:
     bytes_per_second: float = 0.0
 
     def take(self, count: WorkerCounts) -> None:
-        """A picture of the fleet has come; its report may be the one before."""
+        """Add the counts of a new picture; its report may be the one before."""
         if not self.counts or count.at - self.counts[-1].at > SAME_REPORT_SECONDS:
             self.counts.append(count)
         while len(self.counts) > 2 and count.at - self.counts[1].at > WINDOW_SECONDS:
@@ -265,7 +243,7 @@ class RateHistory:
         self._boots: dict[str, Rates] = {}
 
     def take(self, workers: Iterable[pb.WorkerStatus], now: float) -> None:
-        """Workers that have gone are forgotten."""
+        """Update the rates of these workers; forget all others."""
         boots: dict[str, Rates] = {}
         for worker in workers:
             boot_id, tallies = worker.hello.worker.boot_id, worker.report.hand_offs
@@ -282,5 +260,5 @@ class RateHistory:
         self._boots = boots
 
     def of(self, worker: pb.WorkerStatus) -> Rates:
-        """Of a worker of the latest picture."""
+        """Return the rates of a worker of the latest picture."""
         return self._boots[worker.hello.worker.boot_id]

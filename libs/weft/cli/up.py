@@ -19,19 +19,15 @@ from rich.text import Text
 
 from weft.addresses import check_addresses, is_loopback
 from weft.cli.child import ChildFailed, ChildSpec
-from weft.cli.config_check import check_settings
-from weft.cli.display import Display
-from weft.cli.gpus import usable_gpus
-from weft.cli.layout import Addresses, MeshOptions, pick_addresses
-from weft.cli.memory_check import check_memory
-from weft.cli.mesh import FORK_SERVER_COMMAND, HARMLESS, mesh_specs, with_memory
+from weft.cli.display import Display, Timeline
+from weft.cli.layout import Addresses, MeshOptions, PortTaken, pick_addresses, reachable, usable_gpus
+from weft.cli.memory import check_memory
+from weft.cli.mesh import FORK_SERVER_COMMAND, HARMLESS, check_settings, mesh_specs, with_memory
 from weft.cli.mesh_registry import MeshRecord, recorded
-from weft.cli.ports import PortTaken, reachable
 from weft.cli.supervisor import Supervisor
-from weft.cli.timeline import Timeline
 from weft.config import model_name, read_models
 from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
-from weft.foreign_files import foreign_path
+from weft.file_io import foreign_path
 from weft.model.config import read_config
 from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
@@ -101,8 +97,7 @@ def _checked(place: str, given: str) -> Path:
 
 
 def _check_models(options: MeshOptions) -> dict[str, int]:
-    """What can be told before a minute of starting: an architecture that there is, a tokenizer, and room for it all.
-    Returns the memory that each worker is to take."""
+    """Check architecture, tokenizer and memory before anything starts; return each worker's planned memory in bytes."""
     try:
         for directory in options.models.values():
             read_config(directory)
@@ -113,7 +108,7 @@ def _check_models(options: MeshOptions) -> dict[str, int]:
 
 
 def _checked_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
-    """What is to be started, none of which would end at once for what a variable says."""
+    """Return the children after a check of their settings. Raises UsageError."""
     try:
         specs = mesh_specs(options, at)
         check_settings(specs)
@@ -123,7 +118,10 @@ def _checked_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
 
 
 def mooncake_trouble() -> str:
-    """Why Mooncake cannot be used here; empty when it can. Asked of a child: a library that fails to load may crash."""
+    """Return why Mooncake cannot be used here; empty if it can.
+
+    Loads it in a child process: a library that fails to load may crash.
+    """
     check = [sys.executable, "-m", "weft.kv.mooncake_loading"]
     try:
         ended = subprocess.run(check, capture_output=True, text=True, timeout=MOONCAKE_SECONDS, check=False)
@@ -191,7 +189,7 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
 
 
 def _wanting_mooncake(options: MeshOptions) -> str:
-    """The option that cannot be had without; empty when there is none."""
+    """Return the option that needs Mooncake; empty if none does."""
     if options.transport == "mooncake":
         return "--transport mooncake"
     return f"--disk {options.disk}" if options.disk is not None else ""

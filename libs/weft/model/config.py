@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
-from weft.file_io import path_exists
-from weft.foreign_files import foreign_path
+from weft.file_io import foreign_path, path_exists
 from weft.model.fields import Fields, read_eos, read_json
 from weft.model.spec import ModelConfig as ModelConfig
 from weft.model.spec import Rope as Rope

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.file_io import path_exists
-from weft.foreign_files import PICKLE_SUFFIXES, foreign_names
+from weft.file_io import PICKLE_SUFFIXES, foreign_names, path_exists
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
 from weft.model.tensors import stored_dtypes

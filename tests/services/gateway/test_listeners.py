@@ -18,7 +18,7 @@ from tests.services.gateway.fakes import speaking
 from weft.cli import health
 from weft.cli.certs import make_certs
 from weft.cli.health import http_answers
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 from weft.errors import ConfigError
 from weft.rpc import tls
 from weft_mesh.v1 import inference_service_pb2 as pb

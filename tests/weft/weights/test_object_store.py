@@ -18,7 +18,7 @@ import torch
 from obstore.store import from_url
 
 from tests.weft.weights.checkpoints import make_checkpoint, write_config
-from weft.cli.ports import free_ports
+from weft.cli.layout import free_ports
 from weft.cli.up import find_models
 from weft.config import read_models
 from weft.errors import BadCheckpoint, StorageUnavailable

@@ -19,17 +19,14 @@ from pathlib import Path
 import grpc
 import httpx
 
-from weft.cli.doctor.finding import Finding, Severity, Subject
-from weft.cli.gpus import VISIBLE, cards, chosen_cards, usable_gpus
-from weft.cli.layout import usable_cores
+from weft.cli.doctor import Finding, Severity, Subject
+from weft.cli.layout import VISIBLE, PortTaken, cards, check_port, chosen_cards, usable_cores, usable_gpus
 from weft.cli.mesh_registry import MeshRecord, running_meshes
-from weft.cli.ports import PortTaken, check_port
-from weft.cli.status import explain
+from weft.cli.status import explain, list_workers
 from weft.cli.up import mooncake_trouble
 from weft.errors import ConfigError
 from weft.rpc.client import open_channel
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
 CHILD_SECONDS = 60.0
 INFINIBAND = Path("/sys/class/infiniband")
@@ -221,5 +218,4 @@ def _way(mesh: MeshRecord) -> Finding:
 
 async def _workers(scheduler: str) -> Sequence[pb.WorkerStatus]:
     async with open_channel(scheduler) as channel:
-        reply = await pb_grpc.FleetServiceStub(channel).ListWorkers(pb.ListWorkersRequest(), timeout=ASK_SECONDS)
-    return reply.workers
+        return (await list_workers(channel)).workers

@@ -15,9 +15,9 @@ from pathlib import Path
 from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
 from weft.capacity.sizes import MemoryBudget, Sizes, choose_sizes, default_num_blocks
-from weft.cli.doctor.finding import Finding, Severity, Subject
-from weft.cli.gpus import all_report_memory, cards, chosen_cards, usable_gpus
-from weft.cli.memory_check import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory, stored_config
+from weft.cli.doctor import Finding, Severity, Subject
+from weft.cli.layout import all_report_memory, cards, chosen_cards, usable_gpus
+from weft.cli.memory import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory, stored_config
 from weft.cli.mesh_registry import running_meshes
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable

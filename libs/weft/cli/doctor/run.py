@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from weft.cli.doctor.finding import Finding, Severity, Subject
+from weft.cli.doctor import Finding, Severity, Subject
 from weft.cli.doctor.machine import (
     check_clock,
     check_cores,

@@ -12,8 +12,8 @@ from cryptography import x509
 
 from weft.addresses import is_loopback
 from weft.api_keys import BadKeys
-from weft.cli.doctor.finding import Finding, Severity, Subject
-from weft.cli.key_store import read_keys
+from weft.cli.doctor import Finding, Severity, Subject
+from weft.cli.keys import read_keys
 from weft.errors import ConfigError
 from weft.rpc.tls import FILES, MESH_NAME, VARIABLE, read_folder, read_pem
 

@@ -17,8 +17,7 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.file_io import copy_ownership, fsync_path, os_errors_translated
-from weft.foreign_files import foreign_names
+from weft.file_io import copy_ownership, foreign_names, fsync_path, os_errors_translated
 from weft.weights.bundle.atomic_directory import atomic_directory, stamps_of
 from weft.weights.bundle.chunks import Bytes
 from weft.weights.bundle.format import SUFFIX, BundleHeader, read_bundle_header

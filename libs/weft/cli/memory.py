@@ -1,13 +1,17 @@
-"""Checks before the start that a mesh fits into this machine, with the arithmetic of `weft plan`.
+"""Memory of a mesh on this machine: checked before the start with the arithmetic of `weft plan`, guarded afterwards.
 
-The services themselves report what only shows later, such as memory that other programs take.
+The guard ends a child that takes far more memory than was planned for it, before it takes the machine. Anonymous memory
+counts (heaps, stacks), of the process and its descendants: images of weights and a CPU worker's KV pool are shared
+memory. A machine that runs out of memory lets the kernel choose a victim, and all others swap or lose their page cache
+first. The guard reads /proc; where there is none it watches nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +19,8 @@ from weft.capacity.footprint import footprint, with_stored_dtype
 from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
 from weft.capacity.sizes import Sizes, choose_sizes
-from weft.cli.gpus import VISIBLE, Card, all_report_memory, cards
-from weft.cli.layout import MeshOptions
+from weft.cli.child import Child
+from weft.cli.layout import VISIBLE, Card, MeshOptions, all_report_memory, cards
 from weft.config import Count, Settings
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
@@ -117,14 +121,14 @@ def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes:
 
 
 def _card(found: list[Card], name: str) -> Card:
-    """By its number; one that is called otherwise may be the largest."""
+    """Return the GPU of this number, or the largest for a name that is no number."""
     if name.isdigit() and int(name) < len(found):
         return found[int(name)]
     return max(found, key=lambda card: card.free_bytes)
 
 
 def held_bytes() -> int:
-    """Of images of this user's that are there already: they are used again, or go when there is no room."""
+    """Return the bytes of this user's images in shared memory: a start uses them again or removes them."""
     found = 0
     for path in SHARED_MEMORY.glob("weft-weights-*"):
         with suppress(FileNotFoundError):
@@ -134,7 +138,7 @@ def held_bytes() -> int:
 
 
 def _read(directory: Path) -> tuple[ModelConfig, int]:
-    """What it is and its image's bytes: what files say that are here; of those that are not, what the config says."""
+    """Return a model's config and the bytes of its image, by its files or, if they are remote, by the config."""
     if is_remote(directory):
         config = read_config(directory)
         return config, sum(each.size_bytes for each in footprint(config).values())
@@ -143,10 +147,86 @@ def _read(directory: Path) -> tuple[ModelConfig, int]:
 
 
 def stored_config(checkpoint: Checkpoint) -> ModelConfig:
-    """With the dtype of its files, which workers go by, as some say another in config.json."""
+    """Return the config with the dtype of the files, which workers use; config.json may name another."""
     tensors = ((each.entry.dtype, each.entry.size_bytes) for each in checkpoint.tensors)
     return with_stored_dtype(read_config(checkpoint.directory), tensors)
 
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
+
+
+PROC = Path("/proc")
+MIB = 1 << 20
+PERIOD_SECONDS = 1.0
+WARN_RATIO = 1.3
+# beyond both a child is ended, however much memory the machine has left
+HARD_RATIO, HARD_EXTRA_BYTES = 3, 4 * GIB
+# with less than this left on the machine, one beyond WARN_RATIO is; no more than a tenth of all memory
+LEAST_LEFT_BYTES = GIB
+STOP_SECONDS = 2.0
+
+
+def least_left_bytes() -> int:
+    """Return the memory that a machine of this size must have left."""
+    return min(LEAST_LEFT_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10)
+
+
+def anonymous_bytes(pid: int, proc: Path = PROC) -> int:
+    """Return the anonymous memory of a process and its descendants; 0 for one that has ended."""
+    try:
+        below = (proc / str(pid) / "task" / str(pid) / "children").read_text().split()
+    except OSError:
+        return 0
+    return own_anonymous_bytes(pid, proc) + sum(anonymous_bytes(int(child), proc) for child in below)
+
+
+def own_anonymous_bytes(pid: int, proc: Path = PROC) -> int:
+    """Return the anonymous memory of the process alone; 0 when it has ended."""
+    try:
+        status = (proc / str(pid) / "status").read_text()
+    except OSError:
+        return 0
+    kib = next((line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")), "0")
+    return int(kib) * 1024
+
+
+class MemoryGuard:
+    """Watches one life of a child."""
+
+    def __init__(
+        self,
+        planned: int,
+        say: Callable[[str], None],
+        measure: Callable[[int], int] = anonymous_bytes,
+        left: Callable[[], int] = available_bytes,
+    ) -> None:
+        """`planned`: bytes of anonymous memory expected at most; 0: not watched. `say` receives a line for the log."""
+        self._planned = planned
+        self._say = say
+        self._measure = measure
+        self._left = left
+        self._has_warned = False
+        self.verdict = ""  # why the child was ended
+
+    async def watch(self, child: Child) -> None:
+        """Look once a second, until cancelled or the child had to be ended."""
+        while self._planned and not self.verdict:
+            await asyncio.sleep(PERIOD_SECONDS)
+            self.look(child.pid)
+        if self.verdict:
+            await child.stop(STOP_SECONDS)
+
+    def look(self, pid: int) -> None:
+        """Measure, log the first time beyond the plan, and judge."""
+        used, planned = self._measure(pid), self._planned
+        if used <= planned * WARN_RATIO:
+            self._has_warned = False
+            return
+        figures = f"used_mib={used // MIB} planned_mib={planned // MIB} pid={pid}"
+        if used > max(planned * HARD_RATIO, planned + HARD_EXTRA_BYTES) or self._left() < least_left_bytes():
+            self.verdict = f"memory: {used // MIB} MiB taken, {planned // MIB} MiB planned"
+            self._say(f"memory far beyond plan, process is ended {figures}")
+        elif not self._has_warned:
+            self._has_warned = True
+            self._say(f"memory beyond plan {figures}")

@@ -1,18 +1,27 @@
-"""Small plots as SVG text, drawn in the page's own colours: a distribution, and points over time. No library."""
+"""Plots as SVG text, without a library: curves and points in the colours of the page around them, and a timeline."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-
-from weft.bench.stats import percentile
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
 LABEL = 80
 MAX_POINTS = 2000
+BAR_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")
+CHART_WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 900, 26, 110, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a process in a timeline; seconds since the timeline begins."""
+
+    name: str
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,8 @@ class Axis:
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def distribution(values: Sequence[float], label: str, percentiles: Sequence[int] = ()) -> str:
-    """The share of values up to each one, as a line; where it passes the percentiles is marked and said."""
+def distribution(values: Sequence[float], label: str, percentiles: Mapping[int, float]) -> str:
+    """Return the share of values up to each one as a line, with marks at the percentiles."""
     ordered = sorted(values)
     if not ordered:
         return _frame(Axis(label, 0, 1), Axis("share", 0, 1), "")
@@ -46,12 +55,11 @@ def distribution(values: Sequence[float], label: str, percentiles: Sequence[int]
     points = [(value, (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)][::stride]
     points = [(0.0, 0.0), *points, (ordered[-1], 1.0)]
     path = " ".join(f"{_x(x, across):.1f},{_y(y, up):.1f}" for across, up in points)
-    marks = [_mark(x, y, each, ordered) for each in percentiles]
+    marks = [_mark(x, y, percent, value) for percent, value in percentiles.items()]
     return _frame(x, y, f'<polyline class="line" points="{path}"/>{"".join(marks)}')
 
 
-def _mark(x: Axis, y: Axis, percent: int, ordered: Sequence[float]) -> str:
-    value = percentile(ordered, percent)
+def _mark(x: Axis, y: Axis, percent: int, value: float) -> str:
     across, up = _x(x, value), _y(y, percent / 100)
     # beside the line, which comes from the left; there is no room for it at the edge
     anchor, beside = ("start", across + 9) if across < WIDTH - RIGHT - LABEL else ("end", across - 9)
@@ -60,7 +68,7 @@ def _mark(x: Axis, y: Axis, percent: int, ordered: Sequence[float]) -> str:
 
 
 def over_time(points: Sequence[tuple[float, float]], label: str) -> str:
-    """Points over seconds since the start."""
+    """Return points over seconds since the start."""
     if not points:
         return _frame(Axis("seconds", 0, 1), Axis(label, 0, 1), "")
     x = Axis("seconds", 0, max(across for across, _ in points) or 1.0)
@@ -71,7 +79,7 @@ def over_time(points: Sequence[tuple[float, float]], label: str) -> str:
 
 
 def steps(events: Sequence[tuple[float, int]], label: str) -> str:
-    """A count over time: `events` are (when, by how much it changes)."""
+    """Return a count over time; `events` are pairs of a time and a change of the count."""
     count, points = 0, [(0.0, 0)]
     for when, change in sorted(events):
         points += [(when, count), (when, count + change)]
@@ -105,3 +113,42 @@ def _frame(x: Axis, y: Axis, inside: str) -> str:
     turned = f'x="14" y="{(TOP + HEIGHT - BOTTOM) / 2}" transform="rotate(-90 14 {(TOP + HEIGHT - BOTTOM) / 2})"'
     marks.append(f'<text {turned} text-anchor="middle">{escape(y.label)}</text>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(marks)}{inside}</svg>'
+
+
+def timeline(title: str, rows: Sequence[tuple[str, Sequence[Phase]]]) -> str:
+    """Return one row of phases per process over seconds; names and durations show on hovering and in the legend."""
+    total = max((phase.end for _, phases in rows for phase in phases), default=1.0)
+    names = list(dict.fromkeys(phase.name for _, phases in rows for phase in phases))
+    colour = {name: BAR_COLOURS[number % len(BAR_COLOURS)] for number, name in enumerate(names)}
+    scale, left = CHART_WIDTH / max(total, 0.001), MARGIN + LABEL_WIDTH
+    top = 2 * MARGIN + ROW_HEIGHT
+    end = top + len(rows) * ROW_HEIGHT
+    parts = [f'<text x="{MARGIN}" y="{MARGIN + 6}" font-size="15">{escape(title)}</text>']
+    for tick in Axis("", 0.0, total).ticks:
+        x = left + tick * scale
+        parts.append(f'<line x1="{x:.1f}" y1="{top - 6}" x2="{x:.1f}" y2="{end}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x:.1f}" y="{top - 10}" text-anchor="middle" fill="#666">{tick:g} s</text>')
+    for number, (process, phases) in enumerate(rows):
+        y = top + number * ROW_HEIGHT
+        parts.append(f'<text x="{MARGIN}" y="{y + 16}">{escape(process)}</text>')
+        parts += [_bar(phase, left, scale, y, colour[phase.name]) for phase in phases]
+    bottom = end + 2 * MARGIN
+    for number, name in enumerate(names):
+        x, y = MARGIN + (number % 5) * 200, bottom + number // 5 * 20
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour[name]}"/>')
+        parts.append(f'<text x="{x + 18}" y="{y}">{escape(name)}</text>')
+    width, height = left + CHART_WIDTH + 3 * MARGIN, bottom + (len(names) // 5 + 1) * 20
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _bar(phase: Phase, left: int, scale: float, y: int, colour: str) -> str:
+    seconds = phase.end - phase.begin
+    x, width = left + phase.begin * scale, max(1.0, seconds * scale)
+    label = f'<text x="{x + width / 2:.1f}" y="{y + 16}" text-anchor="middle" fill="white">{seconds:.1f}</text>'
+    return (
+        f'<g><title>{escape(phase.name)}: {seconds:.2f} s</title><rect x="{x:.1f}" y="{y + 3}" '
+        f'width="{width:.1f}" height="{ROW_HEIGHT - 6}" fill="{colour}"/>{label if width > 30 else ""}</g>'
+    )
