@@ -70,9 +70,9 @@ def up(
             envvar="WEFT_TRANSPORT", help="Transport of KV blocks; auto: shared memory, else Mooncake, else gRPC."
         ),
     ] = TransportOption.AUTO,
-    threads: Annotated[
+    threads: Annotated[  # at most weft.config.MAX_THREADS, spelled out as importing pydantic is slow
         int,
-        typer.Option(min=0, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."),
+        typer.Option(min=0, max=1024, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."),
     ] = 0,
     max_seqs: Annotated[
         int,

@@ -194,7 +194,7 @@ def test_memory_is_added_up_by_the_settings_that_workers_will_have(monkeypatch: 
         (finding,) = model.check_memory(Subject(MODELS, num_workers=1))
         levels.append(finding.level)
     assert levels == [Severity.OK, Severity.FAILURE, Severity.FAILURE]
-    assert "WEFT_CHUNK_TOKENS=-1" in finding.says
+    assert "WEFT_CHUNK_TOKENS='-1'" in finding.says
 
 
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
