@@ -29,7 +29,7 @@ from weft.svg import Axis, distribution, over_time, steps
 runner = CliRunner()
 
 
-def test_the_same_seed_asks_the_same_and_another_one_something_else() -> None:
+def test_seed_determines_the_requests() -> None:
     first, again = (list(from_recipe(WorkloadSpec(requests=5, spread=0.5, seed=1))) for _ in range(2))
     assert first == again
     other = list(from_recipe(WorkloadSpec(requests=5, spread=0.5, seed=2)))
@@ -79,7 +79,7 @@ def test_a_trace_keeps_its_times_lengths_and_shared_blocks(tmp_path: Path) -> No
     assert len(list(from_trace(path, 2, 1.0))) == 2
 
 
-def test_a_trace_that_was_written_as_requests_ended_is_replayed_in_the_order_of_their_times(tmp_path: Path) -> None:
+def test_unsorted_trace_is_replayed_in_order_of_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [{"timestamp": at, "input_length": at, "output_length": 1} for at in (1000, 500, 3000, 2000)]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -169,9 +169,7 @@ class Links(HTMLParser):
         self.found += [value or "" for name, value in attrs if name in ("src", "href")]
 
 
-def test_a_run_against_a_server_prints_tables_and_writes_a_page_that_needs_nothing(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+def test_bench_prints_tables_and_writes_standalone_page(gateway: Gateway, tmp_path: Path) -> None:
     gateway.scripts = [list(HELLO) for _ in range(8)]
     page, raw = tmp_path / "report.html", tmp_path / "raw.json"
     options = ["--chat", "--requests", "6", "--concurrency", "2", "--prompt-tokens", "20", "--api-key", "very-secret"]
@@ -200,7 +198,7 @@ def test_an_open_loop_counts_what_fails(gateway: Gateway) -> None:
     assert "1 x unavailable" in result.output
 
 
-def test_an_event_that_is_not_openais_costs_its_own_request_and_no_other(gateway: Gateway) -> None:
+def test_malformed_event_fails_its_request_only(gateway: Gateway) -> None:
     odd: list[Any] = ["null", {"usage": {"tokens": 3}}, {"choices": [7]}]
     gateway.scripts = [list(HELLO), list(HELLO), *([each, "[DONE]"] for each in odd), [{"choices": None}, *HELLO]]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "4", "--concurrency", "1"])
@@ -216,7 +214,7 @@ def test_a_server_that_refuses_is_told_and_no_run(gateway: Gateway) -> None:
     assert "HTTP 500: model: no such model" in result.output
 
 
-def test_a_server_that_knows_openais_fields_alone_is_measured_without_the_others(gateway: Gateway) -> None:
+def test_server_that_rejects_ignore_eos_is_measured(gateway: Gateway) -> None:
     gateway.unknown_fields = {"ignore_eos"}
     gateway.scripts = [list(HELLO) for _ in range(4)]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "2"])
@@ -257,9 +255,7 @@ def run(gateway: Gateway, *options: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_server_that_stands_still_costs_the_time_that_it_took_and_all_that_was_never_sent(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+def test_stalled_server_counts_time_and_unsent_requests(gateway: Gateway, tmp_path: Path) -> None:
     gateway.scripts = [*([list(HELLO)] * 4), [HOLD]]
     raw = tmp_path / "raw.json"
     options = ["--requests", "9", "--concurrency", "1", "--max-seconds", "1.5", "--raw", str(raw)]
@@ -285,9 +281,7 @@ def test_a_trace_is_read_to_its_end_before_anything_is_sent(gateway: Gateway, tm
 
 
 @pytest.mark.parametrize("option", ["--report", "--raw"])
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_sent(
-    gateway: Gateway, tmp_path: Path, option: str
-) -> None:
+def test_unwritable_file_is_reported_before_the_load(gateway: Gateway, tmp_path: Path, option: str) -> None:
     code, output = run(gateway, option, str(tmp_path / "nowhere" / "file"))
     assert code == 1
     assert "No such file or directory" in output
@@ -400,7 +394,7 @@ def test_it_may_open_as_many_connections_as_the_system_lets_it(gateway: Gateway)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_figure_that_there_is_not_is_null_in_the_file_which_stays_json(gateway: Gateway, tmp_path: Path) -> None:
+def test_missing_figure_is_null_in_valid_json(gateway: Gateway, tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
@@ -413,7 +407,7 @@ def test_a_figure_that_there_is_not_is_null_in_the_file_which_stays_json(gateway
     assert latencies["between pieces"] == {"mean": None, "percentiles": [None, None, None]}
 
 
-def test_brackets_in_what_a_server_says_are_no_markup_and_cost_no_figures(gateway: Gateway, tmp_path: Path) -> None:
+def test_brackets_in_errors_are_not_markup(gateway: Gateway, tmp_path: Path) -> None:
     broken = [{"error": {"message": "unbalanced [/INST] after [type=user]"}}]
     gateway.scripts = [list(HELLO), list(HELLO), broken, list(HELLO)]
     raw, report = tmp_path / "raw.json", tmp_path / "[run]" / "page.html"
@@ -426,7 +420,7 @@ def test_brackets_in_what_a_server_says_are_no_markup_and_cost_no_figures(gatewa
     assert str(report) in output
 
 
-def test_one_file_for_figures_and_report_is_refused_before_the_load(gateway: Gateway, tmp_path: Path) -> None:
+def test_raw_and_report_must_be_different_files(gateway: Gateway, tmp_path: Path) -> None:
     both = ["--raw", str(tmp_path / "run"), "--report", str(tmp_path / "run")]
     result = runner.invoke(app, ["bench", "--url", gateway.url, *both])
     assert (result.exit_code, "--raw and --report are both" in result.stderr) == (2, True)
@@ -446,26 +440,6 @@ def test_one_file_by_two_names_is_not_written_over(gateway: Gateway, tmp_path: P
     code, output = run(gateway, "--raw", f"{tmp_path}/new", "--report", f"{tmp_path}/to nothing")
     assert (code, output) == (2, f"weft bench: --raw and --report are both {tmp_path}/new\n")
     assert (trace.read_text(), gateway.asked) == (LINE, [])
-
-
-@pytest.mark.parametrize(
-    ("models", "said"),
-    [
-        ('{"object": "list", "data": []}', "lists no model"),
-        ('{"data": null}', "does not answer like a mesh"),
-        ('{"data": [{}]}', "does not answer like a mesh"),
-        ("<!doctype html><html></html>", "does not answer like a mesh"),
-        ("[]", "does not answer like a mesh"),
-    ],
-)
-def test_bench_says_what_a_list_of_models_lacks(gateway: Gateway, models: str, said: str) -> None:
-    gateway.models = models
-    code, output = run(gateway)
-    assert code == 1
-    assert said in output
-    assert gateway.url in output
-    assert "Error(" not in output
-    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize("options", [[], ["--model", "tiny"]])

@@ -32,7 +32,7 @@ def test_chat_keeps_the_conversation_and_its_session(gateway: Gateway) -> None:
     assert [message["role"] for message in gateway.asked[1][1]["messages"]] == "system user assistant user".split()
 
 
-def test_chat_shows_the_answer_without_control_characters_and_what_it_cost(gateway: Gateway) -> None:
+def test_chat_strips_control_characters_and_prints_cost(gateway: Gateway) -> None:
     gateway.scripts = [HELLO]
     result = runner.invoke(app, ["chat", "--url", gateway.url], input="hi\n")
     assert "Hello[2J" in result.output
@@ -94,9 +94,7 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr(gateway: Gateway) 
     assert (body["model"], body["seed"], body["max_tokens"]) == ("tiny", 7, 5)
 
 
-def test_a_models_text_does_not_steer_the_terminal_it_is_generated_to(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_strips_control_characters_on_a_terminal(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway.scripts = [HELLO]
     reader, writer = pty.openpty()
     with open(reader, "rb", buffering=0) as screen, open(writer, "w") as terminal:
@@ -125,12 +123,17 @@ def test_a_refusal_is_shown_in_the_gateways_words(gateway: Gateway) -> None:
     assert "rejected (404): model: no such model" in result.stderr
 
 
-@pytest.mark.parametrize("models", ['{"data": null}', "[]", '{"data": ["tiny"]}', "<html>"])
-def test_a_server_that_lists_its_models_otherwise_is_told_in_one_line(gateway: Gateway, models: str) -> None:
+@pytest.mark.parametrize("command", [["generate", "hi"], ["bench"]])
+@pytest.mark.parametrize(
+    "models", ['{"data": []}', '{"data": null}', '{"data": [{}]}', "[]", '{"data": ["tiny"]}', "<html>"]
+)
+def test_model_list_of_another_shape_is_reported(gateway: Gateway, command: list[str], models: str) -> None:
     gateway.models = models
-    result = runner.invoke(app, ["generate", "hi", "--url", gateway.url])
+    result = runner.invoke(app, [*command, "--url", gateway.url])
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"weft generate: {gateway.url} does not answer like a mesh")
+    said = "lists no model" if models == '{"data": []}' else "does not answer like a mesh"
+    assert result.stderr.startswith(f"weft {command[0]}: {gateway.url} {said}")
+    assert "Error(" not in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -174,7 +177,7 @@ def test_a_session_may_have_any_letters(gateway: Gateway) -> None:
     assert runner.invoke(app, ["chat", "--url", gateway.url, "--session", "Zoë"], input="hi\n").exit_code == 0
 
 
-def test_a_terminal_without_a_letter_shows_the_rest_of_the_answer(gateway: Gateway) -> None:
+def test_generate_replaces_letters_a_terminal_lacks(gateway: Gateway) -> None:
     gateway.scripts = [[{"choices": [{"delta": {"content": text}}]} for text in ("déjà", " vu")] + ["[DONE]"]]
     command = [sys.executable, "-m", "weft.cli.main", "generate", "hi", "--url", gateway.url]
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -182,7 +185,7 @@ def test_a_terminal_without_a_letter_shows_the_rest_of_the_answer(gateway: Gatew
     assert (run.returncode, run.stdout) == (0, b"d?j? vu\n"), run.stderr
 
 
-def test_an_answer_that_its_file_has_no_room_for_is_told_in_one_line(gateway: Gateway) -> None:
+def test_generate_reports_full_disk_in_one_line(gateway: Gateway) -> None:
     gateway.scripts = [list(HELLO)]
     command = [sys.executable, "-m", "weft.cli.main", "generate", "hi", "--url", gateway.url]
     with Path("/dev/full").open("w") as full:
@@ -244,7 +247,7 @@ def test_a_thought_is_a_first_token_too(gateway: Gateway) -> None:
     assert "first token 0 ms" not in result.stderr
 
 
-def test_an_authority_of_ones_own_is_believed_where_the_environment_names_it(
+def test_private_authority_is_trusted_by_ssl_cert_file(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_certs(tmp_path, [])

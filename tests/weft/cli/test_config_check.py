@@ -52,9 +52,7 @@ def test_a_setting_that_a_service_would_end_for_is_told(
         check()
 
 
-def test_a_tool_format_that_there_is_not_and_keys_that_cannot_be_read_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_tool_format_and_unreadable_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys.json").write_text("{")
     for keys in ("keys.json", "others.json"):
         with pytest.raises(ConfigError, match=f"WEFT_KEYS: {tmp_path / keys}"):

@@ -87,7 +87,7 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(is_terminal: bool) -> Non
     shown.end_start()
 
 
-def test_a_pipe_that_has_closed_is_written_to_no_more_not_even_at_the_end() -> None:
+def test_closed_pipe_is_never_written_again() -> None:
     program = (
         "import re, sys; from rich.console import Console; from weft.cli.display import Display\n"
         "shown = Display(Console(), ['a'], 'Weft', re.compile('x'))\n"
@@ -180,7 +180,7 @@ def test_a_start_that_fails_is_drawn_until_its_end() -> None:
     }
 
 
-def test_a_worker_that_comes_back_is_drawn_from_when_it_had_died_or_was_woken() -> None:
+def test_restart_is_drawn_from_death_or_wake_up() -> None:
     now, drawn = [0.0], [0]
 
     def draw() -> None:
@@ -215,7 +215,7 @@ def test_a_worker_that_comes_back_is_drawn_from_when_it_had_died_or_was_woken() 
     assert timeline.svg("x").count("one, ") == 2
 
 
-def test_a_mesh_that_runs_for_long_keeps_its_own_start_and_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_keeps_first_start_and_latest_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LATER", 2)
     timeline = Timeline(Ears(), 0.0, lambda: 1.0)
     for _ in range(5):

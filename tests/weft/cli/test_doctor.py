@@ -185,7 +185,7 @@ def test_what_a_running_mesh_has_taken_is_not_missing(monkeypatch: pytest.Monkey
     assert "a running mesh already holds its memory" in memory.says
 
 
-def test_memory_is_added_up_by_the_settings_that_workers_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_check_uses_worker_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "cards", list)
     monkeypatch.setattr(model, "available_bytes", lambda: 1 << 30)
     levels = []
@@ -307,7 +307,7 @@ def test_keys_in_the_clear_are_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
 ROOT = Path(__file__).parents[3]
 
 
-def test_settings_that_cannot_be_read_are_told_once_and_end_nothing(tmp_path: Path) -> None:
+def test_unreadable_settings_are_reported_once(tmp_path: Path) -> None:
     shutil.copytree(SHIPPED, broken := tmp_path / "broken")
     (broken / "chat_template.jinja").unlink()
     (broken / "tokenizer_config.json").unlink()
@@ -333,9 +333,7 @@ def test_what_workers_are_said_to_need_is_imported_by_them() -> None:
         assert re.search(rf"^(import|from) {name}\b", code, re.MULTILINE), name
 
 
-def test_a_host_of_another_machine_is_told_though_a_mesh_of_ours_has_that_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_host_fails_even_if_our_mesh_has_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     note = MeshRecord.of_this_process(8000, "http://127.0.0.1:8000", "127.0.0.1:1", {"gateway": "127.0.0.1:9000"})
     with recorded(note):
@@ -352,9 +350,7 @@ def test_one_port_for_http_and_grpc_is_told_as_by_up() -> None:
     assert [(each.level, each.advice) for each in found] == [(Severity.FAILURE, "choose another with --grpc-port")]
 
 
-def test_an_authority_that_has_ended_wants_another_and_no_new_certificate_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expired_authority_needs_a_new_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certs, "CA_DAYS", -1e-3)
     certs.make_certs(tmp_path, [])
     monkeypatch.setenv("WEFT_TLS_DIR", str(tmp_path))
@@ -396,9 +392,7 @@ def test_the_public_key_is_looked_at_as_the_gateway_does(tmp_path: Path, monkeyp
         assert (told.level, told.says.startswith(f"WEFT_TLS_KEY: {tmp_path / wrong}")) == (Severity.FAILURE, True)
 
 
-def test_a_certificate_that_no_peer_would_believe_is_told_by_its_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certificate_without_mesh_name_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is valid, and the key's, and made out to somebody else."""
     monkeypatch.setattr(certs, "MESH_NAME", "mesh.example.com")
     certs.make_certs(tmp_path, [])

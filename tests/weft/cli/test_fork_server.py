@@ -122,7 +122,7 @@ async def test_when_it_dies_its_children_die_and_it_cannot_be_asked(environ: dic
         await heard_out(child)
 
 
-async def test_one_that_does_not_answer_is_not_waited_for_and_who_is_born_late_is_ended(
+async def test_spawn_times_out_and_late_child_is_killed(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fork_server(environ) as opened:
@@ -139,9 +139,7 @@ async def test_one_that_does_not_answer_is_not_waited_for_and_who_is_born_late_i
     await heard_out(child, later)
 
 
-async def test_a_child_that_the_system_refuses_costs_the_others_nothing(
-    environ: dict[str, str], tmp_path: Path
-) -> None:
+async def test_refused_fork_leaves_other_children_running(environ: dict[str, str], tmp_path: Path) -> None:
     with (tmp_path / "library.py").open("a") as library:
         library.write(REFUSING)
     async with fork_server(environ) as opened:

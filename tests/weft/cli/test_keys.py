@@ -58,7 +58,7 @@ def test_a_key_is_printed_once_and_kept_as_a_digest(where: str) -> None:
     assert (gone.exit_code, "no key named 'alice'" in gone.stderr) == (1, True)
 
 
-def test_a_key_is_shown_though_its_user_may_not_ask_how_valkey_evicts(valkey: ValkeyServer) -> None:
+def test_key_is_added_without_permission_for_info(valkey: ValkeyServer) -> None:
     with redis.Redis.from_url(valkey.connection_url) as server:
         server.acl_setuser("keeper", enabled=True, nopass=True, keys=["*"], categories=["+@all"], commands=["-info"])
     where = valkey.connection_url.replace("redis://", "redis://keeper:secret@")
@@ -87,7 +87,7 @@ def test_a_file_that_is_not_there_is_named_with_what_makes_it(tmp_path: Path) ->
     assert f"{tmp_path / 'keys.json'}: no such file; `weft keys add NAME` makes it" in listed.stderr
 
 
-def test_a_key_that_is_revoked_by_a_link_is_gone_from_the_file_that_it_leads_to(tmp_path: Path) -> None:
+def test_revoke_follows_a_link(tmp_path: Path) -> None:
     kept, link = tmp_path / "etc" / "keys.json", tmp_path / "keys.json"
     assert runner.invoke(app, ["keys", "add", "alice", "--keys", str(kept)]).exit_code == 0
     link.symlink_to(Path("etc") / "keys.json")
@@ -236,9 +236,7 @@ def test_a_url_of_something_else_is_no_folder(url: str, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_keeps_the_folder_locked_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_the_folder_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.cli.keys.SECONDS", 0.1)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)

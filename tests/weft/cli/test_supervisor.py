@@ -119,7 +119,7 @@ async def test_a_mesh_that_is_ended_before_it_has_begun_starts_nobody() -> None:
     assert recorder.states == []
 
 
-async def test_a_dead_child_is_reported_with_its_last_lines_and_started_again_with_backoff() -> None:
+async def test_dead_child_is_reported_and_restarted_with_backoff() -> None:
     recorder = Recorder()
     program = "import sys; [print('line', i) for i in range(40)]; print('up', flush=True); sys.exit(7)"
     supervisor = Supervisor([spec(recorder, "one", program)], recorder, QUICK)
@@ -143,7 +143,7 @@ async def test_a_killed_child_is_named_by_its_signal_and_comes_back() -> None:
         assert recorder.deaths[0][1] == "killed by SIGKILL"
 
 
-async def test_a_child_that_is_not_ready_in_time_is_ended_and_tried_again() -> None:
+async def test_child_not_ready_in_time_is_restarted() -> None:
     recorder = Recorder()
 
     async def never() -> bool:
@@ -165,7 +165,7 @@ time.sleep(60)
 """
 
 
-async def test_a_start_that_says_how_far_it_is_has_all_the_time_it_needs_and_so_have_those_that_wait_for_it() -> None:
+async def test_progress_extends_the_timeout_of_all_starts() -> None:
     recorder = Recorder()
     waiting = {"probe": recorder.has_said("loads", "up"), "start_seconds": 4.0, "heeds_progress": True}
     specs = [
@@ -219,7 +219,7 @@ async def test_descendants_of_a_dead_child_do_not_outlive_it() -> None:
         assert await gone(int(recorder.deaths[0][2][0]))
 
 
-async def test_stop_does_not_wait_for_a_child_that_waits_for_its_next_start() -> None:
+async def test_stop_ends_a_backoff_at_once() -> None:
     recorder = Recorder()
     patient = RestartPolicy(first_backoff=1000.0, max_backoff=1000.0)
     supervisor = Supervisor([spec(recorder, "one", "import sys; sys.exit(1)")], recorder, patient)
@@ -267,7 +267,7 @@ def test_children_die_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     assert asyncio.run(gone(child))
 
 
-async def test_a_child_that_never_gets_ready_is_given_up_after_five_deaths() -> None:
+async def test_child_never_ready_is_given_up_after_five_deaths() -> None:
     recorder = Recorder()
     supervisor = Supervisor(
         [spec(recorder, "bad", "import sys; print('no luck'); sys.exit(1)"), spec(recorder, "good", FOREVER)],
@@ -281,7 +281,7 @@ async def test_a_child_that_never_gets_ready_is_given_up_after_five_deaths() -> 
     assert recorder.of("bad").count(ChildState.STARTING) == 5
 
 
-async def test_exit_status_2_is_a_wrong_setting_and_ends_everything_at_once() -> None:
+async def test_exit_status_2_before_ready_ends_the_mesh() -> None:
     recorder = Recorder()
     program = "import os, sys; print(os.getpid(), flush=True)\n"
     specs = [
@@ -295,7 +295,7 @@ async def test_exit_status_2_is_a_wrong_setting_and_ends_everything_at_once() ->
     assert await gone(int(recorder.lines[0][1]))
 
 
-async def test_what_was_ready_once_is_tried_again_whatever_it_ends_with(tmp_path: Path) -> None:
+async def test_child_that_was_ready_restarts_after_exit_status_2(tmp_path: Path) -> None:
     recorder = Recorder()
     program = f"""
 import pathlib, signal, sys
@@ -317,7 +317,7 @@ signal.pause()
         assert not task.done()
 
 
-async def test_what_was_ready_once_and_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+async def test_child_that_was_ready_retries_a_failing_start(tmp_path: Path) -> None:
     recorder = Recorder()
     program = tmp_path / "program"
     program.symlink_to(sys.executable)
