@@ -215,7 +215,6 @@ class Dispatcher:
         After a stall of this process timers fire first. The loop then waits for what the clock says is left, so reports
         are read.
         """
-        # not asyncio.timeout: the coroutine may not run in its own task yet (see start_eagerly)
         await asyncio.wait({place}, timeout=until - self._clock())
         if (left := until - self._clock()) > 0 and not place.done():
             await asyncio.wait({place}, timeout=left)

@@ -150,7 +150,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
     ) -> pb.DrainResponse:
         """Make a worker stop or resume taking new work."""
-        _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._fleet.drain(request.worker_id, not request.undo)
         return pb.DrainResponse()
 
@@ -158,7 +158,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleResponse]
     ) -> pb.SetRoleResponse:
         """Make a worker play another role."""
-        _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._fleet.set_role(request.worker_id, _role("role", request.role))
         return pb.SetRoleResponse()
 
@@ -166,7 +166,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self, request: pb.ParkRequest, context: grpc.aio.ServicerContext[pb.ParkRequest, pb.ParkResponse]
     ) -> pb.ParkResponse:
         """Make a worker release its memory, or load again."""
-        _check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._fleet.park(request.worker_id, not request.undo, request.even_last)
         return pb.ParkResponse()
 
@@ -180,7 +180,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
             return await anext(requests, None)
 
 
-def _check_size(param: str, size: int, limit: int) -> None:
+def check_size(param: str, size: int, limit: int) -> None:
     if size > limit:
         raise InvalidRequest(f"{param}: {size} is more than {limit}", param)
 
@@ -193,8 +193,8 @@ def _check_id(param: str, worker_id: str) -> None:
 def _loading_worker(arrival: pb.WorkerArrival) -> LoadingWorker:
     _check_id("arrival.worker_id", arrival.worker_id)
     _role("arrival.role", arrival.role)
-    _check_size("arrival.model", len(arrival.model), MAX_NAME_CHARS)
-    _check_size("arrival.phase", len(arrival.phase), MAX_NAME_CHARS)
+    check_size("arrival.model", len(arrival.model), MAX_NAME_CHARS)
+    check_size("arrival.phase", len(arrival.phase), MAX_NAME_CHARS)
     return loading_from_wire(arrival)
 
 
@@ -210,7 +210,7 @@ def _hello(hello: pb.WorkerHello) -> WorkerHello:
     sizes = (hello.num_blocks, hello.max_context_tokens, hello.fingerprint.block_tokens)
     if not all(sizes) or not hello.worker.address:
         raise InvalidRequest("hello needs an address, num_blocks, max_context_tokens and block_tokens", "hello")
-    _check_size("hello.model", len(hello.model), MAX_NAME_CHARS)
+    check_size("hello.model", len(hello.model), MAX_NAME_CHARS)
     _role("hello.role", hello.role)
     return hello_from_wire(hello)
 

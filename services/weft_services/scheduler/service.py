@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack
-from contextvars import copy_context
-from typing import Any
 
 import grpc
 
@@ -37,51 +35,9 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import LoadingWorkers
-from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer, StoreUsagePoller
+from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer, StoreUsagePoller, check_size
 from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.router import AttemptProgress
-
-
-def start_eagerly(group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Run the coroutine up to its first suspension; continue it as a task of the group.
-
-    Returns None if it finished without suspending. An exception before the first suspension is raised here. A request
-    that never waits costs no task and no loop iteration. Tasks of Python 3.12 can do that themselves; this also serves
-    3.11. The coroutine must not ask for its task before it suspends, as `asyncio.timeout` does.
-    """
-    context = copy_context()
-    try:
-        awaited = context.run(work.send, None)
-    except StopIteration:
-        return None
-    task = group.create_task(_resume(work, awaited), context=context)
-    # a task cancelled before its first step never enters the coroutine, which must release what it holds
-    task.add_done_callback(lambda _: work.close(), context=context)
-    return task
-
-
-async def _resume(work: Coroutine[Any, Any, None], awaited: Any) -> None:
-    await _Started(work, awaited)
-
-
-class _Started:
-    """Awaitable that continues a coroutine which has already run to its first suspension."""
-
-    def __init__(self, work: Coroutine[Any, Any, None], awaited: Any) -> None:
-        self._work, self._awaited = work, awaited
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        try:
-            while True:
-                try:
-                    value = yield self._awaited
-                except BaseException as error:  # the coroutine handles it, a cancellation included
-                    self._awaited = self._work.throw(error)
-                else:
-                    self._awaited = self._work.send(value)
-        except StopIteration:
-            return
-
 
 logger = logging.getLogger(__name__)
 NAMES = (
@@ -133,9 +89,9 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
             async with asyncio.TaskGroup() as group:
                 sending = group.create_task(asked.send(context.write))
                 async for batch in request_iterator:
-                    _check_size("requests", len(batch.requests), MAX_ROUTES)
+                    check_size("requests", len(batch.requests), MAX_ROUTES)
                     if batch.gateway_id and not asked.gateway_id:
-                        _check_size("gateway_id", len(batch.gateway_id), MAX_NAME_CHARS)
+                        check_size("gateway_id", len(batch.gateway_id), MAX_NAME_CHARS)
                         asked.gateway_id = batch.gateway_id
                         attendance.enter_context(self._dispatcher.gateway_connected(batch.gateway_id))
                     asked.cancel(batch.withdrawn)
@@ -163,7 +119,7 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         self, request: pb.SettleRequest, context: grpc.aio.ServicerContext[pb.SettleRequest, pb.SettleResponse]
     ) -> pb.SettleResponse:
         """Record how far attempts have come."""
-        _check_size("settlements", len(request.settlements), MAX_SETTLEMENTS)
+        check_size("settlements", len(request.settlements), MAX_SETTLEMENTS)
         # convert all before the first one counts
         self._dispatcher.settle([_progress(settlement) for settlement in request.settlements])
         return pb.SettleResponse()
@@ -193,9 +149,8 @@ class _PendingRoutes:
         key = (request.key.request_id, request.key.generation)
         if (earlier := self._tasks.get(key)) is not None:
             earlier.cancel()  # a repeated request gets one answer
-        if (task := start_eagerly(group, self._place(request))) is not None:
-            self._tasks[key] = task
-            task.add_done_callback(lambda done: self._forget(key, done))
+        task = self._tasks[key] = group.create_task(self._place(request))
+        task.add_done_callback(lambda done: self._forget(key, done))
 
     def _forget(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         if self._tasks.get(key) is task:
@@ -259,11 +214,6 @@ def _reject(result: pb.RouteResult, error: WeftError) -> None:
     result.refused.CopyFrom(refusal)
 
 
-def _check_size(param: str, size: int, limit: int) -> None:
-    if size > limit:
-        raise InvalidRequest(f"{param}: {size} is more than {limit}", param)
-
-
 def _key(key: common_pb2.RequestKey) -> RequestKey:
     if not 0 < len(key.request_id) <= MAX_NAME_CHARS:
         raise InvalidRequest(f"key.request_id must have 1 to {MAX_NAME_CHARS} characters", "key.request_id")
@@ -285,12 +235,12 @@ def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
     # read each field once: access to a message is slow
     model, session, tenant, block_keys = request.model, request.session, request.tenant, request.block_keys
     workers, boots = request.excluded_worker_ids, request.excluded_boot_ids
-    _check_size("model", len(model), MAX_NAME_CHARS)
-    _check_size("session", len(session), MAX_SESSION_BYTES)
-    _check_size("tenant", len(tenant), MAX_SESSION_BYTES)
-    _check_size("block_keys", len(block_keys), MAX_BLOCK_KEYS)
-    _check_size("excluded_worker_ids", len(workers), MAX_EXCLUDED)
-    _check_size("excluded_boot_ids", len(boots), MAX_EXCLUDED)
+    check_size("model", len(model), MAX_NAME_CHARS)
+    check_size("session", len(session), MAX_SESSION_BYTES)
+    check_size("tenant", len(tenant), MAX_SESSION_BYTES)
+    check_size("block_keys", len(block_keys), MAX_BLOCK_KEYS)
+    check_size("excluded_worker_ids", len(workers), MAX_EXCLUDED)
+    check_size("excluded_boot_ids", len(boots), MAX_EXCLUDED)
     if request.prompt_tokens == 0:
         raise InvalidRequest("prompt_tokens must be at least 1", "prompt_tokens")
     return RouteQuery(
