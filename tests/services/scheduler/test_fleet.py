@@ -22,8 +22,23 @@ from weft_services.scheduler.fleet_state import (
 INFO = worker_info("d0", WorkerRole.DECODE)
 
 
-def test_a_worker_that_joined_is_live_but_not_ready_until_it_reports() -> None:
-    fleet = Fleet(5.0)
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(5.0)
+
+
+@pytest.fixture
+def worker(fleet: Fleet) -> Worker:
+    return fleet.join(INFO, 0.0)[0]
+
+
+@pytest.fixture
+def prefills(fleet: Fleet) -> tuple[Worker, Worker]:
+    first, second = (fleet.join(worker_info(name, WorkerRole.PREFILL), 0.0)[0] for name in ("p0", "p1"))
+    return first, second
+
+
+def test_joined_worker_is_ready_after_its_report(fleet: Fleet) -> None:
     worker, replaced = fleet.join(INFO, 0.0)
     assert replaced is None
     assert fleet.workers() == [worker]
@@ -32,8 +47,7 @@ def test_a_worker_that_joined_is_live_but_not_ready_until_it_reports() -> None:
     assert worker.report.ready
 
 
-def test_a_new_boot_replaces_the_old_one_whose_leaving_changes_nothing() -> None:
-    fleet = Fleet(5.0)
+def test_new_boot_replaces_the_old_one(fleet: Fleet) -> None:
     old, _ = fleet.join(INFO, 0.0)
     new, replaced = fleet.join(worker_info("d0", WorkerRole.DECODE, address=WorkerAddress("d0", "b2", "h:1")), 1.0)
     assert replaced is old
@@ -44,23 +58,19 @@ def test_a_new_boot_replaces_the_old_one_whose_leaving_changes_nothing() -> None
         fleet.report(old, WorkerReport(), 2.0)
 
 
-def test_a_model_is_remembered_when_its_last_worker_leaves() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_model_without_workers_is_remembered(fleet: Fleet, worker: Worker) -> None:
     assert fleet.leave(worker, "said goodbye")
     assert fleet.models[MODEL].workers == []
 
 
-def test_the_memory_of_models_is_bounded() -> None:
-    fleet = Fleet(5.0)
+def test_number_of_models_is_bounded(fleet: Fleet) -> None:
     for number in range(MAX_MODELS + 10):
         fleet.join(worker_info("d0", WorkerRole.DECODE, model=f"m{number}"), 0.0)
     assert len(fleet.models) <= MAX_MODELS
     assert f"m{MAX_MODELS + 9}" in fleet.models
 
 
-def test_nobody_is_told_any_more_how_many_workers_a_forgotten_model_has() -> None:
-    fleet = Fleet(5.0)
+def test_forgotten_model_has_no_metric(fleet: Fleet) -> None:
     worker, _ = fleet.join(worker_info("d0", WorkerRole.DECODE, model="forgotten"), 0.0)
     fleet.report(worker, WorkerReport(ready=True), 0.0)
     fleet.refresh(0.0)
@@ -71,25 +81,19 @@ def test_nobody_is_told_any_more_how_many_workers_a_forgotten_model_has() -> Non
     assert "forgotten" not in told
 
 
-def test_a_worker_is_silent_when_no_report_came_for_too_long() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_worker_without_reports_is_silent(fleet: Fleet, worker: Worker) -> None:
     fleet.report(worker, WorkerReport(), 3.0)
     assert fleet.silent_workers(8.0) == []
     assert fleet.silent_workers(8.1) == [worker]
 
 
-def test_a_report_makes_earlier_bookings_known_to_the_worker() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_report_includes_earlier_reservations(fleet: Fleet, worker: Worker) -> None:
     worker.unreported = ReservedLoad(10, 10, 1)
     fleet.report(worker, WorkerReport(), 1.0)
     assert worker.unreported == ReservedLoad()
 
 
-def test_rates_are_those_of_the_time_in_which_there_was_work() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_rates_count_busy_time_only(fleet: Fleet, worker: Worker) -> None:
     fleet.report(worker, WorkerReport(computed_prompt_tokens=50, generated_tokens=9), 1.0)
     fleet.report(worker, WorkerReport(computed_prompt_tokens=50, generated_tokens=9), 2.0)
     assert (worker.speed.prompt_seconds, worker.speed.decode_rate) == (0.0, None)
@@ -101,18 +105,15 @@ def test_rates_are_those_of_the_time_in_which_there_was_work() -> None:
     assert worker.speed.itl_seconds(4) == pytest.approx(0.02)
 
 
-def test_too_little_work_measures_nothing() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_too_little_work_measures_nothing(fleet: Fleet, worker: Worker) -> None:
     fleet.report(worker, WorkerReport(), 1.0)
     work = WorkerStats(engine_time=EngineTimeStats(computing_seconds=1e-4))
     fleet.report(worker, WorkerReport(computed_prompt_tokens=1, stats=work), 2.0)
     assert worker.speed.prompt_tokens == 0
 
 
-def test_what_decode_workers_compute_of_prompts_says_nothing_of_prefill_workers() -> None:
-    fleet = Fleet(5.0)
-    first, _ = two_prefills(fleet)
+def test_prompts_on_decode_workers_do_not_count_as_prefill_rate(fleet: Fleet, prefills: tuple[Worker, Worker]) -> None:
+    first, _ = prefills
     decode, _ = fleet.join(INFO, 0.0)
     decode.speed.measure_prefill(10, 100.0)
     first.speed.measure_prefill(40_000, 1000.0)
@@ -120,9 +121,8 @@ def test_what_decode_workers_compute_of_prompts_says_nothing_of_prefill_workers(
     assert 1 / first.token_seconds == pytest.approx(40.0)
 
 
-def test_what_a_token_in_the_store_saves_is_learned_from_what_fetching_took() -> None:
-    fleet = Fleet(5.0)
-    first, second = two_prefills(fleet)
+def test_store_credit_follows_measured_fetches(fleet: Fleet, prefills: tuple[Worker, Worker]) -> None:
+    first, second = prefills
     assert fleet.models[MODEL].credit == DEFAULT_STORE_CREDIT
     for worker in (first, second):
         fleet.report(worker, WorkerReport(ready=True), 1.0)
@@ -143,21 +143,20 @@ def test_what_a_token_in_the_store_saves_is_learned_from_what_fetching_took() ->
     )
 
 
-def test_a_worker_that_does_not_say_how_long_fetches_took_teaches_nothing() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = two_prefills(fleet)
+def test_fetches_without_a_time_do_not_count(fleet: Fleet, prefills: tuple[Worker, Worker]) -> None:
+    worker, _ = prefills
     fleet.report(worker, WorkerReport(), 1.0)
     fleet.report(worker, WorkerReport(stats=WorkerStats(PrefixCacheStats(dram_tokens=10**6))), 2.0)
     fleet.refresh(2.0)
     assert fleet.models[MODEL].credit == DEFAULT_STORE_CREDIT
 
 
-def test_a_store_slower_than_computing_saves_nothing() -> None:
+def test_store_slower_than_computing_saves_nothing() -> None:
     slow = [FetchStats(10**6, 10**6)]
     assert store_credit(slow, slow, 1000.0) == StoreCredit(0.0, 0.0)
 
 
-def test_ready_workers_are_counted_by_what_they_can_do_and_missed_for_a_while() -> None:
+def test_ready_metric_counts_roles_and_lingers() -> None:
     fleet = Fleet(60.0)
 
     def told() -> list[float | None]:
@@ -185,24 +184,16 @@ def test_ready_workers_are_counted_by_what_they_can_do_and_missed_for_a_while() 
     assert told() == [None, None]
 
 
-def two_prefills(fleet: Fleet) -> tuple[Worker, Worker]:
-    first, _ = fleet.join(worker_info("p0", WorkerRole.PREFILL), 0.0)
-    second, _ = fleet.join(worker_info("p1", WorkerRole.PREFILL), 0.0)
-    return first, second
-
-
-def test_a_worker_that_was_never_measured_counts_as_its_peers_do() -> None:
-    fleet = Fleet(5.0)
-    first, second = two_prefills(fleet)
+def test_unmeasured_worker_has_its_peers_rate(fleet: Fleet, prefills: tuple[Worker, Worker]) -> None:
+    first, second = prefills
     first.speed.measure_prefill(40_000, 1000.0)
     fleet.refresh(0.0)
     assert 1 / second.token_seconds == pytest.approx(40.0)
     assert 1 / first.token_seconds == pytest.approx(40.0)
 
 
-def test_one_slow_prompt_does_not_make_a_slow_worker_for_ever() -> None:
-    fleet = Fleet(5.0)
-    first, second = two_prefills(fleet)
+def test_slow_measurement_fades(fleet: Fleet, prefills: tuple[Worker, Worker]) -> None:
+    first, second = prefills
     second.speed.measure_prefill(100_000, 50.0)
     first.speed.measure_prefill(1000, 5.0)
     fleet.refresh(0.0)
@@ -215,9 +206,8 @@ def test_one_slow_prompt_does_not_make_a_slow_worker_for_ever() -> None:
     assert first.token_seconds == pytest.approx(second.token_seconds, rel=0.1)
 
 
-def test_who_was_given_least_of_late_is_next_and_a_newcomer_is_given_no_more_than_others() -> None:
-    fleet = Fleet(5.0)
-    first, second = two_prefills(fleet)
+def test_newcomer_starts_with_the_mean_of_dispatched_tokens(fleet: Fleet, prefills: tuple[Worker, Worker]) -> None:
+    first, second = prefills
     first.dispatched_tokens, second.dispatched_tokens = 1000.0, 3000.0
     third, _ = fleet.join(worker_info("p2", WorkerRole.PREFILL), 0.0)
     assert third.dispatched_tokens == 2000.0
@@ -225,9 +215,7 @@ def test_who_was_given_least_of_late_is_next_and_a_newcomer_is_given_no_more_tha
     assert first.dispatched_tokens < 1000.0
 
 
-def test_faults_in_a_row_keep_others_away_for_longer_until_one_request_ends_well() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_pause_doubles_with_each_fault_until_a_success(fleet: Fleet, worker: Worker) -> None:
     pauses, now = [], 100.0
     for _ in range(8):
         fleet.mark_suspect("d0", now)
@@ -236,21 +224,18 @@ def test_faults_in_a_row_keep_others_away_for_longer_until_one_request_ends_well
     assert pauses[:3] == [2.0, 4.0, 8.0]
     assert pauses[-1] == 60.0
     worker.mark_healthy()
+    assert worker.suspect_until < 100.0
     fleet.mark_suspect("d0", now)
     assert worker.suspect_until == now + 2.0
 
 
-def test_streams_that_are_lost_with_one_connection_are_one_fault() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_failures_during_a_pause_are_one_fault(fleet: Fleet, worker: Worker) -> None:
     for number in range(64):
         fleet.mark_suspect("d0", 100.0 + number / 100)
     assert (worker.suspect_until, worker.num_faults) == (102.0, 1)
 
 
-def test_after_a_fault_one_request_goes_ahead_and_the_others_follow_when_it_has_spoken() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_first_token_of_a_probe_ends_the_pause(fleet: Fleet, worker: Worker) -> None:
     fleet.mark_suspect("d0", 100.0)
     worker.begin_probe(101.0)
     worker.end_probe()
@@ -264,9 +249,7 @@ def test_after_a_fault_one_request_goes_ahead_and_the_others_follow_when_it_has_
     assert worker.suspect_until == 114.0, "it has spoken, but nothing has ended well"
 
 
-def test_a_probe_that_fails_is_a_new_fault_and_after_one_that_says_nothing_comes_another() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_failed_probe_is_a_fault_and_a_silent_one_is_repeated(fleet: Fleet, worker: Worker) -> None:
     fleet.mark_suspect("d0", 100.0)
     worker.begin_probe(102.0)
     fleet.mark_suspect("d0", 103.0)
@@ -277,17 +260,8 @@ def test_a_probe_that_fails_is_a_new_fault_and_after_one_that_says_nothing_comes
     assert worker.suspect_until == 116.0
 
 
-def test_a_request_that_ends_well_ends_the_suspicion() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
-    fleet.mark_suspect("d0", 100.0)
-    worker.mark_healthy()
-    assert worker.suspect_until < 100.0
-
-
-def test_how_busy_prefill_is_says_who_takes_requests() -> None:
-    fleet = Fleet(5.0)
-    for worker, queued in zip(two_prefills(fleet), (900, 0), strict=True):
+def test_utilization_counts_workers_that_take_requests(fleet: Fleet, prefills: tuple[Worker, Worker]) -> None:
+    for worker, queued in zip(prefills, (900, 0), strict=True):
         fleet.report(worker, WorkerReport(ready=True, queued_prefill_tokens=queued), 1.0)
     fleet.drain("p1", True)
     for _ in range(100):
@@ -295,9 +269,7 @@ def test_how_busy_prefill_is_says_who_takes_requests() -> None:
     assert fleet.models[MODEL].utilization == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_worker_is_idle_since_its_first_report_without_sequences() -> None:
-    fleet = Fleet(5.0)
-    worker, _ = fleet.join(INFO, 0.0)
+def test_worker_is_idle_since_its_first_empty_report(fleet: Fleet, worker: Worker) -> None:
     for at, running in ((1.0, 1), (2.0, 0), (3.0, 0)):
         fleet.report(worker, WorkerReport(num_running=running), at)
     assert worker.idle_since == 2.0

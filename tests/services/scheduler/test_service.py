@@ -33,22 +33,18 @@ async def test_health_is_serving_once_it_listens(scheduler: Scheduler) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_request_is_placed_booked_and_given_back(scheduler: Scheduler) -> None:
-    async with AsyncExitStack() as stack:
-        await join(stack, scheduler, "prefill-0", "decode-0")
-        placed = await scheduler.route("r1")
-        assert placed.prefill == pb.WorkerAddress(
-            worker_id="prefill-0", boot_id="prefill-0-boot", address="127.0.0.1:1"
-        )
-        assert placed.decode.worker_id == "decode-0"
-        decode, prefill = await scheduler.listed()
-        assert (decode.booked_decode_tokens, decode.booked_requests) == (150, 1)
-        assert (prefill.booked_prefill_tokens, prefill.booked_requests) == (100, 1)
-        await scheduler.settle("r1", pb.Settlement.STAGE_FIRST_TOKEN)
-        assert [worker.booked_requests for worker in await scheduler.listed()] == [1, 0]
-        await scheduler.settle("r1", FINISHED)
-        await scheduler.settle("r1", FINISHED)
-        assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
+async def test_a_request_is_placed_booked_and_given_back(pair: Scheduler) -> None:
+    placed = await pair.route("r1")
+    assert placed.prefill == pb.WorkerAddress(worker_id="prefill-0", boot_id="prefill-0-boot", address="127.0.0.1:1")
+    assert placed.decode.worker_id == "decode-0"
+    decode, prefill = await pair.listed()
+    assert (decode.booked_decode_tokens, decode.booked_requests) == (150, 1)
+    assert (prefill.booked_prefill_tokens, prefill.booked_requests) == (100, 1)
+    await pair.settle("r1", pb.Settlement.STAGE_FIRST_TOKEN)
+    assert [worker.booked_requests for worker in await pair.listed()] == [1, 0]
+    await pair.settle("r1", FINISHED)
+    await pair.settle("r1", FINISHED)
+    assert [worker.booked_requests for worker in await pair.listed()] == [0, 0]
 
 
 async def test_the_prefill_is_absent_when_the_decode_worker_computes_the_prompt(scheduler: Scheduler) -> None:

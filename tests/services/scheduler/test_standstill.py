@@ -8,53 +8,34 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.services.scheduler.fakes import MODEL, Clock, hello, worker_info
+from tests.services.scheduler.fakes import Bench, Clock, hello, pause
 from weft.errors import NoWorker
-from weft.fleet_types import RouteQuery, WorkerReport
-from weft.request import RequestKey, WorkerRole
+from weft.request import WorkerRole
 from weft.stall_clock import TICK_SECONDS, StallAwareClock
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet import RETURN_SECONDS, LoadingWorkers
 from weft_services.scheduler.fleet_service import FleetServicer
-from weft_services.scheduler.fleet_state import Worker
-from weft_services.scheduler.policy import PlacementDecision
 from weft_services.scheduler.router import Router
 
 SILENCE_SECONDS = 5.0
 LONG = 27.0
 
 
-class Mesh:
+class Mesh(Bench):
     """A worker of each role, under a clock that ticks."""
 
     def __init__(self, queue_seconds: float = 20.0) -> None:
         self.time = Clock()
         self.clock = StallAwareClock(self.time)
-        self.router = Router(SILENCE_SECONDS)
-        self.dispatcher = Dispatcher(
-            self.router, AffinityStore("", 60), lambda: AdmissionQueue(8, queue_seconds), self.clock
-        )
-        self.workers = {role: self.start(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
-
-    def start(self, role: WorkerRole) -> Worker:
-        worker = self.dispatcher.join(worker_info(f"{role}-0", role))
-        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100))
-        return worker
+        super().__init__(8, queue_seconds, self.clock, Router(SILENCE_SECONDS))
+        self.workers = {role: self.start(f"{role}-0", role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
 
     def pass_(self, seconds: float) -> None:
         for _ in range(round(seconds / TICK_SECONDS)):
             self.time.now += TICK_SECONDS
             self.clock()
-
-    async def ask(self, name: str) -> asyncio.Task[PlacementDecision]:
-        query = RouteQuery(RequestKey(name), MODEL, prompt_tokens=4, max_tokens=1)
-        task = asyncio.create_task(self.dispatcher.route(query))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        return task
 
 
 @asynccontextmanager
@@ -87,7 +68,7 @@ async def test_lost_role_is_waited_for_after_a_standstill() -> None:
         asked = await mesh.ask("one")
         assert not asked.done()
         for role in mesh.workers:
-            mesh.start(role)
+            mesh.start(f"{role}-0", role)
         assert (await asked).decode.worker_id == "decode-0"
 
 
@@ -98,7 +79,7 @@ async def test_request_keeps_its_wait_over_a_standstill() -> None:
     asked = await mesh.ask("one")
     mesh.time.now -= 5.0  # of its wait is left
     await asyncio.sleep(0.05)
-    mesh.start(WorkerRole.DECODE)
+    mesh.start("decode-0", WorkerRole.DECODE)
     assert (await asked).decode.worker_id == "decode-0"
 
 
@@ -129,8 +110,7 @@ async def test_membership_lasts_over_a_standstill() -> None:
     time.now -= 5.0  # of its silence is left
     await asyncio.sleep(0.05)
     said.put_nowait(pb.JoinRequest(report=pb.WorkerReport(ready=True, free_blocks=9)))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await pause()
     assert dispatcher.router.fleet.workers() == [worker]
     assert worker.report.ready
     listening.cancel()

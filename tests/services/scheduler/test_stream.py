@@ -42,11 +42,17 @@ async def stream_to(scheduler: Scheduler) -> AsyncIterator[RouteStream]:
         await asyncio.gather(running, return_exceptions=True)
 
 
+@pytest.fixture
+async def stream(pair: Scheduler) -> AsyncIterator[RouteStream]:
+    async with stream_to(pair) as stream:
+        yield stream
+
+
 async def booked(scheduler: Scheduler) -> int:
     return sum(worker.booked_requests for worker in await scheduler.listed() if worker.hello.role != 1)
 
 
-async def test_a_stream_says_what_calls_say(scheduler: Scheduler) -> None:
+async def test_a_stream_says_what_calls_say(pair: Scheduler, stream: RouteStream) -> None:
     """The calls are the oracle: placements with their predictions, and refusals with their kinds."""
     changes: list[dict[str, object]] = [
         {},
@@ -56,38 +62,32 @@ async def test_a_stream_says_what_calls_say(scheduler: Scheduler) -> None:
         {"prompt_tokens": 0},
         {"excluded_worker_ids": ["decode-0"]},
     ]
-    async with AsyncExitStack() as stack:
-        await join(stack, scheduler, "prefill-0", "decode-0")
-        stream = await stack.enter_async_context(stream_to(scheduler))
-        fingerprints = set()
-        for number, change in enumerate(changes):
-            request = route_request(f"r{number}", **change)
-            answers: list[pb.RouteResponse | WeftError] = []
-            for way in (scheduler.scheduler.Route, stream.request):
-                try:
-                    answer = await way(request)
-                    answer.waited_ms = 0  # each one's own
-                    answers.append(answer)
-                except (grpc.aio.AioRpcError, WeftError) as error:
-                    answers.append(as_weft_error(error))
-                await scheduler.settle(f"r{number}", CANCELLED)
-                request.key.request_id += "-again"
-            fingerprints.add(type(answers[0]))
-            if isinstance(answers[0], pb.RouteResponse):
-                assert answers[0] == answers[1]
-            else:
-                assert (type(answers[0]), str(answers[0])) == (type(answers[1]), str(answers[1]))
-        assert fingerprints == {pb.RouteResponse, NotFound, InvalidRequest, PeerLost}
+    fingerprints = set()
+    for number, change in enumerate(changes):
+        request = route_request(f"r{number}", **change)
+        answers: list[pb.RouteResponse | WeftError] = []
+        for way in (pair.scheduler.Route, stream.request):
+            try:
+                answer = await way(request)
+                answer.waited_ms = 0  # each one's own
+                answers.append(answer)
+            except (grpc.aio.AioRpcError, WeftError) as error:
+                answers.append(as_weft_error(error))
+            await pair.settle(f"r{number}", CANCELLED)
+            request.key.request_id += "-again"
+        fingerprints.add(type(answers[0]))
+        if isinstance(answers[0], pb.RouteResponse):
+            assert answers[0] == answers[1]
+        else:
+            assert (type(answers[0]), str(answers[0])) == (type(answers[1]), str(answers[1]))
+    assert fingerprints == {pb.RouteResponse, NotFound, InvalidRequest, PeerLost}
 
 
-async def test_that_a_prompt_is_too_long_is_said_in_the_word_that_clients_know(scheduler: Scheduler) -> None:
-    async with AsyncExitStack() as stack:
-        await join(stack, scheduler, "prefill-0", "decode-0")
-        stream = await stack.enter_async_context(stream_to(scheduler))
-        for change, reason in ({"prompt_tokens": 5000}, "context_length_exceeded"), ({"prompt_tokens": 0}, None):
-            with pytest.raises(InvalidRequest) as refused:
-                await stream.request(route_request("r", **change))
-            assert refused.value.reason == reason
+async def test_that_a_prompt_is_too_long_is_said_in_the_word_that_clients_know(stream: RouteStream) -> None:
+    for change, reason in ({"prompt_tokens": 5000}, "context_length_exceeded"), ({"prompt_tokens": 0}, None):
+        with pytest.raises(InvalidRequest) as refused:
+            await stream.request(route_request("r", **change))
+        assert refused.value.reason == reason
 
 
 async def test_that_a_model_is_being_loaded_is_said_where_nobody_serves_it(scheduler: Scheduler) -> None:
@@ -108,17 +108,14 @@ async def test_that_a_model_is_being_loaded_is_said_where_nobody_serves_it(sched
     loading.cancel()
 
 
-async def test_many_at_once_are_all_answered_and_a_full_fleet_says_when_to_come_back(scheduler: Scheduler) -> None:
-    async with AsyncExitStack() as stack:
-        await join(stack, scheduler, "prefill-0", "decode-0")
-        stream = await stack.enter_async_context(stream_to(scheduler))
-        asked = (stream.request(route_request(f"r{number}")) for number in range(600))
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        placed = [answer for answer in answers if isinstance(answer, pb.RouteResponse)]
-        refused = [answer for answer in answers if isinstance(answer, Overloaded)]
-        assert len(placed) + len(refused) == 600
-        assert 0 < len(placed) == await booked(scheduler)
-        assert all(error.retry_after_seconds >= 1 for error in refused)
+async def test_every_request_of_a_burst_is_answered(pair: Scheduler, stream: RouteStream) -> None:
+    asked = (stream.request(route_request(f"r{number}")) for number in range(600))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    placed = [answer for answer in answers if isinstance(answer, pb.RouteResponse)]
+    refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+    assert len(placed) + len(refused) == 600
+    assert 0 < len(placed) == await booked(pair)
+    assert all(error.retry_after_seconds >= 1 for error in refused)
 
 
 async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,14 +264,11 @@ async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatc
         assert await booked(scheduler) == 1
 
 
-async def test_long_prompts_that_are_asked_for_together_do_not_break_the_stream(scheduler: Scheduler) -> None:
+async def test_long_prompts_that_are_asked_for_together_do_not_break_the_stream(stream: RouteStream) -> None:
     keys = [bytes(32)] * 16_384
-    async with AsyncExitStack() as stack:
-        await join(stack, scheduler, "prefill-0", "decode-0")
-        stream = await stack.enter_async_context(stream_to(scheduler))
-        asked = (stream.request(route_request(f"r{number}", block_keys=keys, max_tokens=1)) for number in range(80))
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        assert {type(answer) for answer in answers} <= {pb.RouteResponse, Overloaded}
+    asked = (stream.request(route_request(f"r{number}", block_keys=keys, max_tokens=1)) for number in range(80))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(answer) for answer in answers} <= {pb.RouteResponse, Overloaded}
 
 
 async def test_who_leaves_before_it_was_sent_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
