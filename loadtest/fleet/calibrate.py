@@ -28,9 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from rich.console import Console
-from rich.table import Table
-
 from loadtest.fleet.figures import Targets, summarize
 from loadtest.fleet.fitting import CHUNK_TOKENS, Look, Window, fit, windows
 from loadtest.fleet.machine import Machine
@@ -39,6 +36,7 @@ from loadtest.fleet.simulator import FleetPlan, Simulation
 from loadtest.fleet.trace import Request
 from loadtest.local_mesh import LocalMesh
 from loadtest.models import make_checkpoint
+from loadtest.report import table
 from weft.bench.load import Load, Record, Target, open_target
 from weft.bench.stats import gaps, percentile
 from weft.bench.workload import WorkloadSpec, from_recipe
@@ -181,16 +179,15 @@ def print_table(found: Measured, machine: Machine, options: Options) -> None:
         f"{1e6 * machine.prompt_token:.0f} us + {1e6 * machine.token_beside:.0f} us for another; "
         f"hand-off and front end {1000 * machine.handoff:.1f} ms; at most {found.capacity:.1f} requests a second"
     )
-    table = Table(title="p50 in ms, real and simulated", box=None, padding=(0, 1))
-    for heading in ("load", "requests/s", "TTFT", "simulated", "", "ITL", "simulated", ""):
-        table.add_column(heading, justify="right")
+    rows = []
     for load, runs in found.runs.items():
         cells = [f"{load:.0%}", f"{load * found.capacity:.2f}"]
         reals, simulated = [real(run) for run in runs], [simulate(run, machine, options) for run in runs]
         for measured, modelled in zip(_medians(reals), _medians(simulated), strict=True):
             cells += [f"{1000 * measured:.1f}", f"{1000 * modelled:.1f}", f"{modelled / measured - 1:+.0%}"]
-        table.add_row(*cells)
-    Console(width=100).print(table)
+        rows.append(cells)
+    print("p50 in ms, real and simulated")
+    print(table(("load", "requests/s", "TTFT", "simulated", "", "ITL", "simulated", ""), rows))
 
 
 def _medians(rows: Sequence[tuple[float, float]]) -> list[float]:

@@ -12,7 +12,6 @@ from loadtest.fleet.baselines import baselines
 from loadtest.fleet.experiments import holds
 from loadtest.fleet.figures import Targets, average, summarize, weighted_percentile
 from loadtest.fleet.machine import H100, load_machine
-from loadtest.fleet.page import bars, lines, page, table
 from loadtest.fleet.scheduler import Signals, SimulatedScheduler
 from loadtest.fleet.simulator import FleetPlan, Outcome, Scenario, Simulation
 from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_cached, ideal_seconds, read_trace
@@ -219,15 +218,6 @@ def test_copies_of_a_trace_share_what_the_service_says_and_nothing_else() -> Non
 def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(json.dumps(asdict(H100)))
     assert load_machine(str(tmp_path / "m.json")) == H100
-
-
-def test_a_page_needs_nothing_else_and_names_are_no_markup() -> None:
-    chart = lines("hits", ("workers", "%"), ["8", "64"], {"<b>": [1.0, 2.0], "weft": [3.0, 4.0]})
-    text = page("t", [table(["a"], [["<script>"]]), bars("x", "s", {"weft": 1.0, "other": 2.0}, "weft"), chart])
-    assert "<script>" not in text
-    assert "<b>" not in text
-    assert text.count("<svg") == 2
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_percentiles_of_weights() -> None:
