@@ -21,7 +21,7 @@ from weft_services.gateway.front.listeners import Listeners
 from weft_services.gateway.front.request_record import init_series
 from weft_services.gateway.front.response_store import ResponseStore
 from weft_services.gateway.mesh.decode_connection import DecodeConnectionPool
-from weft_services.gateway.mesh.embeddings import EmbeddingClient, EmbeddingRunner
+from weft_services.gateway.mesh.embeddings import EmbeddingRunner
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatcher
 from weft_services.gateway.mesh.generation_run import MeshContext
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -96,8 +96,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[Gateway]:
             was_served_recently=lambda model: watch.was_served_recently(model, config.migration_timeout_seconds),
             clock=clock,
         )
-        prefill = EmbeddingClient()
-        embeddings = EmbeddingRunner(watch, prefill, config.migration_timeout_seconds, clock)
+        embeddings = EmbeddingRunner(watch, config.migration_timeout_seconds, clock)
         pipeline = Pipeline(models, mesh, embeddings, watch, config.max_requests)
         ticking = group.create_task(clock.tick(), name="clock")
         listeners = Listeners(config, pipeline, authenticator, store)
@@ -116,7 +115,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[Gateway]:
             for each in (authenticating, settling, routing, ticking):
                 each.cancel()
             pipeline.close()
-            await prefill.close()
+            await embeddings.close()
             if store is not None:
                 await store.close()
     await settler.flush()

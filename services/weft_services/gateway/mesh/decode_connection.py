@@ -248,7 +248,6 @@ class DecodeConnection:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that expect updates from this worker."""
         return len(self._queues)
 
     async def connect(self) -> None:
@@ -355,9 +354,8 @@ class DecodeConnection:
 
 
 def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> SequenceUpdate:
-    known = SequenceUpdate(
-        key, tuple(delta.token_ids[:])
-    )  # Slicing returns a list at once; iterating takes three times as long.
+    # Slicing returns a list at once; iterating takes three times as long.
+    known = SequenceUpdate(key, tuple(delta.token_ids[:]))
     if logprobs := delta.logprobs:
         known.logprobs = tuple(map(wire.logprobs_from_wire, logprobs))
     if delta.HasField("prompt_logprobs"):
@@ -393,9 +391,8 @@ class DecodeConnectionPool:
         self._group = group
         self._connections: dict[str, DecodeConnection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._attached = set[
-            DecodeConnection
-        ]()  # connections with a running task; cancelling earlier would not end the connection
+        # connections with a running task; cancelling earlier would not end the connection
+        self._attached = set[DecodeConnection]()
         self._opening: dict[str, asyncio.Task[DecodeConnection | PeerLost]] = {}
         self._lost = asyncio.Event()
         self._wake_batcher = WakeBatcher()

@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from weft.errors import BadCheckpoint, Cancelled, EngineFailed, NoWorker, Overloaded, PeerLost
 from weft.fleet_types import WorkerStatus
@@ -19,44 +18,6 @@ from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from weft_services.gateway.mesh.fleet import FleetWatcher
 from weft_services.gateway.mesh.prepare import PreparedEmbedding
 
-
-@dataclass(frozen=True, slots=True)
-class EmbedCommand:
-    """A prompt for a prefill worker to embed as the mean hidden state."""
-
-    key: RequestKey
-    token_ids: tuple[int, ...]
-    cache_salt: bytes
-    priority: int
-
-
-class EmbeddingClient:
-    """Client of the prefill workers, with one channel per worker."""
-
-    def __init__(self) -> None:
-        self._channels = ChannelPool()
-
-    async def embed(self, worker: WorkerAddress, order: EmbedCommand, seconds: float) -> tuple[float, ...]:
-        """Return the mean hidden state of a prompt. Raises WeftError."""
-        request = prefill_pb.PrefillServiceEmbedRequest(
-            key=wire.key_to_wire(order.key),
-            prefill_boot_id=worker.boot_id,
-            token_ids=order.token_ids,
-            priority=order.priority,
-            cache_salt=order.cache_salt,
-        )
-        try:
-            async with self._channels.channel(worker.address) as channel:
-                with rpc_errors_translated():
-                    response = await PrefillServiceStub(channel).Embed(request, timeout=seconds)
-        except (BadCheckpoint, Cancelled) as error:  # the worker restarted or is shutting down
-            raise PeerLost(str(error)) from error
-        return tuple(response.values)
-
-    async def close(self) -> None:
-        await self._channels.close()
-
-
 MAX_AT_A_TIME = 32  # inputs of one request
 MAX_ATTEMPTS = 3
 # Attempts in total, including retries of failed workers: an input that crashes workers must not take down the fleet.
@@ -66,6 +27,7 @@ MAX_TRIES = 2 * MAX_ATTEMPTS
 PAUSE_SECONDS = 1.0
 
 Vector = tuple[float, ...]
+EmbedRequest = prefill_pb.PrefillServiceEmbedRequest
 
 
 class EmbeddingRunner:
@@ -74,13 +36,12 @@ class EmbeddingRunner:
     def __init__(
         self,
         watch: FleetWatcher,
-        peers: EmbeddingClient,
         migration_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`migration_seconds`: how long an input waits for a worker that was there recently."""
         self._watch = watch
-        self._client = peers
+        self._channels = ChannelPool()  # to the prefill workers
         self._migration_seconds = migration_seconds
         self._clock = clock
         self._sent: Counter[str] = Counter()  # tokens in flight by boot id
@@ -91,17 +52,20 @@ class EmbeddingRunner:
         deadline = asyncio.get_running_loop().time() + seconds
 
         async def one(token_ids: tuple[int, ...]) -> Vector:
-            order = EmbedCommand(RequestKey(new_id(), 0), token_ids, prepared.cache_salt, priority)
+            request = EmbedRequest(token_ids=token_ids, priority=priority, cache_salt=prepared.cache_salt)
             async with places:
-                return _unit(await self._embed_with_retries(prepared.asked.model, order, deadline))
+                return _unit(await self._embed_with_retries(prepared.asked.model, request, deadline))
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(token_ids)) for token_ids in prepared.inputs]
         return [task.result() for task in tasks]
 
-    async def _embed_with_retries(self, model: str, order: EmbedCommand, deadline: float) -> Vector:
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _embed_with_retries(self, model: str, request: EmbedRequest, deadline: float) -> Vector:
         """Embed one input, on another worker after a failure; the vector is the same on all."""
-        failed = set[str]()
+        request_id, failed = new_id(), set[str]()
         problem: PeerLost | EngineFailed | Overloaded = NoWorker("no prefill worker is ready")
         give_up_at = self._clock() + self._migration_seconds
         generation = 0
@@ -114,17 +78,29 @@ class EmbeddingRunner:
                 failed.clear()
                 continue
             boot_id, seconds = worker.address.boot_id, deadline - asyncio.get_running_loop().time()
-            order, generation = replace(order, key=RequestKey(order.key.request_id, generation)), generation + 1
-            self._sent[boot_id] += len(order.token_ids)
+            request.key.CopyFrom(wire.key_to_wire(RequestKey(request_id, generation)))
+            generation += 1
+            self._sent[boot_id] += len(request.token_ids)
             try:
-                return await self._client.embed(worker.address, order, max(seconds, 0.0))
+                return await self._embed(worker.address, request, max(seconds, 0.0))
             except (PeerLost, EngineFailed, Overloaded) as error:
                 problem = error
                 failed.add(boot_id)
             finally:
-                self._sent[boot_id] -= len(order.token_ids)
+                self._sent[boot_id] -= len(request.token_ids)
                 self._sent += Counter()  # drops entries of 0
         raise problem
+
+    async def _embed(self, worker: WorkerAddress, request: EmbedRequest, seconds: float) -> Vector:
+        """Return the mean hidden state of a prompt. Raises WeftError."""
+        request.prefill_boot_id = worker.boot_id
+        try:
+            async with self._channels.channel(worker.address) as channel:
+                with rpc_errors_translated():
+                    response = await PrefillServiceStub(channel).Embed(request, timeout=seconds)
+        except (BadCheckpoint, Cancelled) as error:  # the worker restarted or is shutting down
+            raise PeerLost(str(error)) from error
+        return tuple(response.values)
 
     def _may_wait(self, model: str, give_up_at: float, deadline: float) -> bool:
         """True if a lost worker may return in time."""

@@ -30,7 +30,6 @@ class Subscription(Generic[ItemT]):
         self._items: asyncio.Queue[ItemT | None] = asyncio.Queue(MAX_UNREAD)
 
     def put(self, item: ItemT | None) -> None:
-        """Add an item without waiting."""
         if self._items.full():
             self._items.get_nowait()
         self._items.put_nowait(item)
@@ -49,11 +48,9 @@ class Broadcaster(Generic[ItemT]):
 
     @property
     def has_subscribers(self) -> bool:
-        """True if at least one subscription is open."""
         return bool(self._subscriptions)
 
     def publish(self, item: ItemT) -> None:
-        """Send `item` to all subscribers."""
         for listener in self._subscriptions:
             listener.put(item)
 

@@ -159,7 +159,6 @@ class PreparedEmbedding:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all inputs together."""
         return sum(map(len, self.inputs))
 
 
@@ -219,13 +218,13 @@ def _token_ids(
         return token_ids
     if len(text) > limit * model.codec.longest_token_bytes:  # certainly too long, so do not tokenize it
         raise _too_long(f"a text of {len(text)} characters", field, limit)
-    token_ids = _not_empty(encode(text), field)
+    token_ids = _encode(encode, text, field)
     _check_size(len(token_ids), field, limit)
     return token_ids
 
 
-def _not_empty(token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
-    if not token_ids:
+def _encode(encode: Encode, text: str, field: str) -> tuple[int, ...]:
+    if not (token_ids := encode(text)):
         raise InvalidRequest(f"{field} is empty", field, "invalid_value")
     return token_ids
 
@@ -251,7 +250,7 @@ def _count_ids(
         return text
     if len(text) > max(MAX_COUNTED_CHARS, limit * model.codec.longest_token_bytes):
         raise _too_long(f"a text of {len(text)} characters", field, limit)
-    return _not_empty(encode(text), field)
+    return _encode(encode, text, field)
 
 
 def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> PreparedEmbedding:

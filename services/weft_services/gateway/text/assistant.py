@@ -49,7 +49,6 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """Number of tool calls found so far."""
         return self._parts.num_calls
 
     @property
@@ -135,7 +134,6 @@ class StopScanner:
         return len(self._held)
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """See StopMatcher. Text that may begin a stop string is held back."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -147,7 +145,6 @@ class StopScanner:
         return text[: len(text) - held], None
 
     def finish(self, is_cut: bool = False) -> tuple[str, str | None]:
-        """See StopMatcher. The text held back is not a stop string."""
         held, self._held = self._held, ""
         return held, None
 
@@ -169,7 +166,6 @@ class VisibleStops:
         self._held: list[str] = []  # single characters
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Implement the method of StopMatcher on visible text."""
         text, marked = self._marked.push(text)
         given: list[str] = []
         # Character by character, so that settled text ends exactly where the reader holds nothing back.
@@ -184,7 +180,6 @@ class VisibleStops:
         return "".join(given), marked
 
     def finish(self, is_cut: bool) -> tuple[str, str | None]:
-        """Implement the method of StopMatcher on visible text."""
         text, _ = self._marked.finish()
         before, stop = self.push(text)
         if stop is not None:

@@ -32,10 +32,7 @@ FEW_IDS = 1024
 
 
 class Codec:
-    """Text <-> token ids.
-
-    Call `encode` in a thread; decoding a few ids takes microseconds.
-    """
+    """Text <-> token ids. Call `encode` in a thread; decoding a few ids takes microseconds."""
 
     def __init__(self, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()) -> None:
         """`visible`: special tokens that are part of the answer's text, such as those around tool calls."""
@@ -104,7 +101,6 @@ class Codec:
         return spelled
 
     def is_special(self, token_id: int | None) -> bool:
-        """True if the token is special, such as an end or a marker."""
         return token_id in self._special
 
     def with_visible_tokens(self, token_ids: Iterable[int]) -> Codec:
@@ -203,11 +199,9 @@ class ByteDetokenizer:
         self._decode = _new_utf8_decoder("replace").decode
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the new text; an incomplete character at the end is held back."""
         return self._decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
-        """Return what is held back, including replacement marks."""
         return self._decode(b"", True)
 
 
@@ -223,7 +217,6 @@ class WindowDetokenizer:
         self._shown = "" if not context else (text := decode(self._window))[: len(text) - _held_marks(text)]
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the new text; an incomplete character at the end is held back."""
         self._window.extend(token_ids)
         text = self._decode(self._window)
         held = _held_marks(text)
@@ -241,7 +234,6 @@ class WindowDetokenizer:
         return fresh
 
     def flush(self) -> str:
-        """Return what is held back, including replacement marks."""
         rest = self._decode(self._window)[len(self._shown) :]
         self._window.clear()
         self._num_context, self._shown = 0, ""
@@ -287,13 +279,11 @@ class FallbackDetokenizer:
             self._bytes.decode(byte_of.get(token_id, b""), not self._in_run)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the new text; an incomplete character at the end is held back."""
         if not self._in_run and self._byte_of.keys().isdisjoint(token_ids):
             return self._words.push(token_ids)
         return "".join(map(self._push_one, token_ids))
 
     def flush(self) -> str:
-        """Return what is held back, including replacement marks."""
         return self._bytes.decode(b"", True) if self._in_run else self._words.flush()
 
     def _push_one(self, token_id: int) -> str:
@@ -365,7 +355,7 @@ class SegmentedEncoder:
         """`encode` returns the ids of a text without added special tokens; several threads may call it."""
         self._encode, self._marks = encode, tuple(marks)
         self._min_chars, self._max_bytes = min_chars, max_bytes
-        self._kept: OrderedDict[Key, array[int]] = OrderedDict()
+        self._cache: OrderedDict[Key, array[int]] = OrderedDict()
         self._num_bytes = 0
         self._lock = Lock()
 
@@ -377,7 +367,7 @@ class SegmentedEncoder:
         known = self._look_up(keys)
         if missing := [key for key in dict.fromkeys(keys) if key not in known]:
             fresh = {key: array("I", self._encode(key[1])) for key in missing}
-            self._keep(fresh)
+            self._store(fresh)
             known |= fresh
         ids = array("I")
         for key in keys:
@@ -394,19 +384,19 @@ class SegmentedEncoder:
 
     def _look_up(self, keys: Sequence[Key]) -> dict[Key, array[int]]:
         with self._lock:
-            known = {key: ids for key in keys if (ids := self._kept.get(key)) is not None}
+            known = {key: ids for key in keys if (ids := self._cache.get(key)) is not None}
             for key in known:
-                self._kept.move_to_end(key)
+                self._cache.move_to_end(key)
         return known
 
-    def _keep(self, fresh: dict[Key, array[int]]) -> None:
+    def _store(self, fresh: dict[Key, array[int]]) -> None:
         with self._lock:
             for key, ids in fresh.items():
-                if key not in self._kept:
-                    self._kept[key] = ids
+                if key not in self._cache:
+                    self._cache[key] = ids
                     self._num_bytes += _size(key, ids)
             while self._num_bytes > self._max_bytes:
-                self._num_bytes -= _size(*self._kept.popitem(last=False))
+                self._num_bytes -= _size(*self._cache.popitem(last=False))
 
 
 def _before_each(mark: str, text: str) -> list[str]:

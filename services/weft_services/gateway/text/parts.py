@@ -68,12 +68,10 @@ class Parts:
         return sum(map(len, self._held))
 
     def text(self, text: str) -> None:
-        """Add text of the answer."""
-        self._say(PartKind.TEXT, text)
+        self._add_text(PartKind.TEXT, text)
 
     def reasoning(self, text: str) -> None:
-        """Add text of the thoughts."""
-        self._say(PartKind.REASONING, text)
+        self._add_text(PartKind.REASONING, text)
 
     def hold_nothing(self) -> None:
         """Stop holding white space back; neither calls nor thoughts follow."""
@@ -110,7 +108,7 @@ class Parts:
     def _is_wanted(self) -> bool:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
-    def _say(self, kind: PartKind, text: str) -> None:
+    def _add_text(self, kind: PartKind, text: str) -> None:
         visible = text.rstrip(SPACE) if self._holds_space else text
         if visible:
             if self._held:
@@ -135,8 +133,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     return [Part(first.kind, "".join(texts), first.call, first.call_id) for first, texts in alike]
 
 
-def new_call_id() -> str:
-    """Return a new id in OpenAI's format."""
+def new_call_id() -> str:  # in OpenAI's format
     return f"call_{new_id()[:24]}"
 
 
@@ -177,7 +174,6 @@ class TextBuffer:
 
     @property
     def taken(self) -> str:
-        """All text that was read since `mark`."""
         return "".join(self._taken)
 
 
