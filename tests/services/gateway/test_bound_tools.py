@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from tests.services.gateway.test_tool_parsers import RECURSIVE
 from weft.grammar import load_grammars
-from weft_services.gateway.text.assistant import AnswerReader
-from weft_services.gateway.text.parts import PartKind, Parts, joined
-from weft_services.gateway.text.tool_formats import FORMATS
 
 USER: Any = {"role": "user", "content": "hi"}
 NODE = {
@@ -32,22 +30,6 @@ SCHEMA = {
     },
     "required": [],
     "$defs": {"node": {"type": "object", "properties": {"height": {"$ref": "#/properties/height"}}}},
-}
-# as pydantic writes a class that has itself for a field
-RECURSIVE = {
-    "$ref": "#/$defs/Step",
-    "$defs": {
-        "Step": {
-            "type": "object",
-            "properties": {
-                "size": {"type": "integer"},
-                "way": {"$ref": "#/$defs/Way"},
-                "next": {"anyOf": [{"$ref": "#/$defs/Step"}, {"type": "null"}]},
-            },
-            "required": ["size"],
-        },
-        "Way": {"type": "string", "enum": ["1", "true"]},
-    },
 }
 GO: Any = {"type": "function", "function": {"name": "go-there", "parameters": SCHEMA, "strict": True}}
 STEP: Any = {"type": "function", "function": {"name": "step", "parameters": RECURSIVE, "strict": True}}
@@ -107,60 +89,6 @@ async def test_calls_are_bound_and_text_is_not(
         matcher = load_grammars(model_dir, 320, [END]).compile(b.decode.started[0].sampling.grammar.text)
         matcher.accept([*b.ids(text), *([END] if is_kept else [])])
         assert (matcher.failure is None) == is_kept
-
-
-def read(family: str, schemas: dict[str, dict[str, Any]], text: str) -> list[tuple[str, str]]:
-    """The same however it is cut."""
-    found = []
-    for size in (1, 5, len(text)):
-        reader = AnswerReader(FORMATS[family].parser(schemas), Parts(lambda: "id"), thinks=False)
-        parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
-        found.append([(part.kind.name, part.text) for part in joined(parts + reader.finish())])
-    assert found[0] == found[1] == found[2]
-    return found[0]
-
-
-@pytest.mark.parametrize(
-    ("schema", "written", "arguments"),
-    [
-        ({"type": ["string", "null"]}, "null", "null"),
-        ({"type": ["string", "null"]}, "None", "null"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, 'nul "l"', r'"nul \"l\""'),
-        ({"enum": ["a", None]}, "null", "null"),
-        ({"type": "string", "nullable": True}, "null", "null"),
-        ({"type": "string"}, "null", '"null"'),
-        ({"type": "integer"}, "null", "null"),
-        ({"const": None}, "null", "null"),
-        ({"const": 2}, "2", "2"),
-        ({"const": "2"}, "2", '"2"'),
-        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, "null", "null"),
-        ({"anyOf": [{"type": "string"}, {"enum": [2]}]}, "2", '"2"'),
-        ({"oneOf": [{"const": 1}, {"const": 2}]}, "2", "2"),
-    ],
-)
-def test_values_are_what_the_schema_says(schema: Any, written: str, arguments: str) -> None:
-    text = f"{XML}<parameter=mode>\n{written}\n</parameter>\n{END_XML}"
-    said = read("qwen-xml", {"go-there": {"properties": {"mode": schema}}}, text)
-    assert said == [("CALL", "go-there"), ("ARGUMENTS", f'{{"mode": {arguments}}}')]
-
-
-def test_a_schema_that_refers_to_itself_says_what_its_values_are() -> None:
-    text = f"{XML_STEP}7{WAY}1\n</parameter>\n{END_XML}"
-    for schema, arguments in (
-        (RECURSIVE, '{"size": 7, "way": "1"}'),
-        ({"$ref": "#/$defs/no"}, '{"size": "7", "way": "1"}'),
-    ):
-        assert read("qwen-xml", {"step": schema}, text) == [("CALL", "step"), ("ARGUMENTS", arguments)]
-
-
-def test_names_that_are_no_pythons_are_called_in_python() -> None:
-    schemas: dict[str, dict[str, Any]] = {"go-there.v2": {}, "now": {}}
-    assert read("llama", schemas, "[go-there.v2(x=1), now()]") == [
-        *(("CALL", "go-there.v2"), ("ARGUMENTS", '{"x": 1}')),
-        *(("CALL", "now"), ("ARGUMENTS", "{}")),
-    ]
-    assert read("llama", schemas, "[go-there.v2(1)]") == [(PartKind.TEXT.name, "[go-there.v2(1)]")]
 
 
 OPTIONAL = {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}

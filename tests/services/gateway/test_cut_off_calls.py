@@ -1,4 +1,4 @@
-"""Answers that are cut off by their length: nothing of a call's markup becomes text, and all text before it does."""
+"""Answers that end within a call, by every API: half a call is no text, and no error."""
 
 from __future__ import annotations
 
@@ -9,77 +9,17 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, speaking
-from tests.services.gateway.test_json_repair import FRAMES
-from tests.services.gateway.test_tool_parsers import ANSWERS, KIMI, SEEK, calls, read, said
-from weft_services.gateway.text.parts import PartKind
-from weft_services.gateway.text.tool_formats import FORMATS
+from tests.services.gateway.test_tool_parsers import SCHEMAS
+from weft.request import FinishReason
+from weft_services.gateway.dialects.choices import ChatChoice
+from weft_services.gateway.mesh.generation_run import ChoiceUpdate
+from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.parts import Parts
+from weft_services.gateway.text.tool_formats import HERMES
 
 TOOL: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS: Any = [{"type": "function", "function": TOOL}]
 ASKED: Any = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "x"}]}
-WITH_CALLS = {name: answer for name, answer in ANSWERS.items() if answer[3]}
-
-
-@pytest.mark.parametrize("name", WITH_CALLS)
-def test_cut_answer_has_no_markup_wherever_it_is_cut(name: str) -> None:
-    form, written, text, expected = WITH_CALLS[name]
-    for end in range(len(written)):
-        for pieces in (list(written[:end]), [written[:end]]):
-            parts = read(FORMATS[form], pieces, is_cut=True)
-            assert said(parts, PartKind.TEXT) == text[:end].rstrip()
-            for (found, arguments), (called, whole) in zip(calls(parts), expected, strict=False):
-                assert found == called
-                assert whole.startswith(arguments)
-
-
-@pytest.mark.parametrize("name", FRAMES)
-def test_cut_arguments_are_a_prefix_of_the_whole(name: str) -> None:
-    raw = '{"a": "x\n\\d\\ud83d\\ude42 \\ud83d.", \'b\': [True, 007,], "c": "\x01"}'
-    written = FRAMES[name] % raw
-    ((_, whole),) = calls(read(FORMATS[name], [written]))
-    for end in range(len(written)):
-        found = calls(read(FORMATS[name], list(written[:end]), is_cut=True))
-        assert all(whole.startswith(arguments) for _, arguments in found)
-        assert said(read(FORMATS[name], list(written[:end]), is_cut=True), PartKind.TEXT) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "written", "text"),
-    [
-        ("hermes", "a <tool_call>nothing", "a <tool_call>nothing"),
-        ("hermes", "a < b", "a < b"),
-        ("hermes", "a <tool_ca", "a"),
-        ("hermes", "a <tool_call>\n\n", "a"),
-        ("qwen-xml", "a <tool_call>\n<func", "a"),
-        ("qwen-xml", "a <function=other>", "a <function=other>"),
-        ("mistral", "[TOOL_CALLS", ""),
-        ("mistral-args", "[TOOL_CALLS]ad", ""),
-        ("kimi", "Hm. <|tool_calls_sec", "Hm."),
-        ("kimi", f"Hm. {KIMI.split('{}')[0]}<|tool_call_begin|>functions.a", "Hm."),
-        ("deepseek-v3", f"{SEEK.split('{}')[0]}<｜tool▁call▁begin｜>function", ""),
-        ("llama", '{"name": "ad', ""),
-        ("llama", '{"parameters": {"a": 1', ""),
-        ("llama", "[add(a=1", ""),
-        ("llama", '{"city": "Rom', '{"city": "Rom'),
-        ("llama", '{"name": "Ann", "age', '{"name": "Ann", "age'),
-    ],
-)
-def test_what_can_only_be_markup_is_no_text_when_cut(name: str, written: str, text: str) -> None:
-    for pieces in (list(written), [written]):
-        parts = read(FORMATS[name], pieces, is_cut=True)
-        assert (said(parts, PartKind.TEXT), calls(parts)) == (text, [])
-
-
-@pytest.mark.parametrize(("written", "thoughts"), [("<thi", ""), ("<think>why</th", "why"), ("<think>a < b", "a < b")])
-def test_marks_of_thoughts_are_no_text_when_cut(written: str, thoughts: str) -> None:
-    parts = read(FORMATS["hermes"], list(written), thinks=True, is_cut=True)
-    assert [part.text for part in parts if part.kind is PartKind.TEXT] == []
-    assert said(parts, PartKind.REASONING) == thoughts
-
-
-def test_half_a_call_is_text_when_the_model_ends_it() -> None:
-    for written in ("a <tool_ca", 'a <tool_call>{"name": "ad', "a <"):
-        assert said(read(FORMATS["hermes"], list(written)), PartKind.TEXT) == written
 
 
 async def _chat(b: Bench, stream: bool) -> tuple[str, Any]:
@@ -145,3 +85,29 @@ async def test_arguments_are_closed_when_the_model_ends_within(bench: MakeBench)
         (call,) = answer.choices[0].message.tool_calls
         assert json.loads(call.function.arguments) == {"a": 1, "b": "x"}
         assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_python_value_that_json_has_not_does_not_cost_the_answer(bench: MakeBench, stream: bool) -> None:
+    written = "[add(a={1, 2})]"
+    tools: Any = [{"type": "function", "function": {"name": "add"}}]
+    async with bench(tool_format="llama") as b:
+        b.decode.script = speaking([*b.ids(written), END])
+        body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "x"}], "tools": tools, "stream": stream}
+        answer = await b.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        assert '"error"' not in answer.text
+        if not stream:
+            assert json.loads(answer.text)["choices"][0]["message"]["content"] == written
+
+
+def test_a_stop_string_within_arguments_is_no_finished_call() -> None:
+    call = '<tool_call>{"name": "write", "arguments": {"text": "# a '
+    for text, stop, reason in (
+        (call, "###", FinishReason.STOP),
+        (call + '"}}</tool_call>', None, FinishReason.TOOL_CALLS),
+        (call + '"}}</tool_call>\n', "###", FinishReason.TOOL_CALLS),
+    ):
+        answer = ChatChoice(AnswerReader(HERMES.parser(SCHEMAS), Parts(lambda: "id"), True), None)
+        answer.take(ChoiceUpdate(0, text, (), (), FinishReason.STOP, stop))
+        assert answer.finish_reason is reason

@@ -11,7 +11,8 @@ import pytest
 
 from weft.api_keys import ApiKey
 from weft_services.gateway.access.authentication import Principal, current_principal
-from weft_services.gateway.mesh.pipeline import NUM_HANDED_OUT, NUM_THREADS, FairThreadPool
+from weft_services.gateway.access.limiter import RateLimiter
+from weft_services.gateway.mesh.pipeline import NUM_HANDED_OUT, NUM_THREADS, FairThreadPool, charge_on_error
 
 
 class Shop:
@@ -166,3 +167,14 @@ async def test_whoever_waits_when_the_workshop_closes_is_told() -> None:
         it.close()
         with pytest.raises(asyncio.CancelledError):
             await waits
+
+
+async def test_a_request_that_nobody_waits_for_any_more_is_counted() -> None:
+    limiter, key = RateLimiter(), ApiKey("alice", "0" * 64, requests_per_minute=10)
+    token = current_principal.set(Principal(key, limiter))
+    try:
+        with pytest.raises(asyncio.CancelledError), charge_on_error():
+            raise asyncio.CancelledError
+        assert [level.remaining for level in limiter.levels(key)] == [9]
+    finally:
+        current_principal.reset(token)

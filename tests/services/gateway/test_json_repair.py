@@ -129,3 +129,24 @@ def test_any_text_becomes_an_object_however_it_is_cut(rest: str, size: int) -> N
     assert isinstance(json.loads(found), dict)
     found.encode()
     assert mended([written[at : at + size] for at in range(0, len(written), size)]) == found
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_cut_arguments_are_a_prefix_of_the_whole(name: str) -> None:
+    raw = '{"a": "x\n\\d\\ud83d\\ude42 \\ud83d.", \'b\': [True, 007,], "c": "\x01"}'
+    written = FRAMES[name] % raw
+    ((_, whole),) = calls(read(FORMATS[name], [written]))
+    for end in range(len(written)):
+        found = calls(read(FORMATS[name], list(written[:end]), is_cut=True))
+        assert all(whole.startswith(arguments) for _, arguments in found)
+        assert said(read(FORMATS[name], list(written[:end]), is_cut=True), PartKind.TEXT) == ""
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_string_has_every_formats_marks_within(name: str) -> None:
+    marks = [mark for form in FORMATS.values() for mark in (*form.markers, *form.opening, *form.closing)]
+    meant = {"a": " ".join([*marks, "<think>", "</think>", "```", "}]\"'"]), "b": ["</tool_call>", "}"]}
+    for pieces in cuts(FRAMES[name] % json.dumps(meant, ensure_ascii=False)):
+        parts = read(FORMATS[name], pieces)
+        ((_, arguments),) = calls(parts)
+        assert (json.loads(arguments), said(parts, PartKind.TEXT)) == (meant, "")

@@ -15,7 +15,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.services.gateway.conftest import END, TEMPLATE, tiny_tokenizer
 from weft.errors import BadCheckpoint, InvalidRequest
 from weft_services.gateway.generation import Conversation
-from weft_services.gateway.text.assistant import StopScanner
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import MAX_WINDOW, Codec, Detokenizer, WindowDetokenizer
 
@@ -80,32 +79,6 @@ def test_the_window_stays_small_whatever_is_generated(token: str) -> None:
     for _ in range(1000):
         detokenizer.push([token_id])
     assert max(decoded) <= MAX_WINDOW + 1
-
-
-@given(
-    text=st.text("ab<", max_size=30),
-    stops=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=4),
-    size=st.integers(1, 4),
-)
-def test_a_scanner_cuts_at_the_first_stop_string_and_loses_nothing_else(text: str, stops: list[str], size: int) -> None:
-    scanner = StopScanner(stops)
-    sent: str = ""
-    stopped: str | None = None
-    for at in range(0, len(text), size):
-        piece, stopped = scanner.push(text[at : at + size])
-        sent += piece
-        assert not any(stop in sent for stop in stops)
-        if stopped:
-            break
-    else:
-        sent += scanner.finish()[0]
-    assert (stopped is not None) == any(stop in text for stop in stops)
-    if stopped is not None:
-        assert stopped in stops
-        assert text.startswith(sent)
-        assert text[len(sent) :].startswith(stopped)
-    else:
-        assert sent == text
 
 
 TOOLS = [

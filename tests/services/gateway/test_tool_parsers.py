@@ -8,10 +8,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft_services.gateway.text.assistant import AnswerReader
-from weft_services.gateway.text.parts import Part, PartKind, Parts
+from weft_services.gateway.text.parts import Part, PartKind, Parts, joined
 from weft_services.gateway.text.tool_formats import FORMATS, ToolFormat, choose_format
+from weft_services.gateway.text.xml_calls import is_text
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {"properties": {"city": {"type": "string"}, "n": {"type": "array"}}},
@@ -25,6 +28,12 @@ KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool
 ROME = '{"city": "Rome <\\"}{[\\\\", "n": [1, {"a": null}]}'
 ADD = '{"a": 1, "b": -2.5e3}'
 BOTH = [("get_weather", ROME), ("add", ADD)]
+
+NOT_JSON = ["{1, 2}", 'b"x"', "1j", "...", "1e999", "{[]: 1}", "{(1, 2): 3}", "'\\ud83d'"]
+HALF = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+ADD_CALL = '{"name": "add", "arguments": {"a": 1}}'
+SEEK_NONE = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_time<｜tool▁call▁end｜>"
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 # format, what the model writes, its text, its calls
 ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
@@ -143,6 +152,38 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "llama, a list that is no call": ("llama", "[1, 2] is a list", "[1, 2] is a list", []),
     "llama, python that is no call": ("llama", "[open('/etc/passwd')]", "[open('/etc/passwd')]", []),
 }
+NEARLY_CALLS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    *(("llama", f"[add(a={value})]", f"[add(a={value})]", list[tuple[str, str]]()) for value in NOT_JSON),
+    ("llama", f"<|python_start|>{ADD_CALL}<|python_end|>", "", [("add", '{"a": 1}')]),
+    ("mistral", f"[TOOL_CALLS]{ADD_CALL}", "", [("add", '{"a": 1}')]),
+    ("mistral", '[TOOL_CALLS]{"city": "Rome"}', '[TOOL_CALLS]{"city": "Rome"}', []),
+    ("mistral-args", '[TOOL_CALLS][ARGS]{"a": 1}', '[TOOL_CALLS][ARGS]{"a": 1}', []),
+    ("kimi", "<|tool_call_begin|>{}", "<|tool_call_begin|>{}", []),
+    ("deepseek-v3.1", SEEK_V31.format("", "{}"), "{}", []),
+    ("deepseek-v3.1", f"{SEEK_NONE}{SEEK_V31.format('add', '{}')}", "get_time", [("add", "{}")]),
+    ("hermes", HALF, HALF, []),
+    ("hermes", f"{HALF} So?", f"{HALF} So?", []),
+    ("hermes", f"<tool_call>[1]</tool_call>{HALF}", f"<tool_call>[1]</tool_call>{HALF}", []),
+    ("hermes", 2 * f'<tool_call>{{"id": null, {ADD_CALL[1:]}</tool_call>', "", 2 * [("add", '{"a": 1}')]),
+    ("hermes", 2 * '<tool_call>{"name": "add", "id": null}</tool_call>', "", 2 * [("add", "{}")]),
+    ("qwen-xml", "<function=add><parameter=a>NaN</parameter></function>", "", [("add", '{"a": "NaN"}')]),
+    ("qwen-xml", XML.format("{'b': [True, None]}"), "", [("add", '{"a": {"b": [true, null]}}')]),
+    ("qwen-xml", XML.format("{'b': {1, 2}}"), "", [("add", """{"a": "{'b': {1, 2}}"}""")]),
+    ("qwen-xml", XML.format("True"), "", [("add", '{"a": true}')]),
+    ("hermes", f'<tool_call>{ADD_CALL[:-1]}, "parameters": {{"b": 2}}}}</tool_call>', "", [("add", '{"a": 1}')]),
+    (
+        "kimi",
+        '<|tool_call_begin|>functions.get_weather<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>',
+        "",
+        [("get_weather", '{"city": "Oslo"}')],
+    ),
+    (
+        "deepseek-v3.1",
+        f"{SEEK_V31.format('ping', '')}{SEEK_V31.format('add', '{}')}",
+        "",
+        [("ping", "{}"), ("add", "{}")],
+    ),
+]
 
 
 def read(
@@ -151,8 +192,10 @@ def read(
     thinks: bool = False,
     is_thinking: bool = False,
     is_cut: bool = False,
+    schemas: Any = SCHEMAS,
 ) -> list[Part]:
-    reader = AnswerReader(tool_format.parser(SCHEMAS), Parts(tool_format.new_id), thinks, is_thinking)
+    parser, ends = tool_format.parser(schemas), tool_format.ends_thoughts
+    reader = AnswerReader(parser, Parts(tool_format.new_id), thinks, is_thinking, ends)
     parts = [part for piece in pieces for part in reader.push(piece)]
     return parts + reader.finish(is_cut)
 
@@ -163,6 +206,12 @@ def said(parts: list[Part], kind: PartKind) -> str:
 
 def calls(parts: list[Part]) -> list[tuple[str, str]]:
     begun = [part for part in parts if part.kind is PartKind.CALL]
+    of_calls = [
+        (part.call, part.kind is not PartKind.CALL)
+        for part in parts
+        if part.kind in (PartKind.CALL, PartKind.ARGUMENTS)
+    ]
+    assert of_calls == sorted(of_calls)  # a call begins before its arguments, and calls do not mix
     assert [part.call for part in begun] == list(range(len(begun)))
     assert len({part.call_id for part in begun}) == len(begun)
     arguments = [
@@ -184,7 +233,9 @@ def cuts(text: str) -> list[list[str]]:
     return out
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize(
+    "answer", [*ANSWERS.values(), *NEARLY_CALLS], ids=[*ANSWERS, *map(str, range(len(NEARLY_CALLS)))]
+)
 def test_calls_and_text_are_found_however_the_answer_is_cut(
     answer: tuple[str, str, str, list[tuple[str, str]]],
 ) -> None:
@@ -194,20 +245,6 @@ def test_calls_and_text_are_found_however_the_answer_is_cut(
         assert said(parts, PartKind.TEXT) == text
         assert calls(parts) == expected
         assert all(part.text for part in parts)
-
-
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_a_call_begins_before_its_arguments_and_no_part_is_out_of_order(
-    answer: tuple[str, str, str, list[tuple[str, str]]],
-) -> None:
-    parts = read(FORMATS[answer[0]], list(answer[1]))
-    last = -1
-    for part in parts:
-        if part.kind is PartKind.CALL:
-            assert part.call == last + 1
-            last = part.call
-        elif part.kind is PartKind.ARGUMENTS:
-            assert part.call == last
 
 
 def test_arguments_stream_as_they_are_written() -> None:
@@ -256,6 +293,11 @@ def test_ids_are_what_the_family_expects() -> None:
         ("<think>never ends", False, "never ends", ""),
         ("No <think>thoughts</think>.", False, "", "No <think>thoughts</think>."),
         ("<think></think>Yes", False, "", "Yes"),
+        ("<think>a <think>b</think>c", False, "a <think>b", "c"),
+        ("<think>a</think>b </think> c", False, "a", "b </think> c"),
+        ("<think>a</think>b <think>c</think> d", False, "a", "b <think>c</think> d"),
+        ("<think>`<tool_call>` {</think>b", False, "`<tool_call>` {", "b"),
+        ("a <think>b</think>", False, "", "a <think>b</think>"),
     ],
 )
 def test_thoughts_are_told_from_text(written: str, is_thinking: bool, reasoning: str, text: str) -> None:
@@ -304,3 +346,274 @@ def test_the_format_is_the_templates(template: str, name: str | None) -> None:
     chosen = choose_format("auto", template)
     assert (chosen.name if chosen else None) == name
     assert choose_format("none", template) is None
+
+
+PIECES = [
+    *(marker for each in FORMATS.values() for marker in each.markers),
+    *("<function=", "<function=add>", "<parameter=", "<parameter=a>", "</parameter>", "\n</parameter>", "</function>"),
+    *("<think>", "</think>", "[add(", "[add(a=1)]", "functions.add:0", "```json", "```", "add", "NaN", "null", "1"),
+    *('"name"', '"arguments"', '"parameters"', '"id"', '"add"', "{", "}", "[", "]", "(", ")", ":", ",", ";", '"', "\\"),
+    *(
+        ADD_CALL,
+        ADD_CALL[:-2],
+        '{"arguments": {}, "name": "add"}',
+        '{"name": "no", "arguments": {}}',
+        "ud83d",
+        "🙂",
+        "<",
+        " ",
+        "\n",
+    ),
+    " " * 700,
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+def test_whatever_is_written_is_read_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
+    pieces = st.sampled_from([*PIECES, *FORMATS[name].markers * 8])
+    written = "".join(data.draw(st.lists(pieces, max_size=16)))
+    thinks, is_thinking = data.draw(st.sampled_from([(False, False), (True, False), (True, True)]))
+    is_cut = data.draw(st.booleans())
+    whole, *others = [
+        [
+            (part.kind.name, part.call, part.text)
+            for part in joined(read(FORMATS[name], each, thinks, is_thinking, is_cut))
+        ]
+        for each in cuts(written)
+    ]
+    assert all(other == whole for other in others)
+    open_call = max((call for kind, call, _ in whole if kind == "CALL"), default=0) if is_cut else None
+    for kind, call, text in whole:
+        if kind == "ARGUMENTS" and call != open_call:
+            assert isinstance(json.loads(text), dict)
+    json.dumps(whole, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("kind", [5, True, 0.5, {"type": "string"}, []])
+def test_a_schema_that_is_none_does_not_cost_the_answer(kind: Any) -> None:
+    written = "<function=add><parameter=a>1</parameter></function>"
+    parts = read(FORMATS["qwen-xml"], [written], schemas={"add": {"properties": {"a": {"type": kind}}}})
+    assert calls(parts) == [("add", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("answer", [each for each in ANSWERS.values() if each[3]])
+def test_cut_answer_has_no_markup_wherever_it_is_cut(answer: tuple[str, str, str, list[tuple[str, str]]]) -> None:
+    form, written, text, expected = answer
+    for end in range(len(written)):
+        for pieces in (list(written[:end]), [written[:end]]):
+            parts = read(FORMATS[form], pieces, is_cut=True)
+            assert said(parts, PartKind.TEXT) == text[:end].rstrip()
+            for (found, arguments), (called, whole) in zip(calls(parts), expected, strict=False):
+                assert found == called
+                assert whole.startswith(arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "text"),
+    [
+        ("hermes", "a <tool_call>nothing", "a <tool_call>nothing"),
+        ("hermes", "a < b", "a < b"),
+        ("hermes", "a <tool_ca", "a"),
+        ("hermes", "a <tool_call>\n\n", "a"),
+        ("qwen-xml", "a <tool_call>\n<func", "a"),
+        ("qwen-xml", "a <function=other>", "a <function=other>"),
+        ("mistral", "[TOOL_CALLS", ""),
+        ("mistral-args", "[TOOL_CALLS]ad", ""),
+        ("kimi", "Hm. <|tool_calls_sec", "Hm."),
+        ("kimi", f"Hm. {KIMI.split('{}')[0]}<|tool_call_begin|>functions.a", "Hm."),
+        ("deepseek-v3", f"{SEEK.split('{}')[0]}<｜tool▁call▁begin｜>function", ""),
+        ("llama", '{"name": "ad', ""),
+        ("llama", '{"parameters": {"a": 1', ""),
+        ("llama", "[add(a=1", ""),
+        ("llama", '{"city": "Rom', '{"city": "Rom'),
+        ("llama", '{"name": "Ann", "age', '{"name": "Ann", "age'),
+    ],
+)
+def test_what_can_only_be_markup_is_no_text_when_cut(name: str, written: str, text: str) -> None:
+    for pieces in (list(written), [written]):
+        parts = read(FORMATS[name], pieces, is_cut=True)
+        assert (said(parts, PartKind.TEXT), calls(parts)) == (text, [])
+
+
+@pytest.mark.parametrize(("written", "thoughts"), [("<thi", ""), ("<think>why</th", "why"), ("<think>a < b", "a < b")])
+def test_marks_of_thoughts_are_no_text_when_cut(written: str, thoughts: str) -> None:
+    parts = read(FORMATS["hermes"], list(written), thinks=True, is_cut=True)
+    assert [part.text for part in parts if part.kind is PartKind.TEXT] == []
+    assert said(parts, PartKind.REASONING) == thoughts
+
+
+def test_half_a_call_is_text_when_the_model_ends_it() -> None:
+    for written in ("a <tool_ca", 'a <tool_call>{"name": "ad', "a <"):
+        assert said(read(FORMATS["hermes"], list(written)), PartKind.TEXT) == written
+
+
+def test_kimi_goes_from_thoughts_to_a_call_without_a_word() -> None:
+    call = "<|tool_call_begin|>functions.ls:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    for written in (f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>", call):
+        for pieces in cuts(f"I will list it.{written}"):
+            parts = read(FORMATS["kimi"], pieces, thinks=True, is_thinking=True)
+            assert (said(parts, PartKind.REASONING), calls(parts)) == ("I will list it.", [("ls", "{}")])
+
+
+PROPERTIES: Any = {"path": {"type": "string"}, "text": {"type": "string"}, "lines": {"type": "array"}}
+NESTED: dict[str, dict[str, Any]] = {"write": {"properties": PROPERTIES}, "edit": {"properties": PROPERTIES}, "add": {}}
+HTML = '<html>\n<body class="a">&amp; <p>x</p>\n</body>\n</html>'
+INNER = "<parameter=x>\n1\n</parameter>"
+EXAMPLE = f"<function=f>\n{INNER}\n</function>"
+
+
+def in_tags(name: str, **values: str) -> str:
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+
+
+VALUES = [
+    HTML,
+    "a </parameter> b",
+    "a\n</parameter>\nb",
+    "a </function> b\n</function>\nc",
+    "say <function=f> or <tool_call> and </tool_call>.",
+    f"see {INNER} and {INNER}\nso",
+    "",
+    "\n\n",
+]
+# without a schema a parameter's tag on a line of its own begins one
+WITH_LINES = [INNER, f"{INNER}\n{INNER}", EXAMPLE, f"{EXAMPLE}\n{EXAMPLE}", "<parameter=x> opens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, each) for name in ("write", "add", "new") for each in VALUES] + [("write", each) for each in WITH_LINES],
+)
+def test_value_in_tags_has_tags_within(name: str, value: str) -> None:
+    for pieces in cuts(in_tags(name, text=value, path="a.py")):
+        parts = read(FORMATS["qwen-xml"], pieces, schemas=NESTED)
+        ((called, arguments),) = calls(parts)
+        assert (called, said(parts, PartKind.TEXT)) == (name, "")
+        assert json.loads(arguments) == {"text": value, "path": "a.py"}
+
+
+def test_value_that_comes_last_has_tags_within() -> None:
+    for value in (HTML, INNER, EXAMPLE, "</parameter> x", f"{EXAMPLE}\n"):
+        for pieces in cuts(f"{in_tags('write', text=value)}\n{in_tags('add', a='1')}"):
+            found = [
+                (name, json.loads(arguments))
+                for name, arguments in calls(read(FORMATS["qwen-xml"], pieces, schemas=NESTED))
+            ]
+            assert found == [("write", {"text": value}), ("add", {"a": "1"})]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ('["a\nb", "c\td"]', ["a\nb", "c\td"]),
+        ('["\\d", 1,]', ["\\d", 1]),
+        ("['a', None]", ["a", None]),
+        ('["</parameter>", "<parameter=x>"]', ["</parameter>", "<parameter=x>"]),
+        ("[1, 2", "[1, 2"),
+        ("", ""),
+    ],
+)
+def test_value_that_is_nearly_json_is_mended(value: str, meant: Any) -> None:
+    for pieces in cuts(in_tags("write", lines=value)):
+        ((_, arguments),) = calls(read(FORMATS["qwen-xml"], pieces, schemas=NESTED))
+        assert json.loads(arguments) == {"lines": meant}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Write <function=NAME> and <parameter=KEY>.",
+        "<function=NAME>\n<parameter=KEY>\nvalue\n</parameter>\n</function>",
+        "`<tool_call>` opens, `</tool_call>` closes.",
+        "<tool_call>\n<function=a b",
+    ],
+)
+def test_text_that_speaks_of_tags_is_text(text: str) -> None:
+    for pieces in cuts(text):
+        parts = read(FORMATS["qwen-xml"], pieces, schemas=NESTED)
+        assert (calls(parts), said(parts, PartKind.TEXT)) == ([], text)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("<parameter=path>\na.py\n<parameter=lines>\n[1]\n</parameter>\n</function>", {"path": "a.py", "lines": [1]}),
+        ("<parameter=path>\na.py\n</function>", {"path": "a.py"}),
+        ("<parameter=lines>\n[1, 2]\n</tool_call>", {"lines": [1, 2]}),
+        ("<parameter=path>\na </function> b\n</parameter>\n</function>", {"path": "a </function> b"}),
+    ],
+)
+def test_a_forgotten_tag_ends_the_value_where_the_next_one_begins(written: str, arguments: dict[str, Any]) -> None:
+    closing = "" if written.endswith("</tool_call>") else "\n</tool_call>"
+    for pieces in cuts(f"<tool_call>\n<function=edit>\n{written}{closing}Done."):
+        parts = read(FORMATS["qwen-xml"], pieces, schemas=NESTED)
+        ((_, found),) = calls(parts)
+        assert (json.loads(found), said(parts, PartKind.TEXT)) == (arguments, "Done.")
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "arguments"),
+    [
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, 'nul "l"', r'"nul \"l\""'),
+        ({"enum": ["a", None]}, "null", "null"),
+        ({"type": "string", "nullable": True}, "null", "null"),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": "integer"}, "null", "null"),
+        ({"const": None}, "null", "null"),
+        ({"const": 2}, "2", "2"),
+        ({"const": "2"}, "2", '"2"'),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"enum": [2]}]}, "2", '"2"'),
+        ({"oneOf": [{"const": 1}, {"const": 2}]}, "2", "2"),
+    ],
+)
+def test_values_are_what_the_schema_says(schema: Any, written: str, arguments: str) -> None:
+    for pieces in cuts(in_tags("add", mode=written)):
+        parts = read(FORMATS["qwen-xml"], pieces, schemas={"add": {"properties": {"mode": schema}}})
+        assert calls(parts) == [("add", f'{{"mode": {arguments}}}')]
+
+
+# as pydantic writes a class that has itself for a field
+RECURSIVE: Any = {
+    "$ref": "#/$defs/Step",
+    "$defs": {
+        "Step": {
+            "type": "object",
+            "properties": {
+                "size": {"type": "integer"},
+                "way": {"$ref": "#/$defs/Way"},
+                "next": {"anyOf": [{"$ref": "#/$defs/Step"}, {"type": "null"}]},
+            },
+            "required": ["size"],
+        },
+        "Way": {"type": "string", "enum": ["1", "true"]},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [(RECURSIVE, '{"size": 7, "way": "1"}'), ({"$ref": "#/$defs/no"}, '{"size": "7", "way": "1"}')],
+)
+def test_a_schema_that_refers_to_itself_says_what_its_values_are(schema: Any, arguments: str) -> None:
+    parts = read(FORMATS["qwen-xml"], [in_tags("step", size="7", way="1")], schemas={"step": schema})
+    assert calls(parts) == [("step", arguments)]
+
+
+def test_what_every_part_of_a_schema_says_is_said() -> None:
+    assert not is_text({"allOf": [{"$ref": "#/$defs/Address"}], "description": "where"})
+    assert not is_text({"allOf": [{"type": "integer"}]})
+    assert is_text({"allOf": [{"type": "string"}, {"description": "a name"}]})
+
+
+def test_names_that_are_no_pythons_are_called_in_python() -> None:
+    schemas = {"go-there.v2": {}, "now": {}}
+    for pieces in cuts("[go-there.v2(x=1), now()]"):
+        assert calls(read(FORMATS["llama"], pieces, schemas=schemas)) == [("go-there.v2", '{"x": 1}'), ("now", "{}")]
+    parts = read(FORMATS["llama"], ["[go-there.v2(1)]"], schemas=schemas)
+    assert (said(parts, PartKind.TEXT), calls(parts)) == ("[go-there.v2(1)]", [])

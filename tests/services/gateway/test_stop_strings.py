@@ -13,7 +13,7 @@ from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_tool_parsers import SCHEMAS, calls, cuts, said
 from weft_services.gateway.text.assistant import AnswerReader, StopScanner, VisibleStops
-from weft_services.gateway.text.parts import Part, PartKind, Parts
+from weft_services.gateway.text.parts import Part, PartKind, Parts, overlap
 from weft_services.gateway.text.tool_formats import FORMATS
 
 USER: Any = {"role": "user", "content": "x"}
@@ -93,18 +93,22 @@ def test_text_is_cut_before_the_first_stop_string_in_it(pieces: list[str], stops
         assert (before.strip(), found) == ("", stop)  # white space behind a call is given out with what follows it
 
 
-@given(text=st.text("abc", max_size=12), stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4))
-def test_overlapping_stop_strings_end_a_text_however_it_is_cut(text: str, stops: list[str]) -> None:
+@given(text=st.text("ab<", max_size=30), stops=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=4))
+def test_stop_strings_end_a_text_however_it_is_cut(text: str, stops: list[str]) -> None:
     def cut(size: int) -> tuple[str, str | None]:
         scanner, out = StopScanner(stops), ""
         for at in range(0, len(text), size):
             piece, stop = scanner.push(text[at : at + size])
             out += piece
+            assert not any(each in out for each in stops)
             if stop is not None:
                 return out, stop
         return out + scanner.finish()[0], None
 
-    assert cut(1) == cut(2) == cut(3) == cut(12)
+    sent, stop = cut(1)
+    assert all(cut(size) == (sent, stop) for size in (2, 3, 4, 30))
+    assert (stop is None) == (sent == text) == (not any(each in text for each in stops))
+    assert stop is None or (stop in stops and text.startswith(sent + stop))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -132,3 +136,9 @@ async def test_stop_string_in_the_text_ends_it_when_tools_are_offered(bench: Mak
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one", "stop")
         assert answer.usage.completion_tokens == len(b.ids("one STOP"))
         await b.decode.until(lambda: len(b.decode.cancelled) == 1)
+
+
+@given(st.text("ab", max_size=9), st.text("ab", min_size=1, max_size=6))
+def test_the_longest_end_that_begins_it_and_never_all_of_it(text: str, stop: str) -> None:
+    lengths = range(min(len(stop) - 1, len(text)) + 1)
+    assert overlap(text, stop) == max(length for length in lengths if text.endswith(stop[:length]))
