@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode
+from weft.grammar import load_grammars
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.mesh.decode_connection import SequenceUpdate
 from weft_services.gateway.mesh.generation_run import ChoiceText, ChoiceUpdate
@@ -106,6 +107,7 @@ class Bench:
     client: AsyncOpenAI
     http: httpx.AsyncClient
     tokenizer: Tokenizer
+    model: str = ""
 
     @property
     def decode(self) -> FakeDecode:
@@ -122,6 +124,13 @@ class Bench:
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
+
+    def allows(self, text: str, is_whole: bool = True) -> bool:
+        """True if the grammar of the last request allows this answer, or with `is_whole` False, this beginning."""
+        grammars = load_grammars(Path(self.model), VOCABULARY, [END])
+        matcher = grammars.compile(self.decode.started[-1].sampling.grammar.text)
+        matcher.accept([*self.ids(text), *([END] if is_whole else [])])
+        return matcher.failure is None
 
     async def refused(self, path: str, **fields: Any) -> tuple[int, dict[str, Any]]:
         """Post what should be refused; status and the inner error object, whose keys are checked."""
@@ -179,6 +188,6 @@ def bench(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> MakeBench:
             )
             await stack.enter_async_context(client)
             http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
-            yield Bench(gateway, scheduler, decoders, client, http, tokenizer)
+            yield Bench(gateway, scheduler, decoders, client, http, tokenizer, config.model)
 
     return make

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
-from weft.grammar import load_grammars
+from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 
 USER: Any = {"role": "user", "content": "hi"}
 EMPTY = {"type": "object", "properties": {}}
@@ -64,13 +62,6 @@ def tool(**more: Any) -> Any:
     return {"type": "function", "function": {"name": "now", **more}}
 
 
-def allows(b: Any, model_dir: Path, text: str) -> bool:
-    """Is that a whole answer to the last request."""
-    matcher = load_grammars(model_dir, 320, [END]).compile(b.decode.started[-1].sampling.grammar.text)
-    matcher.accept([*b.ids(text), END])
-    return matcher.failure is None
-
-
 async def ask(b: Any, **fields: Any) -> None:
     body = {"model": MODEL_NAME, "messages": [USER], "tool_choice": "required", **fields}
     answer = await b.http.post("/v1/chat/completions", json=body)
@@ -78,29 +69,27 @@ async def ask(b: Any, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("family", WRITTEN)
-async def test_call_has_no_arguments_in_any_format(bench: MakeBench, model_dir: Path, family: str) -> None:
+async def test_call_has_no_arguments_in_any_format(bench: MakeBench, family: str) -> None:
     before, argument, after = WRITTEN[family]
     nothing = "" if family == "qwen-xml" else "{}"
     async with bench(context=2048, tool_format=family) as b:
         for more in NOTHING.values():
             await ask(b, tools=[tool(**more)])
-            assert allows(b, model_dir, before + nothing + after), more
-            assert not allows(b, model_dir, before + argument + after), more
-            assert not allows(b, model_dir, before + nothing.replace("{", "{ ") + " " + after), more
+            assert b.allows(before + nothing + after), more
+            assert not b.allows(before + argument + after), more
+            assert not b.allows(before + nothing.replace("{", "{ ") + " " + after), more
 
 
 @pytest.mark.parametrize("parameters", SOMETHING.values(), ids=SOMETHING)
-async def test_call_has_arguments_when_the_schema_lets_it(
-    bench: MakeBench, model_dir: Path, parameters: dict[str, Any]
-) -> None:
+async def test_call_has_arguments_when_the_schema_lets_it(bench: MakeBench, parameters: dict[str, Any]) -> None:
     before, argument, after = WRITTEN["hermes"]
     async with bench(tool_format="hermes") as b:
         for is_strict in (False, True):
             await ask(b, tools=[tool(parameters=parameters, strict=is_strict)])
-            assert allows(b, model_dir, before + argument + after)
+            assert b.allows(before + argument + after)
 
 
-async def test_only_the_function_without_parameters_has_none(bench: MakeBench, model_dir: Path) -> None:
+async def test_only_the_function_without_parameters_has_none(bench: MakeBench) -> None:
     before, argument, after = WRITTEN["hermes"]
     later = tool(parameters=SOMETHING["a property"])
     later["function"]["name"] = "later"
@@ -109,31 +98,33 @@ async def test_only_the_function_without_parameters_has_none(bench: MakeBench, m
     async with bench(context=2048, tool_format="hermes") as b:
         for choice in ("required", named, allowed):
             await ask(b, tools=[later, tool()], tool_choice=choice)
-            assert allows(b, model_dir, f"{before}{{}}{after}")
-            assert not allows(b, model_dir, before + argument + after)
+            assert b.allows(f"{before}{{}}{after}")
+            assert not b.allows(before + argument + after)
             is_callable = choice == "required"
-            assert allows(b, model_dir, before.replace("now", "later") + argument + after) == is_callable
+            assert b.allows(before.replace("now", "later") + argument + after) == is_callable
 
 
-@pytest.mark.parametrize("more", [{}, {"parameters": None}, {"parameters": EMPTY}], ids=str)
-async def test_no_arguments_by_responses(bench: MakeBench, model_dir: Path, more: dict[str, Any]) -> None:
-    before, argument, after = WRITTEN["hermes"]
+BY_RESPONSES = ("/v1/responses", {"input": "hi"}, ("required", {"type": "function", "name": "now"}))
+BY_MESSAGES = (
+    "/v1/messages",
+    {"messages": [USER], "max_tokens": 9},
+    ({"type": "any"}, {"type": "tool", "name": "now"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("api", "tool"),
+    [
+        *((BY_RESPONSES, {"type": "function", **more}) for more in ({}, {"parameters": None}, {"parameters": EMPTY})),
+        *((BY_MESSAGES, {"input_schema": schema}) for schema in ({}, {"type": "object"}, EMPTY)),
+    ],
+    ids=str,
+)
+async def test_call_has_no_arguments_by_any_api(bench: MakeBench, api: Any, tool: dict[str, Any]) -> None:
+    (before, argument, after), (path, fields, choices) = WRITTEN["hermes"], api
     async with bench(tool_format="hermes") as b:
-        for choice in ("required", {"type": "function", "name": "now"}):
-            tools = [{"type": "function", "name": "now", **more}]
-            body = {"model": MODEL_NAME, "input": "hi", "tools": tools, "tool_choice": choice}
-            assert (await b.http.post("/v1/responses", json=body)).status_code == 200
-            assert allows(b, model_dir, f"{before}{{}}{after}")
-            assert not allows(b, model_dir, before + argument + after)
-
-
-@pytest.mark.parametrize("schema", [{}, {"type": "object"}, EMPTY], ids=str)
-async def test_no_arguments_by_messages(bench: MakeBench, model_dir: Path, schema: dict[str, Any]) -> None:
-    before, argument, after = WRITTEN["hermes"]
-    async with bench(tool_format="hermes") as b:
-        for choice in ({"type": "any"}, {"type": "tool", "name": "now"}):
-            tools = [{"name": "now", "input_schema": schema}]
-            body = {"model": MODEL_NAME, "messages": [USER], "max_tokens": 9, "tools": tools, "tool_choice": choice}
-            assert (await b.http.post("/v1/messages", json=body)).status_code == 200
-            assert allows(b, model_dir, f"{before}{{}}{after}")
-            assert not allows(b, model_dir, before + argument + after)
+        for choice in choices:
+            body = {"model": MODEL_NAME, **fields, "tools": [{"name": "now", **tool}], "tool_choice": choice}
+            assert (await b.http.post(path, json=body)).status_code == 200
+            assert b.allows(f"{before}{{}}{after}")
+            assert not b.allows(before + argument + after)

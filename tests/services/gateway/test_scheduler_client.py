@@ -1,7 +1,8 @@
-"""What is remembered of refusals, whom it is said to, and for how long."""
+"""What the scheduler says and is told: refusals that are remembered, and settlements that reach it."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import replace
 
@@ -9,10 +10,10 @@ import grpc
 import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
-from weft.errors import Overloaded, QueueFull
+from weft.errors import InvalidRequest, Overloaded, PeerLost, QueueFull, WeftError
 from weft.fleet_types import Priority, RouteQuery
 from weft.request import RequestKey
-from weft_services.gateway.mesh.scheduler_client import MAX_REJECTIONS, RejectionCache
+from weft_services.gateway.mesh.scheduler_client import MAX_REJECTIONS, RejectionCache, Settlement, SettlementQueue
 
 ASKED = RouteQuery(RequestKey("a"), "model", 100, 20, b"", tenant=b"tenant")
 ASK = {"model": MODEL_NAME, "prompt": "x"}
@@ -100,3 +101,43 @@ async def test_while_a_refusal_holds_who_is_like_the_refused_is_told_so_by_the_g
         assert b.gateway.pipeline.num_in_flight == 0
         for headers in ({"authorization": "Bearer other"}, {"x-smg-priority": "interactive"}):
             assert (await b.http.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
+
+
+class Ears:
+    """A scheduler that only listens, or says what it has against it."""
+
+    def __init__(self) -> None:
+        self.trouble: WeftError | None = None
+        self.heard: list[str] = []
+
+    async def settle(self, settlements: list[Settlement]) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+        self.heard += [each.key.request_id for each in settlements]
+
+
+async def test_what_could_not_be_told_is_told_again_in_its_order() -> None:
+    ears = Ears()
+    settler = SettlementQueue(ears)  # type: ignore[arg-type]
+    ears.trouble = PeerLost("away")
+    for name in ("a", "b"):
+        settler.append(Settlement(RequestKey(name), "finished"))
+    await settler.flush()
+    ears.trouble = None
+    await settler.flush()
+    assert ears.heard == ["a", "b"]
+
+
+async def test_what_the_scheduler_does_not_understand_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """One of another version: it would refuse the same words for ever, and all that come behind them."""
+    ears = Ears()
+    settler = SettlementQueue(ears)  # type: ignore[arg-type]
+    ears.trouble = InvalidRequest("unknown stage 9", "stage")
+    settler.append(Settlement(RequestKey("odd"), "finished"))
+    with caplog.at_level(logging.ERROR):
+        await settler.flush()
+    assert "unknown stage 9" in caplog.text
+    ears.trouble = None
+    settler.append(Settlement(RequestKey("plain"), "finished"))
+    await settler.flush()
+    assert ears.heard == ["plain"]
