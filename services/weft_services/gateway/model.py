@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft.file_io import path_exists, read_small, to_weft_error
 from weft.grammar import Grammars
 from weft.model.config import read_config
@@ -24,7 +24,7 @@ from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec, SegmentedEncoder
 from weft_services.gateway.text.special_tokens import GuardImpossible, SpecialTokenGuard, check_samples
-from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
+from weft_services.gateway.text.tool_formats import PROBE, ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)
 # The files that transformers writes; the second template renders conversations with tools.
@@ -93,6 +93,7 @@ def load_model(
     if (end := read_end_token(directory)) and not end.ids:
         logger.warning("end token ignored, not in the vocabulary model=%s eos_token=%r", name, end.text)
     template, written = _load_template(directory), codec
+    chosen = choose_format(tool_format, rendered_call(template) if template else "")
     if escapes_special_tokens and template:
         template, written = _guard_special_tokens(
             directory, partial(SpecialTokenGuard, content, tokenizer), template, codec
@@ -100,7 +101,6 @@ def load_model(
     if template:
         _check_probes(template, name, directory)
     source = template.all_sources if template else ""
-    chosen = choose_format(tool_format, source)
     thinks = END_THINK in source
     marks = codec.marks(((THINK, END_THINK) if thinks else ()) + (chosen.markers if chosen else ()))
     return ServedModel(
@@ -119,6 +119,14 @@ def load_model(
         thinks=thinks,
         marks=marks,
     )
+
+
+def rendered_call(template: ChatTemplate) -> str:
+    """Return what the template writes behind the question of PROBE; empty if it does not render calls."""
+    try:
+        return template.render(PROBE).rpartition(PROBE.messages[0]["content"])[2]
+    except (InvalidRequest, ModelFailed):
+        return ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -69,6 +69,25 @@ WRITTEN = [
     ("qwen-xml", "<tool_call>\n<function=step>\n</function>", False),
     ("qwen-xml", f"{XML_STEP}7{WAY}2", False),
     ("qwen-xml", f'{XML_STEP}7\n</parameter>\n<parameter=next>\n{{"size": "', False),
+    ("glm", "Hm. <tool_call>step\n<arg_key>size</arg_key>\n<arg_value>7</arg_value>\n</tool_call>", True),
+    ("glm", "<tool_call>step<arg_key>size</arg_key><arg_value>7</arg_value></tool_call>", True),
+    ("glm", '<tool_call>step\n<arg_key>size</arg_key>\n<arg_value>"', False),
+    ("glm", "<tool_call>go-there\n<arg_key>mode</arg_key>\n<arg_value>x", False),
+    ("seed", "<seed:tool_call>\n<function=step>\n<parameter=size>7</parameter>\n</function>\n</seed:tool_call>", True),
+    ("seed", '<seed:tool_call>\n<function=step>\n<parameter=size>"', False),
+    (
+        "hy3",
+        "<tool_calls><tool_call>step<tool_sep><arg_key>size</arg_key><arg_value>7</arg_value></tool_call></tool_calls>",
+        True,
+    ),
+    ("hy3", "<tool_calls><tool_call>step<tool_sep></tool_call>", False),
+    (
+        "minimax-m2",
+        '<minimax:tool_call>\n<invoke name="step">\n<parameter name="size">7</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        True,
+    ),
+    ("minimax-m2", '<minimax:tool_call>\n<invoke name="later">', False),
     # markers that are no tokens here: text may go up to them and no further
     ("deepseek-v3.1", "<｜tool▁calls", True),
     ("deepseek-v3.1", "a <｜tool▁calls▁begin｜>b", False),
@@ -109,3 +128,22 @@ async def test_free_text_may_be_annotated(bench: MakeBench, own: dict[str, Any])
         function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"when": own}}}
         body = {"model": MODEL_NAME, "messages": [USER], "tools": [{"type": "function", "function": function}]}
         assert (await b.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [GO]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({}, None),
+    ],
+)
+async def test_format_that_no_grammar_has_is_enforced_by_none(
+    bench: MakeBench, fields: dict[str, Any], param: str | None
+) -> None:
+    async with bench(context=2048, tool_format="deepseek-v3.2") as b:
+        body = {"model": MODEL_NAME, "messages": [USER], "tools": [NOW], **fields}
+        answer = await b.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == (200 if param is None else 400), answer.text
+        assert param is None or answer.json()["error"]["param"] == param

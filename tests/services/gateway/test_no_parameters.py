@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
+from weft_services.gateway.text.tool_formats import FORMATS
 
 USER: Any = {"role": "user", "content": "hi"}
 EMPTY = {"type": "object", "properties": {}}
@@ -54,6 +55,26 @@ WRITTEN = {
         '{"a": 1}',
         "<|tool_call_end|><|tool_calls_section_end|>",
     ),
+    "glm": (
+        "<tool_call>now\n",
+        "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
+        "</tool_call>",
+    ),
+    "seed": (
+        "<seed:tool_call>\n<function=now>\n",
+        "<parameter=a>1</parameter>\n",
+        "</function>\n</seed:tool_call>",
+    ),
+    "hy3": (
+        "<tool_calls>\n<tool_call>now<tool_sep>\n",
+        "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
+        "</tool_call>\n</tool_calls>",
+    ),
+    "minimax-m2": (
+        '<minimax:tool_call>\n<invoke name="now">\n',
+        '<parameter name="a">1</parameter>\n',
+        "</invoke>\n</minimax:tool_call>",
+    ),
     "qwen-xml": ("<tool_call>\n<function=now>\n", "<parameter=a>\n1\n</parameter>\n", "</function>\n</tool_call>"),
 }
 
@@ -71,13 +92,13 @@ async def ask(b: Any, **fields: Any) -> None:
 @pytest.mark.parametrize("family", WRITTEN)
 async def test_call_has_no_arguments_in_any_format(bench: MakeBench, family: str) -> None:
     before, argument, after = WRITTEN[family]
-    nothing = "" if family == "qwen-xml" else "{}"
+    nothing = "{}" if FORMATS[family].tags is None else ""
     async with bench(context=2048, tool_format=family) as b:
         for more in NOTHING.values():
             await ask(b, tools=[tool(**more)])
             assert b.allows(before + nothing + after), more
             assert not b.allows(before + argument + after), more
-            assert not b.allows(before + nothing.replace("{", "{ ") + " " + after), more
+            assert not b.allows(before + nothing.replace("{", "{ ") + "  " + after), more
 
 
 @pytest.mark.parametrize("parameters", SOMETHING.values(), ids=SOMETHING)

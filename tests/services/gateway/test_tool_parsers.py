@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.services.gateway.test_templates import SPECIAL, TEMPLATES
+from weft_services.gateway.model import rendered_call
 from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.parts import Part, PartKind, Parts, joined
+from weft_services.gateway.text.tag_calls import is_text
 from weft_services.gateway.text.tool_formats import FORMATS, ToolFormat, choose_format
-from weft_services.gateway.text.xml_calls import is_text
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {"properties": {"city": {"type": "string"}, "n": {"type": "array"}}},
@@ -99,6 +102,70 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         [("get_weather", '{"city": "Ro"}')],
     ),
     "xml, no call": ("qwen-xml", "a <tool_call>b <function=c\nd", "a <tool_call>b <function=c\nd", []),
+    "glm": (
+        "glm",
+        'Let me see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome "<b>\n</arg_value>\n'
+        '<arg_key>n</arg_key>\n<arg_value>[1, {"a": null}]</arg_value>\n</tool_call>\n'
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>null</arg_value>"
+        "</tool_call>",
+        "Let me see.",
+        [("get_weather", '{"city": "Rome \\"<b>\\n", "n": [1, {"a": null}]}'), ("add", '{"a": 1, "b": null}')],
+    ),
+    "glm, no arguments": ("glm", "<tool_call>now\n</tool_call>", "", [("now", "{}")]),
+    "glm, no call": (
+        "glm",
+        "a `<tool_call>` opens, `</tool_call>` closes",
+        "a `<tool_call>` opens, `</tool_call>` closes",
+        [],
+    ),
+    "seed": (
+        "seed",
+        "So.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome\n</parameter>\n<parameter=n>[1]</parameter>\n"
+        "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=add>\n</function>\n</seed:tool_call>",
+        "So.",
+        [("get_weather", '{"city": "Rome\\n", "n": [1]}'), ("add", "{}")],
+    ),
+    "hy3": (
+        "hy3",
+        "So.<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "</tool_call>\n<tool_call>add<tool_sep></tool_call>\n</tool_calls>",
+        "So.",
+        [("get_weather", '{"city": "Rome"}'), ("add", "{}")],
+    ),
+    "minimax": (
+        "minimax-m2",
+        'So.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome <invoke></parameter>\n'
+        '<parameter name="n">[1]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "So.",
+        [("get_weather", '{"city": "Rome <invoke>", "n": [1]}'), ("now", "{}")],
+    ),
+    "minimax, no section": (
+        "minimax-m2",
+        '<invoke name="add"><parameter name="a">1</parameter></invoke>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    "minimax, no call": (
+        "minimax-m2",
+        'write <minimax:tool_call> and <invoke name="x">',
+        'write <minimax:tool_call> and <invoke name="x">',
+        [],
+    ),
+    "deepseek v3.2": (
+        "deepseek-v3.2",
+        'So.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">7</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="m" string="false">7</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="n">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "So.",
+        [("get_weather", '{"city": "7", "m": 7, "n": [1]}')],
+    ),
+    "deepseek v4": (
+        "deepseek-v3.2",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "",
+        [("now", "{}")],
+    ),
     "mistral list": (
         "mistral",
         f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ROME}}}, {{"name": "add", "arguments": {ADD}}}]',
@@ -327,25 +394,78 @@ def test_a_long_hostile_answer_takes_linear_time() -> None:
             assert not calls(parts)
 
 
+EACH = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+JSON_ARGUMENTS = "{{ f.arguments | tojson }}"
+ARG_TAGS = (
+    "{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}"
+)
+PARAMETERS = "{% for k, v in f.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}"
+NAMED_PARAMETERS = (
+    '{% for k, v in f.arguments.items() %}<PREparameter name="{{ k }}"TYPE>{{ v }}</PREparameter>\n{% endfor %}'
+)
+# calls as templates write them, each in a template that speaks of other formats too
+WRITTEN_CALLS = {
+    "hermes": '<tool_call>{"name":"{{ f.name }}","arguments":' + JSON_ARGUMENTS + "}</tool_call>",
+    "glm": "\n<tool_call>{{ f.name }}\n" + ARG_TAGS + "</tool_call>",
+    "hy3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n" + ARG_TAGS + "</tool_call>\n</tool_calls>",
+    "seed": "\n<seed:tool_call>\n<function={{ f.name }}>\n" + PARAMETERS + "</function>\n</seed:tool_call>",
+    "minimax-m2": '\n<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
+    + NAMED_PARAMETERS.replace("PRE", "").replace("TYPE", "")
+    + "</invoke>\n</minimax:tool_call>",
+    "deepseek-v3.2": '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n'
+    + NAMED_PARAMETERS.replace("PRE", "｜DSML｜").replace("TYPE", ' string="true"')
+    + "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+}
+OTHER_CALLS = {
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
+    + JSON_ARGUMENTS
+    + "}]",
+    "functionary": "<function={{ f.name }}>" + JSON_ARGUMENTS + "</function>",
+    "left out": "",
+}
+OF_TEMPLATES = {
+    "deepseek-r1-distill-qwen-32b": "deepseek-v3",
+    "deepseek-v3": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3.1",
+    "devstral-small-2507": "mistral-args",
+    "hermes-3-llama-3.1-8b-tool-use": "hermes",
+    "kimi-k2": "kimi",
+    "kimi-k2-thinking": None,  # it needs what only llama.cpp's Jinja has
+    "llama-2-chat": None,
+    "llama-3-8b-instruct": None,
+    "llama-3.1-8b-instruct": "llama",
+    "llama-3.2-3b-instruct": "llama",
+    "llama-3.3-70b-instruct": "llama",
+    "llama-4": "llama",
+    "ministral-3-14b-reasoning-2512": "mistral-args",
+    "mistral-nemo-instruct-2407": "mistral",
+    "mistral-small-3.2-24b-instruct-2506": "mistral-args",
+    "mistral-v1": None,
+    "qwen2.5-7b-instruct": "hermes",
+    "qwen3-0.6b": "hermes",
+    "qwen3-coder": "qwen-xml",
+    "qwen3-instruct-2507": "hermes",
+    "qwq-32b": "hermes",
+    "smollm3-3b": None,
+}
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
-        ("{{ '<tool_call>' }}", "hermes"),
-        ("<tool_call><function=x>", "qwen-xml"),
-        ("<tool_call><arg_key>", None),
-        ("[TOOL_CALLS]", "mistral"),
-        ("[TOOL_CALLS][ARGS]", "mistral-args"),
-        ("<｜tool▁calls▁begin｜> ```json", "deepseek-v3"),
-        ("<｜tool▁calls▁begin｜>", "deepseek-v3.1"),
-        ("<|tool_calls_section_begin|>", "kimi"),
-        ("{% if tools %}<|python_tag|>", "llama"),
-        ("plain", None),
+        *((TEMPLATES[template], name) for template, name in OF_TEMPLATES.items()),
+        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", name) for name, call in WRITTEN_CALLS.items()),
+        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", None) for call in OTHER_CALLS.values()),
+        ("{{ messages[0].content }} <tool_call>", None),
+        ("{{ raise_exception('no') }}", None),
     ],
+    ids=[*OF_TEMPLATES, *WRITTEN_CALLS, *OTHER_CALLS, "prose", "a refusal"],
 )
-def test_the_format_is_the_templates(template: str, name: str | None) -> None:
-    chosen = choose_format("auto", template)
+def test_format_is_the_one_in_which_the_template_writes_calls(template: str, name: str | None) -> None:
+    rendered = rendered_call(ChatTemplate(f"{template}{{# <tool_call> [TOOL_CALLS] #}}", SPECIAL))
+    chosen = choose_format("auto", rendered)
     assert (chosen.name if chosen else None) == name
-    assert choose_format("none", template) is None
+    assert choose_format("none", rendered) is None
 
 
 PIECES = [
@@ -612,7 +732,7 @@ def test_what_every_part_of_a_schema_says_is_said() -> None:
 
 
 def test_names_that_are_no_pythons_are_called_in_python() -> None:
-    schemas = {"go-there.v2": {}, "now": {}}
+    schemas: Any = {"go-there.v2": {}, "now": {}}
     for pieces in cuts("[go-there.v2(x=1), now()]"):
         assert calls(read(FORMATS["llama"], pieces, schemas=schemas)) == [("go-there.v2", '{"x": 1}'), ("now", "{}")]
     parts = read(FORMATS["llama"], ["[go-there.v2(1)]"], schemas=schemas)

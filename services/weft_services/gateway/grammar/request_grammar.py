@@ -115,6 +115,12 @@ def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Gramma
             message = "tool_choice: it is not known how this model writes tool calls; see WEFT_TOOL_FORMAT"
             raise InvalidRequest(message, "tool_choice", "unsupported_parameter")
         return (answer.field, format_parts(answer, NAME)) if answer else ("", [])
+    if not tool_format.is_enforceable:
+        field = "tool_choice" if use.is_forced else "tools" if use.is_constrained else answer.field if answer else None
+        if field is not None:
+            message = f"{field}: calls in the format of this model cannot be enforced; let it choose freely"
+            raise InvalidRequest(message, field, "unsupported_parameter")
+        return "", []
     if use.is_forced:
         return "tools", call_parts(use, tool_format, model.marks, NAME)
     if answer is not None:

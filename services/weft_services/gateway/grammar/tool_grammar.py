@@ -1,6 +1,6 @@
 """Builds grammars that allow only calls of the given tools, in the model family's own format.
 
-Qwen3-Coder's format puts each argument into its own tags; the other formats write arguments as JSON.
+Arguments are JSON, or each of them has tags of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from weft.errors import InvalidRequest
 from weft_services.gateway.generation import ToolUse
 from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, lark_part, quote, schema_part
 from weft_services.gateway.grammar.schema_rewrite import BINDING, supported_schema
+from weft_services.gateway.text.tag_calls import TagSyntax, is_text, named_values, resolved
 from weft_services.gateway.text.tool_formats import ARGUMENTS, NAME, NUMBER, SPACE, ToolFormat
-from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text, named_values, resolved
 
-END = f"\n{END_PARAMETER}\n"
 ROOT = "arguments"
+MAX_CALLS = 16
+Marks = Mapping[str, int]  # markers that are single tokens of the vocabulary -> ids
 # Constraints that cannot be enforced on free text between tags.
 UNKEPT = ("pattern", "minLength", "maxLength", "format")
 
 
-def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -> list[GrammarPart]:
+def tag_parts(
+    schema: dict[str, Any], name: str, field: str, is_lenient: bool, tags: TagSyntax, marks: Marks
+) -> list[GrammarPart]:
     """Return the grammar of arguments in tags, in the order of the schema's properties.
 
     Required ones always appear. A text is free or one of the listed values; other values are JSON. `field` is the
@@ -32,21 +35,27 @@ def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -
     properties, required = (whole.get(name) if isinstance(whole, dict) else None for name in ("properties", "required"))
     properties = properties if isinstance(properties, dict) else {}
     required = required if isinstance(required, list) else []
-    start, rules, parts = [], [f"TEXT: {TEXT}"], list[GrammarPart]()
+    start, rules, parts = [], [f"TEXT: {TEXT}", *_TERMINALS], list[GrammarPart]()
+    end = [f"{tags.padding}{tags.value[1]}{tags.padding}", *([] if tags.padding else [SPACE])]
+    has_free = False
     for place, (key, own) in enumerate(properties.items()):
         start.append(f"p{place}" if key in required else f"p{place}?")
-        opening = quote(f"{PARAMETER}{key}>\n")
+        opening = [tags.key[0], key, tags.key[1] + tags.padding, *([SPACE, tags.value[0]] if tags.value[0] else [])]
         meant = resolved(own, schema)
         if not is_text(meant):
             inner = f"{name}_{place}"
             parts.append(schema_part(_alone(own, schema), inner, f"{field}.properties.{key}", is_lenient))
-            rules.append(f"p{place}: {opening} @{inner} {quote(END)}")
+            value = f"@{inner}"
         elif values := _texts(meant):
-            rules.append(f"p{place}: {opening} ({' | '.join(map(quote, values))}) {quote(END)}")
+            value = f"({' | '.join(map(quote, values))})"
         else:
             if not is_lenient:
                 _check_free(meant, f"{field}.properties.{key}", field)
-            rules += [f"p{place}: {opening} v{place}", f"v{place}[lazy]: TEXT {quote(END)}"]
+            value, has_free = "free", True
+        closing = end[1:] if value == "free" else end
+        rules.append(f"p{place}: {written(opening, marks, {})} {value} {written(closing, marks, {})}")
+    if has_free:
+        rules.append(f"free{'' if end[0] in marks else '[lazy]'}: TEXT {written(end[:1], marks, {})}")
     return [lark_part("\n".join([f"start: {' '.join(start) or quote('')}", *rules]), name), *parts]
 
 
@@ -92,15 +101,10 @@ def _texts(schema: Any) -> list[str]:
     return ["null" if value is None else value for value in values]
 
 
-MAX_CALLS = 16
-
-Marks = Mapping[str, int]  # markers that are single tokens of the vocabulary -> ids
-
-
 def call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
     """Return the grammar of calls only; the first part has the given name."""
     rules = ["start: calls", *_calls(use, tool_format, marks, name)]
-    return [lark_part("\n".join(rules), name), *_argument_parts(use, tool_format, name)]
+    return [lark_part("\n".join(rules), name), *_argument_parts(use, tool_format, marks, name)]
 
 
 def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
@@ -116,7 +120,7 @@ def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name
         names = "|".join(_pattern(f"[{name}(") for name in use.schemas)
         rules = ["start: FREE | calls", *_calls(use, tool_format, marks, name)]
         rules.append(f"FREE: TEXT & ~/[ \\t\\r\\n]*(\\{{|{names})(.|\\n)*/")
-    return [lark_part("\n".join([*rules, f"TEXT: {TEXT}"]), name), *_argument_parts(use, tool_format, name)]
+    return [lark_part("\n".join([*rules, f"TEXT: {TEXT}"]), name), *_argument_parts(use, tool_format, marks, name)]
 
 
 def _pattern(text: str) -> str:
@@ -146,13 +150,13 @@ def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_w
     return rules
 
 
-def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[GrammarPart]:
+def _argument_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
     parts: list[GrammarPart] = []
     for place, (function, field) in enumerate(use.callable_functions):
         is_lenient = function.get("strict") is not True
         schema = supported_schema(function.get("parameters") or {})
-        if tool_format.is_xml:
-            parts += xml_parts(schema, f"{name}_{place}", field, is_lenient)
+        if tool_format.tags is not None:
+            parts += tag_parts(schema, f"{name}_{place}", field, is_lenient, tool_format.tags, marks)
         elif _takes_nothing(schema):
             parts.append(lark_part(f"start: {quote('{}')}", f"{name}_{place}"))
         else:

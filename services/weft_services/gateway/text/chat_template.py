@@ -403,6 +403,8 @@ class ChatTemplate:
         """Adapt a message to the template; most templates reject the role `developer`, so it becomes `system`."""
         if message["role"] == "developer" and not self._knows_developers:
             return {**message, "role": "system"}
+        if "thinking" in self.all_sources and message.get("reasoning_content"):
+            message = {"thinking": message["reasoning_content"], **message}  # as transformers does since 5.0
         if "tool_calls" in message:
             content = None if self._asks_for_none and message["content"] is None else message["content"] or ""
             return {**message, "content": content}

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from weft.errors import BadCheckpoint
+from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text import tool_parsers
-from weft_services.gateway.text.parts import Parser, new_call_id, new_short_id
-from weft_services.gateway.text.xml_calls import Schemas, qwen_xml
+from weft_services.gateway.text.parts import Parser, PartKind, Parts, TextBuffer, new_call_id, new_short_id
+from weft_services.gateway.text.tag_calls import Schemas, TagSyntax
 
 # placeholders in the template of a call
 NAME, ARGUMENTS, SPACE, NUMBER = "\0name", "\0arguments", "\0space", "\0number"
+PLACEHOLDERS = (NAME, ARGUMENTS, SPACE, NUMBER)
+
+# A call that templates render, to see how they write calls.
+PROBE_NAME, PROBE_ARGUMENTS = "get_weather", {"city": "Paris"}
+_PROBE_SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "city"}}}
+_PROBE_USER: dict[str, Any] = {"role": "user", "content": "How is the weather in Paris?"}
+_PROBE_FUNCTION = {"name": PROBE_NAME, "arguments": PROBE_ARGUMENTS}
+_PROBE_CALLS = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call00001", "type": "function", "function": _PROBE_FUNCTION}],
+}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": PROBE_NAME, "description": "Get the weather.", "parameters": _PROBE_SCHEMA},
+}
+PROBE = Conversation((_PROBE_USER, _PROBE_CALLS), (_PROBE_TOOL,), is_open=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A format. `call` is the template of one call, `opening` and `closing` surround all calls.
 
-    `markers`: strings that may be single tokens. `is_xml`: arguments are tags, not JSON; see `xml_calls`.
-    `ends_thoughts`: markers that end thoughts as `</think>` does.
+    - `markers`: strings that may be single tokens.
+    - `tags`: the tags of arguments that are not JSON.
+    - `ends_thoughts`: markers that end thoughts as `</think>` does.
+    - `is_enforceable`: grammars can constrain an answer to this format.
     """
 
     name: str
@@ -30,8 +52,35 @@ class ToolFormat:
     between: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
     new_id: Callable[[], str] = new_call_id
-    is_xml: bool = False
+    tags: TagSyntax | None = None
     ends_thoughts: tuple[str, ...] = ()
+    is_enforceable: bool = True
+
+    def has_written(self, rendered: str) -> bool:
+        """True if `rendered`, what a template makes of PROBE, has the probe's call in this format and no other."""
+        pieces = [*self.opening, *self.call, *self.closing]
+        first = next(piece for piece in pieces if piece not in PLACEHOLDERS)
+        at = rendered.find(first if first in self.markers else first[:2])
+        return at >= 0 and self._has_pieces(pieces, rendered[at:]) and self._reads_probe(rendered[at:])
+
+    def _has_pieces(self, pieces: list[str], rendered: str) -> bool:
+        """True if the pieces of a call come in this order, whatever white space is in and between them."""
+        text, at = "".join(rendered.split()), 0
+        for piece in pieces:
+            literal = PROBE_NAME if piece == NAME else "" if piece in PLACEHOLDERS else "".join(piece.split())
+            at = text.find(literal, at) + len(literal)
+            if at < len(literal):
+                return False
+        return True
+
+    def _reads_probe(self, rendered: str) -> bool:
+        buffer, parts = TextBuffer(), Parts(self.new_id)
+        buffer.text, buffer.is_over = rendered, True
+        for _ in self.parser({PROBE_NAME: _PROBE_SCHEMA})(buffer, parts):
+            pass
+        names = [part.text for part in parts.found if part.kind is PartKind.CALL]
+        arguments = "".join(part.text for part in parts.found if part.kind is PartKind.ARGUMENTS)
+        return names == [PROBE_NAME] and json.loads(arguments) == PROBE_ARGUMENTS
 
 
 def _always(parser: Parser) -> Callable[[Schemas], Parser]:
@@ -110,43 +159,109 @@ LLAMA = ToolFormat(
     call=('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
     between=("; ",),
 )
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+_QWEN_TAGS = TagSyntax(
+    call=_TOOL_CALL,
+    name=("<function=", ">"),
+    end="</function>",
+    key=("<parameter=", ">"),
+    value=("", "</parameter>"),
+    padding="\n",
+)
+_SEED_CALL = ("<seed:tool_call>", "</seed:tool_call>")
+_SEED_TAGS = replace(_QWEN_TAGS, call=_SEED_CALL, padding="")
+_GLM_ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_GLM_TAGS = TagSyntax(call=_TOOL_CALL, name=("", ""), key=_GLM_ARGUMENTS[:2], value=_GLM_ARGUMENTS[2:])
+_HY_SECTION = ("<tool_calls>", "</tool_calls>")
+_HY_TAGS = replace(_GLM_TAGS, name=("", "<tool_sep>"), sections=(_HY_SECTION,))
+_MINIMAX_SECTION = ("<minimax:tool_call>", "</minimax:tool_call>")
+_MINIMAX_TAGS = TagSyntax(
+    sections=(_MINIMAX_SECTION,),
+    name=('<invoke name="', '">'),
+    end="</invoke>",
+    key=('<parameter name="', '">'),
+    value=("", "</parameter>"),
+)
+_DSML_SECTION = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
+_DSML_TAGS = TagSyntax(
+    sections=(_DSML_SECTION, ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")),  # of V3.2 and V4
+    name=('<｜DSML｜invoke name="', '">'),
+    end="</｜DSML｜invoke>",
+    key=('<｜DSML｜parameter name="', '">'),
+    value=("", "</｜DSML｜parameter>"),
+    has_types=True,
+)
 QWEN_XML = ToolFormat(
     "qwen-xml",
-    qwen_xml,
+    _QWEN_TAGS.parser,
     markers=HERMES.markers,
     call=("<tool_call>", "\n<function=", NAME, ">\n", ARGUMENTS, "</function>\n", "</tool_call>"),
     between=("\n",),
-    is_xml=True,
+    tags=_QWEN_TAGS,
+)
+SEED = ToolFormat(
+    "seed",
+    _SEED_TAGS.parser,
+    markers=_SEED_CALL,
+    call=("<seed:tool_call>", "\n<function=", NAME, ">\n", ARGUMENTS, "</function>\n", "</seed:tool_call>"),
+    between=("\n",),
+    tags=_SEED_TAGS,
+)
+GLM = ToolFormat(
+    "glm",
+    _GLM_TAGS.parser,
+    markers=(*HERMES.markers, *_GLM_ARGUMENTS),
+    call=("<tool_call>", NAME, SPACE, ARGUMENTS, "</tool_call>"),
+    between=(SPACE,),
+    tags=_GLM_TAGS,
+)
+HY = ToolFormat(
+    "hy3",
+    _HY_TAGS.parser,
+    markers=(*_HY_SECTION, *HERMES.markers, "<tool_sep>", *_GLM_ARGUMENTS),
+    call=("<tool_call>", NAME, "<tool_sep>", SPACE, ARGUMENTS, "</tool_call>", SPACE),
+    opening=("<tool_calls>", SPACE),
+    closing=("</tool_calls>",),
+    tags=_HY_TAGS,
+)
+MINIMAX = ToolFormat(
+    "minimax-m2",
+    _MINIMAX_TAGS.parser,
+    markers=_MINIMAX_SECTION,
+    call=('<invoke name="', NAME, '">\n', ARGUMENTS, "</invoke>\n"),
+    opening=("<minimax:tool_call>", "\n"),
+    closing=("</minimax:tool_call>",),
+    tags=_MINIMAX_TAGS,
+)
+# DSML is a token within every tag, and no grammar can say that a text ends before the tag.
+DEEPSEEK_V32 = ToolFormat(
+    "deepseek-v3.2",
+    _DSML_TAGS.parser,
+    markers=("｜DSML｜", *_DSML_SECTION),
+    call=('<｜DSML｜invoke name="', NAME, '">\n', ARGUMENTS, "</｜DSML｜invoke>\n"),
+    opening=("<｜DSML｜function_calls>", "\n"),
+    closing=("</｜DSML｜function_calls>",),
+    tags=_DSML_TAGS,
+    is_enforceable=False,
 )
 FORMATS = {
-    each.name: each for each in (HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, LLAMA)
+    each.name: each
+    for each in (
+        *(HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, KIMI),
+        *(GLM, HY, MINIMAX, SEED, LLAMA),
+    )
 }
 
 
-def choose_format(setting: str, template: str) -> ToolFormat | None:
+def choose_format(setting: str, rendered: str) -> ToolFormat | None:
     """Return the format named by WEFT_TOOL_FORMAT, or the one that the template uses if that is `auto`.
 
-    None: calls are not separated from text.
+    `rendered`: what the template makes of PROBE. None: calls are not separated from text.
     """
     if setting == "none":
         return None
-    if setting != "auto":
-        if setting not in FORMATS:
-            raise BadCheckpoint(
-                f"WEFT_TOOL_FORMAT: {setting!r} is unknown; choose one of auto, none, {', '.join(FORMATS)}"
-            )
-        return FORMATS[setting]
-    return _by_template(template)
-
-
-def _by_template(template: str) -> ToolFormat | None:
-    if _SEEK[0] in template:
-        return DEEPSEEK_V3 if "```json" in template else DEEPSEEK_V31
-    if _KIMI[0] in template:
-        return KIMI
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template and "<arg_key>" not in template:
-        return QWEN_XML if "<function=" in template else HERMES
-    is_llama = "<|python_tag|>" in template or "<|python_start|>" in template or '"parameters": ' in template
-    return LLAMA if is_llama and "tools" in template else None
+    if setting == "auto":
+        return next((each for each in FORMATS.values() if each.has_written(rendered)), None)
+    if setting not in FORMATS:
+        raise BadCheckpoint(f"WEFT_TOOL_FORMAT: {setting!r} is unknown; choose one of auto, none, {', '.join(FORMATS)}")
+    return FORMATS[setting]
