@@ -20,7 +20,7 @@ from weft.model.config import read_config
 from weft.model.fields import read_json
 from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
 from weft_services.gateway.generation import Conversation, SamplingDefaults
-from weft_services.gateway.text.assistant import END_THINK, THINK
+from weft_services.gateway.text.assistant import ThoughtTags, find_thought_tags
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec, SegmentedEncoder
 from weft_services.gateway.text.special_tokens import GuardImpossible, SpecialTokenGuard, check_samples
@@ -58,6 +58,7 @@ class ServedModel:
     - `written`: tokenizes rendered templates.
     - `chats`: the same, with a cache of known segments.
     - `chat_codec`: its text includes the special tokens that mark calls and thoughts.
+    - `thought_tags`: None if the template knows no thoughts.
     - `marks`: the ids of these tokens.
     """
 
@@ -73,8 +74,13 @@ class ServedModel:
     written: Codec
     chats: SegmentedEncoder
     tool_format: ToolFormat | None
-    thinks: bool
+    thought_tags: ThoughtTags | None
     marks: dict[str, int]
+
+    @property
+    def end_thoughts_id(self) -> int | None:
+        """The token that ends thoughts; None if there is none."""
+        return self.marks.get(self.thought_tags[1]) if self.thought_tags else None
 
 
 def load_model(
@@ -101,8 +107,8 @@ def load_model(
     if template:
         _check_probes(template, name, directory)
     source = template.all_sources if template else ""
-    thinks = END_THINK in source
-    marks = codec.marks(((THINK, END_THINK) if thinks else ()) + (chosen.markers if chosen else ()))
+    thought_tags = find_thought_tags(source)
+    marks = codec.marks((*(thought_tags or ()), *(chosen.markers if chosen else ())))
     return ServedModel(
         name=name,
         created=int((directory / "config.json").stat().st_mtime),
@@ -116,7 +122,7 @@ def load_model(
         written=written,
         chats=written.segmented(source),
         tool_format=chosen,
-        thinks=thinks,
+        thought_tags=thought_tags,
         marks=marks,
     )
 

@@ -81,7 +81,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[Gateway]:
     for model in models:
         logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
         tools = model.tool_format.name if model.tool_format else "none"
-        logger.info("model=%s tools=%s thoughts=%s", model.name, tools, model.thinks)
+        logger.info("model=%s tools=%s thoughts=%s", model.name, tools, "".join(model.thought_tags or ()) or "none")
     log.startup_phase("models")
     authenticator = Authenticator(config.keys, config.redis_url, config.allow_unauthenticated)
     await authenticator.open()

@@ -263,3 +263,13 @@ def test_a_turn_of_calls_alone_is_one_in_anthropics_words_too() -> None:
     assert isinstance(by_chat, Conversation)
     assert isinstance(by_messages, Conversation)
     assert template.render(by_messages) == template.render(by_chat)
+
+
+def test_thoughts_of_earlier_turns_have_both_names_that_templates_read() -> None:
+    said = {"role": "assistant", "content": "noon", "reasoning_content": "I look."}
+    body = {"model": "m", "messages": [USER, said, USER]}
+    (asked,) = parse_chat(json.dumps(body).encode()).prompts
+    assert isinstance(asked, Conversation)
+    for name in ("thinking", "reasoning_content"):
+        source = f"{{% for m in messages %}}[{{{{ m.{name} }}}}]{{% endfor %}}"
+        assert ChatTemplate(source, SPECIAL).render(asked) == "[][I look.][]"

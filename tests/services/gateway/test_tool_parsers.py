@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.services.gateway.test_templates import SPECIAL, TEMPLATES
 from weft_services.gateway.model import rendered_call
-from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.assistant import THOUGHT_TAGS, AnswerReader, find_thought_tags, in_thoughts
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.parts import Part, PartKind, Parts, joined
 from weft_services.gateway.text.tag_calls import is_text
@@ -371,6 +371,23 @@ def test_thoughts_are_told_from_text(written: str, is_thinking: bool, reasoning:
     for pieces in cuts(written):
         parts = read(FORMATS["hermes"], pieces, thinks=True, is_thinking=is_thinking)
         assert (said(parts, PartKind.REASONING).strip(), said(parts, PartKind.TEXT)) == (reasoning, text)
+
+
+@pytest.mark.parametrize("tags", THOUGHT_TAGS, ids=str)
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_thoughts_have_the_tags_of_the_family(tags: tuple[str, str], is_thinking: bool) -> None:
+    (opening, closing), tool_format = tags, FORMATS["mistral-args"]
+    written = f'{"" if is_thinking else opening}I need it.{closing}[TOOL_CALLS]add[ARGS]{{"a": 1}}'
+    assert find_thought_tags(f"{{{{ '{opening}' ~ thoughts ~ '{closing}' }}}}") == tags
+    assert in_thoughts(f"assistant\n{opening}\n", tags)
+    assert in_thoughts("", tags, f"{opening}Hm")
+    assert not in_thoughts("", tags, f"{opening}Hm{closing}")
+    for pieces in cuts(written):
+        parser = tool_format.parser(SCHEMAS)
+        reader = AnswerReader(parser, Parts(tool_format.new_id), True, is_thinking, thought_tags=tags)
+        parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+        assert (said(parts, PartKind.REASONING), said(parts, PartKind.TEXT)) == ("I need it.", "")
+        assert calls(parts) == [("add", '{"a": 1}')]
 
 
 def test_a_call_after_thoughts_is_found() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
-from weft_services.gateway.text.assistant import END_THINK, AnswerReader
+from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.custom_calls import CustomCalls
 from weft_services.gateway.text.parts import Part, PartKind
 
@@ -90,7 +90,7 @@ class ChatChoices:
     def _begin(self, index: int) -> ChatChoice:
         use = self._prepared.generation.tool_use
         customs = CustomCalls(use.custom) if use is not None and use.custom else None
-        return ChatChoice(self._prepared.reader(index), self._prepared.model.marks.get(END_THINK), customs)
+        return ChatChoice(self._prepared.reader(index), self._prepared.model.end_thoughts_id, customs)
 
 
 @dataclass(slots=True)

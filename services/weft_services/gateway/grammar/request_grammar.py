@@ -18,11 +18,11 @@ from weft.errors import InvalidRequest
 from weft.grammar import UnusableGrammar
 from weft.request import Grammar
 from weft_services.gateway.generation import Conversation, Generation
-from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, format_parts, join_parts, lark_part, quote
+from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, format_parts, join_parts, lark_part
 from weft_services.gateway.grammar.schema_rewrite import VALUES, resolve_reference, without_pattern
-from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
+from weft_services.gateway.grammar.tool_grammar import Marks, call_parts, text_or_call_parts, written
 from weft_services.gateway.model import ServedModel
-from weft_services.gateway.text.assistant import END_THINK, THINK
+from weft_services.gateway.text.assistant import ThoughtTags
 
 # limit for all grammars of a request
 MAX_WIDE_CLASSES = 16
@@ -83,8 +83,8 @@ def request_grammar(generation: Generation, model: ServedModel, is_thinking: boo
     field, parts = _parts(generation, model)
     if not parts:
         return None
-    if model.thinks and isinstance(generation.prompts[0], Conversation):
-        parts = [_thoughts(model, is_thinking), *parts]
+    if model.thought_tags and isinstance(generation.prompts[0], Conversation):
+        parts = [_thoughts(model.thought_tags, model.marks, is_thinking), *parts]
     if (found := regex_cost_error(parts)) is not None:
         raise InvalidRequest(f"{field}: {found}", field, "invalid_value")
     return Grammar(_compiled(field, parts, model), model.grammars.tokenizer_hash)
@@ -130,14 +130,14 @@ def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Gramma
     return "tools", text_or_call_parts(use, tool_format, model.marks, NAME) if use.is_constrained else []
 
 
-def _thoughts(model: ServedModel, is_thinking: bool) -> GrammarPart:
+def _thoughts(tags: ThoughtTags, marks: Marks, is_thinking: bool) -> GrammarPart:
     """Return the part for thoughts: free text up to their end, then the answer."""
-    end = f"TEXT <[{model.marks[END_THINK]}]>" if END_THINK in model.marks else "until"
-    begin = f"<[{model.marks[THINK]}]>" if THINK in model.marks else quote(THINK)
-    start = f"start: {end} SPACE? @{NAME}" if is_thinking else f"start: ({begin} {end} SPACE?)? @{NAME}"
+    opening, closing = (written((tag,), marks, {}) for tag in tags)
+    end = f"TEXT {closing}" if tags[1] in marks else "until"
+    start = f"start: {end} SPACE? @{NAME}" if is_thinking else f"start: ({opening} {end} SPACE?)? @{NAME}"
     rules = [start, f"TEXT: {TEXT}", "SPACE: /[ \\n]{1,4}/"]
     if end == "until":
-        rules.append(f"until[lazy]: TEXT {quote(END_THINK)}")
+        rules.append(f"until[lazy]: TEXT {closing}")
     return lark_part("\n".join(rules), "thoughts")
 
 

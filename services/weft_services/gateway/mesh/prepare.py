@@ -20,7 +20,6 @@ from weft_services.gateway.generation import Conversation, Embedding, Generation
 from weft_services.gateway.grammar.request_grammar import request_grammar
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import (
-    END_THINK,
     THINK,
     AnswerReader,
     StopMatcher,
@@ -134,15 +133,16 @@ class PreparedRequest:
         if use is not None and form is not None:
             parser, new_id, ends_thoughts = form.parser(use.schemas), form.new_id, form.ends_thoughts
         is_parallel = use is None or use.is_parallel
-        parts = Parts(new_id, is_parallel, holds_space=parser is not plain or self.model.thinks)
-        return AnswerReader(parser, parts, self.model.thinks, is_thinking, ends_thoughts)
+        tags = self.model.thought_tags
+        parts = Parts(new_id, is_parallel, holds_space=parser is not plain or tags is not None)
+        return AnswerReader(parser, parts, tags is not None, is_thinking, ends_thoughts, tags or THINK)
 
     def stops(self, index: int) -> StopMatcher | None:
         """Return the matcher for a choice's stop strings; None without stop strings."""
         stops = self.generation.stop
         if not stops:
             return None
-        markers: tuple[str, ...] = (THINK, END_THINK) if self.model.thinks else ()
+        markers: tuple[str, ...] = self.model.thought_tags or ()
         if self.generation.tool_use is not None and self.model.tool_format is not None:
             markers += self.model.tool_format.markers
         is_chat = isinstance(self.generation.prompts[0], Conversation)
@@ -174,7 +174,8 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         token_ids = _token_ids(text, generation.prompt_field, model, limit, _encoder(prompt, model, cache_salt))
         keys = block_keys(token_ids, block_tokens, cache_salt) if block_tokens else []
         begun = prompt.begun if isinstance(prompt, Conversation) else ""
-        is_thinking = model.thinks and isinstance(text, str) and in_thoughts(text, begun)
+        tags = model.thought_tags
+        is_thinking = tags is not None and isinstance(text, str) and in_thoughts(text, tags, begun)
         repeated = _repeated(prompt, model) if generation.repeats_prompt else ""
         goes_on = not isinstance(prompt, Conversation) or prompt.is_continued
         context = token_ids[-CONTEXT_TOKENS:] if goes_on else ()

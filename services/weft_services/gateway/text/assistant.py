@@ -23,28 +23,49 @@ from weft_services.gateway.text.parts import (
     plain,
 )
 
-THINK, END_THINK = "<think>", "</think>"
+ThoughtTags = tuple[str, str]
+THINK: ThoughtTags = ("<think>", "</think>")
+# The tags around thoughts, by family: most; Magistral and Ministral; Seed; MiniMax M3.
+THOUGHT_TAGS: tuple[ThoughtTags, ...] = (
+    THINK,
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+)
 # Parsers cut what they have read off their buffer; a whole answer at once would be copied for every piece.
 MAX_CHARS = 4096
 
 
-def in_thoughts(prompt: str, begun: str = "") -> bool:
+def find_thought_tags(template: str) -> ThoughtTags | None:
+    """Return the tags around thoughts in the source of a chat template; None if it knows no thoughts."""
+    return next((tags for tags in THOUGHT_TAGS if tags[1] in template), None)
+
+
+def in_thoughts(prompt: str, tags: ThoughtTags, begun: str = "") -> bool:
     """True if a prompt ends inside thoughts: after an opening tag, or inside those of the answer `begun`."""
-    return prompt.rstrip().endswith(THINK) or begun.rfind(THINK) > begun.rfind(END_THINK)
+    opening, closing = tags
+    return prompt.rstrip().endswith(opening) or begun.rfind(opening) > begun.rfind(closing)
 
 
 class AnswerReader:
     """Parser state of one choice. `is_thinking`: the prompt ended inside thoughts."""
 
     def __init__(
-        self, parser: Parser, parts: Parts, thinks: bool, is_thinking: bool = False, ends_thoughts: Iterable[str] = ()
+        self,
+        parser: Parser,
+        parts: Parts,
+        thinks: bool,
+        is_thinking: bool = False,
+        ends_thoughts: Iterable[str] = (),
+        thought_tags: ThoughtTags = THINK,
     ) -> None:
         """`ends_thoughts`: markers of a call, for models that call from their thoughts without a closing tag."""
         self.is_thinking = self.has_thought = is_thinking
         self.is_plain = False  # no markers are left to look for
         self._buffer = TextBuffer()
         self._parts = parts
-        self._ends_thoughts = (END_THINK, *ends_thoughts)
+        self._opening, self._closing = thought_tags
+        self._ends_thoughts = (self._closing, *ends_thoughts)
         self._reading = self._read(parser, thinks)
 
     @property
@@ -88,11 +109,11 @@ class AnswerReader:
 
     def _read(self, parser: Parser, thinks: bool) -> Parse[None]:
         if thinks and not self.is_thinking:
-            self.is_thinking = self.has_thought = yield from begins_with(self._buffer, THINK)
+            self.is_thinking = self.has_thought = yield from begins_with(self._buffer, self._opening)
         if self.is_thinking:
-            yield from begins_with(self._buffer, THINK)
+            yield from begins_with(self._buffer, self._opening)
             mark = yield from copy_until(self._buffer, self._ends_thoughts, self._parts.reasoning)
-            if mark and mark != END_THINK:
+            if mark and mark != self._closing:
                 self._buffer.unread(mark)
             self._parts.drop_space()
             self.is_thinking = False
