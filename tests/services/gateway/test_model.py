@@ -195,7 +195,8 @@ def test_conversations_with_tools_have_a_template_of_their_own(
     folder = Path(shutil.copytree(model_dir, tmp_path / "copy"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "chat_template.jinja").unlink()
-    tools = "with {{ tools[0].function.name }} <tool_call>"
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    tools = f"with {{{{ tools[0].function.name }}}}{{% for m in messages %}}{calls}{{% endfor %}}"
     if is_saved_apart:
         (folder / "chat_template.jinja").write_text("without")
         (folder / "additional_chat_templates").mkdir()
@@ -209,7 +210,7 @@ def test_conversations_with_tools_have_a_template_of_their_own(
     assert model.tool_format.name == "hermes"
     tool = {"type": "function", "function": {"name": "now"}}
     user = {"role": "user", "content": "hi"}
-    assert model.template.render(Conversation((user,), (tool,))) == "with now <tool_call>"
+    assert model.template.render(Conversation((user,), (tool,))) == "with now"
     assert model.template.render(Conversation((user,))) == "without"
 
 

@@ -28,7 +28,9 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     """A model whose template says how calls are written."""
-    return write_model(tmp_path_factory.mktemp("calling"), tokenizer, TEMPLATE + "{# <tool_call> #}")
+    calls = "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    template = TEMPLATE.replace("{{ m.tool_calls | tojson }}", calls)
+    return write_model(tmp_path_factory.mktemp("calling"), tokenizer, template)
 
 
 @pytest.mark.parametrize(
