@@ -22,7 +22,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": {"b": "x\n\ny STOP"}}}\n
 
 
 def reader(name: str, thinks: bool) -> AnswerReader:
-    return AnswerReader(FORMATS[name].parser(SCHEMAS), Parts(FORMATS[name].new_id), thinks)
+    form = FORMATS[name]
+    return AnswerReader(form.parser(SCHEMAS), Parts(form.new_id), thinks, call_openings=form.call_openings)
 
 
 def read(pieces: list[str], stops: list[str], name: str = "hermes", thinks: bool = True) -> tuple[list[Part], Any]:
@@ -43,6 +44,8 @@ def read(pieces: list[str], stops: list[str], name: str = "hermes", thinks: bool
     [
         ("<think>a\n\nb STOP</think>\n\nYes. STOP no", ["STOP"], "a\n\nb STOP", "Yes. ", 0, "STOP"),
         ("<think>a\n\nb</think>\n\nYes.\n\nNo", ["\n\n"], "a\n\nb", "Yes.", 0, "\n\n"),
+        (f"<think>Look. STOP\n\n{CALL}", ["STOP", "}"], "Look. STOP", "", 1, None),
+        (f"<think>Look.\n{CALL} or</think>so STOP", ["STOP", "}"], f"Look.\n{CALL} or", "so ", 0, "STOP"),
         (f"Look.\n\n{CALL}", ["\n\n", "}", "STOP", '"'], "", "Look.", 1, None),
         (f"{CALL}\n{CALL}", ["}", "\n", "<", ":"], "", "", 2, None),
         (f"{CALL} So STOP it", ["STOP"], "", " So", 1, "STOP"),

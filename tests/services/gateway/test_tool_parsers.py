@@ -261,8 +261,8 @@ def read(
     is_cut: bool = False,
     schemas: Any = SCHEMAS,
 ) -> list[Part]:
-    parser, ends = tool_format.parser(schemas), tool_format.ends_thoughts
-    reader = AnswerReader(parser, Parts(tool_format.new_id), thinks, is_thinking, ends)
+    parser, parts_of, form = tool_format.parser(schemas), Parts(tool_format.new_id), tool_format
+    reader = AnswerReader(parser, parts_of, thinks, is_thinking, form.ends_thoughts, call_openings=form.call_openings)
     parts = [part for piece in pieces for part in reader.push(piece)]
     return parts + reader.finish(is_cut)
 
@@ -394,6 +394,45 @@ def test_a_call_after_thoughts_is_found() -> None:
     parts = read(FORMATS["hermes"], list(f"<think>hm</think>\n{ANSWERS['hermes'][1]}"), thinks=True)
     assert said(parts, PartKind.REASONING) == "hm"
     assert calls(parts) == BOTH
+
+
+DRAFT = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "reasoning", "text", "expected"),
+    [
+        ("hermes", f"I need it.\n{DRAFT}\n", "I need it.", "", [("add", '{"a": 1}')]),
+        ("hermes", f"I need both.\n{DRAFT}\n{DRAFT}", "I need both.", "", 2 * [("add", '{"a": 1}')]),
+        ("hermes", f"I could {DRAFT} or not", f"I could {DRAFT} or not", "", []),
+        ("hermes", f"Maybe {DRAFT}</think>No.", f"Maybe {DRAFT}", "No.", []),
+        ("hermes", f"Hm {DRAFT}</think>{DRAFT}", f"Hm {DRAFT}", "", [("add", '{"a": 1}')]),
+        ("hermes", "a `<tool_call>` opens", "a `<tool_call>` opens", "", []),
+        ("qwen-xml", f"Hm.\n{XML.format(7)}", "Hm.", "", [("add", '{"a": 7}')]),
+        (
+            "glm",
+            "Hm.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n</tool_call>",
+            "Hm.",
+            "",
+            [("add", '{"a": 7}')],
+        ),
+        ("mistral-args", 'Hm.[TOOL_CALLS]add[ARGS]{"a": 7}', "Hm.", "", [("add", '{"a": 7}')]),
+        ("deepseek-v3.1", f"Hm.{SEEK.format(SEEK_V31.format('add', '{}'))}", "Hm.", "", [("add", "{}")]),
+    ],
+)
+def test_a_call_that_ends_unfinished_thoughts_is_a_call(
+    name: str, written: str, reasoning: str, text: str, expected: list[tuple[str, str]]
+) -> None:
+    for is_thinking, pieces in ((how, each) for how in (True, False) for each in cuts(written)):
+        parts = read(FORMATS[name], pieces if is_thinking else ["<think>", *pieces], True, is_thinking)
+        assert (said(parts, PartKind.REASONING), said(parts, PartKind.TEXT)) == (reasoning, text)
+        assert calls(parts) == expected
+
+
+def test_a_call_in_thoughts_that_are_cut_off_is_a_draft() -> None:
+    parts = read(FORMATS["hermes"], list(f"I need it. {DRAFT[:-4]}"), thinks=True, is_thinking=True, is_cut=True)
+    assert not calls(parts)
+    assert DRAFT[: -len("</tool_call>")] in said(parts, PartKind.REASONING)
 
 
 def test_only_the_first_of_several_calls_where_one_is_wanted() -> None:

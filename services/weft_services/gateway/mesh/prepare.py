@@ -129,13 +129,14 @@ class PreparedRequest:
         use, form = self.generation.tool_use, self.model.tool_format
         is_thinking = self.prompts[self.sequences[index].prompt].is_thinking
         parser: Parser = plain
-        new_id, ends_thoughts = new_call_id, tuple[str, ...]()
+        new_id, ends_thoughts, call_openings = new_call_id, tuple[str, ...](), tuple[str, ...]()
         if use is not None and form is not None:
-            parser, new_id, ends_thoughts = form.parser(use.schemas), form.new_id, form.ends_thoughts
+            parser, new_id = form.parser(use.schemas), form.new_id
+            ends_thoughts, call_openings = form.ends_thoughts, form.call_openings
         is_parallel = use is None or use.is_parallel
         tags = self.model.thought_tags
         parts = Parts(new_id, is_parallel, holds_space=parser is not plain or tags is not None)
-        return AnswerReader(parser, parts, tags is not None, is_thinking, ends_thoughts, tags or THINK)
+        return AnswerReader(parser, parts, tags is not None, is_thinking, ends_thoughts, tags or THINK, call_openings)
 
     def stops(self, index: int) -> StopMatcher | None:
         """Return the matcher for a choice's stop strings; None without stop strings."""

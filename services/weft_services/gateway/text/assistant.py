@@ -18,6 +18,7 @@ from weft_services.gateway.text.parts import (
     TextBuffer,
     begins_with,
     copy_until,
+    new_call_id,
     next_letter,
     overlap,
     plain,
@@ -58,14 +59,21 @@ class AnswerReader:
         is_thinking: bool = False,
         ends_thoughts: Iterable[str] = (),
         thought_tags: ThoughtTags = THINK,
+        call_openings: Iterable[str] = (),
     ) -> None:
-        """`ends_thoughts`: markers of a call, for models that call from their thoughts without a closing tag."""
+        """Prepare to read one answer.
+
+        - `ends_thoughts`: markers of a call, for models that call from their thoughts without a closing tag.
+        - `call_openings`: markers of a call that does not end thoughts, because thoughts may contain drafts of calls.
+        """
         self.is_thinking = self.has_thought = is_thinking
         self.is_plain = False  # no markers are left to look for
         self._buffer = TextBuffer()
         self._parts = parts
         self._opening, self._closing = thought_tags
         self._ends_thoughts = (self._closing, *ends_thoughts)
+        self._call_openings = tuple(call_openings)
+        self._draft: list[str] = []  # a call in thoughts, and the thoughts behind it
         self._reading = self._read(parser, thinks)
 
     @property
@@ -80,7 +88,7 @@ class AnswerReader:
     @property
     def num_held(self) -> int:
         """Characters held back: possible markers and white space."""
-        return len(self._buffer.text) + self._parts.num_held
+        return len(self._buffer.text) + self._parts.num_held + sum(map(len, self._draft))
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that `text` completes. Text that may still become a marker is held back."""
@@ -99,6 +107,7 @@ class AnswerReader:
         """
         if is_cut:
             self._reading.close()
+            self._end_draft()
             self._parts.drop_space()
         else:
             self._buffer.is_over = True
@@ -112,9 +121,7 @@ class AnswerReader:
             self.is_thinking = self.has_thought = yield from begins_with(self._buffer, self._opening)
         if self.is_thinking:
             yield from begins_with(self._buffer, self._opening)
-            mark = yield from copy_until(self._buffer, self._ends_thoughts, self._parts.reasoning)
-            if mark and mark != self._closing:
-                self._buffer.unread(mark)
+            yield from self._read_thoughts(parser)
             self._parts.drop_space()
             self.is_thinking = False
             yield from next_letter(self._buffer)
@@ -123,9 +130,39 @@ class AnswerReader:
             self.is_plain = True
         yield from parser(self._buffer, self._parts)
 
+    def _read_thoughts(self, parser: Parser) -> Parse[None]:
+        """Read the rest of the thoughts. A call in thoughts that do not end is a call if only the end follows it."""
+        marks = (*self._ends_thoughts, *self._call_openings)
+        mark = yield from copy_until(self._buffer, marks, self._parts.reasoning)
+        if mark in self._call_openings:
+            self._draft.append(mark)
+            mark = yield from copy_until(self._buffer, self._ends_thoughts, self._draft.append)
+            if mark is None and _is_call(parser, text := "".join(self._draft)):
+                self._draft.clear()
+                self._buffer.text = text
+                return
+            self._end_draft()
+        if mark and mark != self._closing:
+            self._buffer.unread(mark)
+
+    def _end_draft(self) -> None:
+        if self._draft:
+            self._parts.reasoning("".join(self._draft))
+            self._draft.clear()
+
     def _found(self) -> list[Part]:
         found, self._parts.found = self._parts.found, []
         return found
+
+
+def _is_call(parser: Parser, text: str) -> bool:
+    """True if a whole text consists of calls."""
+    buffer, parts = TextBuffer(), Parts(new_call_id)
+    buffer.text, buffer.is_over = text, True
+    for _ in parser(buffer, parts):
+        pass
+    parts.end()
+    return parts.num_calls > 0 and all(part.kind is not PartKind.TEXT for part in parts.found)
 
 
 def _cut(text: str) -> list[str]:

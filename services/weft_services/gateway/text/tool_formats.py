@@ -56,6 +56,12 @@ class ToolFormat:
     ends_thoughts: tuple[str, ...] = ()
     is_enforceable: bool = True
 
+    @property
+    def call_openings(self) -> tuple[str, ...]:
+        """The marker before the first call; none if calls have no marker or their marker ends thoughts."""
+        first = (*self.opening, *self.call)[0]
+        return (first,) if first in self.markers and not self.ends_thoughts else ()
+
     def has_written(self, rendered: str) -> bool:
         """True if `rendered`, what a template makes of PROBE, has the probe's call in this format and no other."""
         pieces = [*self.opening, *self.call, *self.closing]
