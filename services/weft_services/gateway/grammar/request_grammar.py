@@ -19,10 +19,11 @@ from weft.grammar import UnusableGrammar
 from weft.request import Grammar
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, format_parts, join_parts, lark_part
-from weft_services.gateway.grammar.schema_rewrite import VALUES, resolve_reference, without_pattern
+from weft_services.gateway.grammar.schema_rewrite import VALUES, without_pattern
 from weft_services.gateway.grammar.tool_grammar import Marks, call_parts, text_or_call_parts, written
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import ThoughtTags
+from weft_services.gateway.text.tag_calls import resolve_reference
 
 # limit for all grammars of a request
 MAX_WIDE_CLASSES = 16

@@ -18,6 +18,8 @@ from typing import Any
 
 import orjson
 
+from weft_services.gateway.text.tag_calls import resolve_reference
+
 MAX_DIGITS = 64
 PREFIX = r"^(?!^[-+.]*$)[+-]?0*"
 FREE = re.compile(r"\\d\*\\\.\?\\d(?:\*|\{0,(?P<places>\d{1,3})\}0\*)\$")
@@ -333,16 +335,6 @@ def _name_pattern(names: Schema, properties: Mapping[str, Any]) -> str | None:
 MAX_HOPS = 8
 MAX_COMPARED = 2000
 KINDS = {bool: "boolean", str: "string", int: "number", float: "number", list: "array", dict: "object"}
-
-
-def resolve_reference(reference: Any, root: Any) -> Any:
-    """Return the target of a `$ref` within the root; None if there is none."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return None
-    found = root
-    for step in reference.split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
 
 
 def required_names(schema: Any) -> list[str]:

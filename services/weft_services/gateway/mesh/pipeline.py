@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
-from types import TracebackType
 from typing import TypeVar
 
 from weft import metrics
@@ -224,19 +223,14 @@ class Pipeline:
         self._text_pool.close()
 
 
-class charge_on_error:
-    """Counts a request that ends in an error or a cancellation against its key."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, WeftError | asyncio.CancelledError):
-            current_principal.get().charge(requests=1)
+@contextmanager
+def charge_on_error() -> Iterator[None]:
+    """Count a request that ends in an error or a cancellation against its key."""
+    try:
+        yield
+    except (WeftError, asyncio.CancelledError):
+        current_principal.get().charge(requests=1)
+        raise
 
 
 def client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> ClientHints:

@@ -24,41 +24,6 @@ CLASSES = {"interactive": -1, "default": 0, "batch": 1, "bulk": 1}
 _NUMBER = re.compile(r"\s*[+-]?[0-9]{1,3}\s*", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class PriorityHint:
-    """Priority from the headers: a number, if any, and the value of the named class."""
-
-    number: int | None = None
-    by_class: int = 0
-
-    def priority(self, own: int | None) -> int:
-        """Return the priority as vLLM counts.
-
-        A number in the header precedes `own`, the request's; the class counts only without a number.
-        """
-        if self.number is not None:
-            return self.number
-        return self.by_class if own is None else own
-
-
-NO_PRIORITY_HINT = PriorityHint()
-
-
-def read_priority_hint(headers: Mapping[str, str]) -> PriorityHint:
-    """Read the priority headers. Raises InvalidRequest if the number is malformed.
-
-    An unknown class counts as default, as in the router that defines the header.
-    """
-    by_class = CLASSES.get(headers.get(CLASS_HEADER, "").strip().lower(), 0)
-    number = headers.get(NUMBER_HEADER)
-    if number is None:
-        return PriorityHint(None, by_class)
-    if not _NUMBER.fullmatch(number) or abs(int(number)) > MAX_PRIORITY:
-        message = f"{NUMBER_HEADER}: expected an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        raise InvalidRequest(message, NUMBER_HEADER, "invalid_value")
-    return PriorityHint(int(number), by_class)
-
-
 # Names of one hint; the first usable one counts, and all precede the fields of the body.
 SESSION_HEADERS = (
     "x-session-affinity",
@@ -94,13 +59,16 @@ class RoutingHints:
 class ClientHints:
     """Hints from the headers; all strings may be empty.
 
-    `tenant`: the credential. `hint`: the session. `most_urgent`: lowest priority number allowed. `parent`: the session
-    that started this one.
+    - `tenant`: the credential.
+    - `hint`: the session; `parent`: the session that started this one.
+    - `priority`: the number as vLLM counts, and `class_priority` the value of the named class.
+    - `min_priority`: lowest priority number allowed.
     """
 
     tenant: str = ""
     hint: str = ""
-    priority_hint: PriorityHint = NO_PRIORITY_HINT
+    priority: int | None = None
+    class_priority: int = 0
     min_priority: int = -MAX_PRIORITY
     parent: str = ""
 
@@ -111,8 +79,9 @@ class ClientHints:
         return replace(self, tenant=principal.tenant, min_priority=principal.min_priority)
 
     def routing_hints(self, own_hint: str, own_priority: int | None) -> RoutingHints:
-        """Combine the hints with those of the request body."""
-        level = max(self.priority_hint.priority(own_priority), self.min_priority)
+        """Combine the hints with those of the body. The headers' number precedes the body's; the class comes last."""
+        priority = own_priority if self.priority is None else self.priority
+        level = max(self.class_priority if priority is None else priority, self.min_priority)
         return RoutingHints(self.digest(own_hint), self.tenant_digest, -level)
 
     def digest(self, own_hint: str) -> bytes:
@@ -140,10 +109,21 @@ def read_client_hints(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Cli
     for name, value in headers:
         if (known := HINT_HEADERS.get(name)) is not None:
             given.setdefault(known, _text(value))
-    tenant = next((given[name] for name in CREDENTIALS if given.get(name)), "")
     return ClientHints(
-        tenant, _first(SESSION_HEADERS, given), read_priority_hint(given), parent=_first(PARENT_HEADERS, given)
+        tenant=next((given[name] for name in CREDENTIALS if given.get(name)), ""),
+        hint=_first(SESSION_HEADERS, given),
+        priority=_priority(given.get(NUMBER_HEADER)),
+        # An unknown class counts as default, as in the router that defines the header.
+        class_priority=CLASSES.get(given.get(CLASS_HEADER, "").strip().lower(), 0),
+        parent=_first(PARENT_HEADERS, given),
     )
+
+
+def _priority(number: str | None) -> int | None:
+    if number is not None and (not _NUMBER.fullmatch(number) or abs(int(number)) > MAX_PRIORITY):
+        message = f"{NUMBER_HEADER}: expected an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise InvalidRequest(message, NUMBER_HEADER, "invalid_value")
+    return None if number is None else int(number)
 
 
 def _first(names: Iterable[str], given: Mapping[str, str]) -> str:

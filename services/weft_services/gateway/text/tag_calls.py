@@ -261,15 +261,18 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
         path = found.get("$ref") if isinstance(found, dict) and not TELLING & found.keys() else None
         if not isinstance(path, str):
             return found
-        found = _at(path, root)
+        found = resolve_reference(path, root)
         if found is None:
             break
     return schema
 
 
-def _at(path: str, root: dict[str, Any]) -> Any:
-    found: Any = root if path.startswith("#/") else None
-    for step in path[2:].split("/"):
+def resolve_reference(reference: Any, root: Any) -> Any:
+    """Return the target of a `$ref` within the root; None if there is none."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    found = root
+    for step in reference.split("/")[1:]:
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
     return found
 
