@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
-from tests.services.gateway.test_tool_parsers import RECURSIVE
+from tests.services.gateway.test_tag_calls import RECURSIVE
 
 USER: Any = {"role": "user", "content": "hi"}
 NODE = {

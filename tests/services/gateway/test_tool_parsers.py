@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.services.gateway.test_templates import SPECIAL, TEMPLATES
-from weft_services.gateway.model import rendered_call
 from weft_services.gateway.text.assistant import THOUGHT_TAGS, AnswerReader, find_thought_tags, in_thoughts
-from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.parts import Part, PartKind, Parts, joined
-from weft_services.gateway.text.tag_calls import is_text
-from weft_services.gateway.text.tool_formats import FORMATS, ToolFormat, choose_format
+from weft_services.gateway.text.tool_formats import FORMATS, ToolFormat
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {"properties": {"city": {"type": "string"}, "n": {"type": "array"}}},
@@ -450,80 +446,6 @@ def test_a_long_hostile_answer_takes_linear_time() -> None:
             assert not calls(parts)
 
 
-EACH = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
-JSON_ARGUMENTS = "{{ f.arguments | tojson }}"
-ARG_TAGS = (
-    "{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}"
-)
-PARAMETERS = "{% for k, v in f.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}"
-NAMED_PARAMETERS = (
-    '{% for k, v in f.arguments.items() %}<PREparameter name="{{ k }}"TYPE>{{ v }}</PREparameter>\n{% endfor %}'
-)
-# calls as templates write them, each in a template that speaks of other formats too
-WRITTEN_CALLS = {
-    "hermes": '<tool_call>{"name":"{{ f.name }}","arguments":' + JSON_ARGUMENTS + "}</tool_call>",
-    "glm": "\n<tool_call>{{ f.name }}\n" + ARG_TAGS + "</tool_call>",
-    "hy3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n" + ARG_TAGS + "</tool_call>\n</tool_calls>",
-    "seed": "\n<seed:tool_call>\n<function={{ f.name }}>\n" + PARAMETERS + "</function>\n</seed:tool_call>",
-    "minimax-m2": '\n<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
-    + NAMED_PARAMETERS.replace("PRE", "").replace("TYPE", "")
-    + "</invoke>\n</minimax:tool_call>",
-    "deepseek-v3.2": '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n'
-    + NAMED_PARAMETERS.replace("PRE", "｜DSML｜").replace("TYPE", ' string="true"')
-    + "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-}
-OTHER_CALLS = {
-    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
-    + JSON_ARGUMENTS
-    + "}]",
-    "functionary": "<function={{ f.name }}>" + JSON_ARGUMENTS + "</function>",
-    "left out": "",
-}
-OF_TEMPLATES = {
-    "deepseek-r1-distill-qwen-32b": "deepseek-v3",
-    "deepseek-v3": "deepseek-v3",
-    "deepseek-v3.1": "deepseek-v3.1",
-    "devstral-small-2507": "mistral-args",
-    "hermes-3-llama-3.1-8b-tool-use": "hermes",
-    "kimi-k2": "kimi",
-    "kimi-k2-thinking": None,  # it needs what only llama.cpp's Jinja has
-    "llama-2-chat": None,
-    "llama-3-8b-instruct": None,
-    "llama-3.1-8b-instruct": "llama",
-    "llama-3.2-3b-instruct": "llama",
-    "llama-3.3-70b-instruct": "llama",
-    "llama-4": "llama",
-    "ministral-3-14b-reasoning-2512": "mistral-args",
-    "mistral-nemo-instruct-2407": "mistral",
-    "mistral-small-3.2-24b-instruct-2506": "mistral-args",
-    "mistral-v1": None,
-    "qwen2.5-7b-instruct": "hermes",
-    "qwen3-0.6b": "hermes",
-    "qwen3-coder": "qwen-xml",
-    "qwen3-instruct-2507": "hermes",
-    "qwq-32b": "hermes",
-    "smollm3-3b": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        *((TEMPLATES[template], name) for template, name in OF_TEMPLATES.items()),
-        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", name) for name, call in WRITTEN_CALLS.items()),
-        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", None) for call in OTHER_CALLS.values()),
-        ("{{ messages[0].content }} <tool_call>", None),
-        ("{{ raise_exception('no') }}", None),
-    ],
-    ids=[*OF_TEMPLATES, *WRITTEN_CALLS, *OTHER_CALLS, "prose", "a refusal"],
-)
-def test_format_is_the_one_in_which_the_template_writes_calls(template: str, name: str | None) -> None:
-    rendered = rendered_call(ChatTemplate(f"{template}{{# <tool_call> [TOOL_CALLS] #}}", SPECIAL))
-    chosen = choose_format("auto", rendered)
-    assert (chosen.name if chosen else None) == name
-    assert choose_format("none", rendered) is None
-
-
 PIECES = [
     *(marker for each in FORMATS.values() for marker in each.markers),
     *("<function=", "<function=add>", "<parameter=", "<parameter=a>", "</parameter>", "\n</parameter>", "</function>"),
@@ -564,13 +486,6 @@ def test_whatever_is_written_is_read_the_same_however_it_is_cut(name: str, data:
         if kind == "ARGUMENTS" and call != open_call:
             assert isinstance(json.loads(text), dict)
     json.dumps(whole, ensure_ascii=False).encode()
-
-
-@pytest.mark.parametrize("kind", [5, True, 0.5, {"type": "string"}, []])
-def test_a_schema_that_is_none_does_not_cost_the_answer(kind: Any) -> None:
-    written = "<function=add><parameter=a>1</parameter></function>"
-    parts = read(FORMATS["qwen-xml"], [written], schemas={"add": {"properties": {"a": {"type": kind}}}})
-    assert calls(parts) == [("add", '{"a": 1}')]
 
 
 @pytest.mark.parametrize("answer", [each for each in ANSWERS.values() if each[3]])
@@ -630,161 +545,6 @@ def test_kimi_goes_from_thoughts_to_a_call_without_a_word() -> None:
         for pieces in cuts(f"I will list it.{written}"):
             parts = read(FORMATS["kimi"], pieces, thinks=True, is_thinking=True)
             assert (said(parts, PartKind.REASONING), calls(parts)) == ("I will list it.", [("ls", "{}")])
-
-
-PROPERTIES: Any = {"path": {"type": "string"}, "text": {"type": "string"}, "lines": {"type": "array"}}
-NESTED: dict[str, dict[str, Any]] = {"write": {"properties": PROPERTIES}, "edit": {"properties": PROPERTIES}, "add": {}}
-HTML = '<html>\n<body class="a">&amp; <p>x</p>\n</body>\n</html>'
-INNER = "<parameter=x>\n1\n</parameter>"
-EXAMPLE = f"<function=f>\n{INNER}\n</function>"
-
-
-def in_tags(name: str, **values: str) -> str:
-    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
-
-
-VALUES = [
-    HTML,
-    "a </parameter> b",
-    "a\n</parameter>\nb",
-    "a </function> b\n</function>\nc",
-    "say <function=f> or <tool_call> and </tool_call>.",
-    f"see {INNER} and {INNER}\nso",
-    "",
-    "\n\n",
-]
-# without a schema a parameter's tag on a line of its own begins one
-WITH_LINES = [INNER, f"{INNER}\n{INNER}", EXAMPLE, f"{EXAMPLE}\n{EXAMPLE}", "<parameter=x> opens"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(name, each) for name in ("write", "add", "new") for each in VALUES] + [("write", each) for each in WITH_LINES],
-)
-def test_value_in_tags_has_tags_within(name: str, value: str) -> None:
-    for pieces in cuts(in_tags(name, text=value, path="a.py")):
-        parts = read(FORMATS["qwen-xml"], pieces, schemas=NESTED)
-        ((called, arguments),) = calls(parts)
-        assert (called, said(parts, PartKind.TEXT)) == (name, "")
-        assert json.loads(arguments) == {"text": value, "path": "a.py"}
-
-
-def test_value_that_comes_last_has_tags_within() -> None:
-    for value in (HTML, INNER, EXAMPLE, "</parameter> x", f"{EXAMPLE}\n"):
-        for pieces in cuts(f"{in_tags('write', text=value)}\n{in_tags('add', a='1')}"):
-            found = [
-                (name, json.loads(arguments))
-                for name, arguments in calls(read(FORMATS["qwen-xml"], pieces, schemas=NESTED))
-            ]
-            assert found == [("write", {"text": value}), ("add", {"a": "1"})]
-
-
-@pytest.mark.parametrize(
-    ("value", "meant"),
-    [
-        ('["a\nb", "c\td"]', ["a\nb", "c\td"]),
-        ('["\\d", 1,]', ["\\d", 1]),
-        ("['a', None]", ["a", None]),
-        ('["</parameter>", "<parameter=x>"]', ["</parameter>", "<parameter=x>"]),
-        ("[1, 2", "[1, 2"),
-        ("", ""),
-    ],
-)
-def test_value_that_is_nearly_json_is_mended(value: str, meant: Any) -> None:
-    for pieces in cuts(in_tags("write", lines=value)):
-        ((_, arguments),) = calls(read(FORMATS["qwen-xml"], pieces, schemas=NESTED))
-        assert json.loads(arguments) == {"lines": meant}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Write <function=NAME> and <parameter=KEY>.",
-        "<function=NAME>\n<parameter=KEY>\nvalue\n</parameter>\n</function>",
-        "`<tool_call>` opens, `</tool_call>` closes.",
-        "<tool_call>\n<function=a b",
-    ],
-)
-def test_text_that_speaks_of_tags_is_text(text: str) -> None:
-    for pieces in cuts(text):
-        parts = read(FORMATS["qwen-xml"], pieces, schemas=NESTED)
-        assert (calls(parts), said(parts, PartKind.TEXT)) == ([], text)
-
-
-@pytest.mark.parametrize(
-    ("written", "arguments"),
-    [
-        ("<parameter=path>\na.py\n<parameter=lines>\n[1]\n</parameter>\n</function>", {"path": "a.py", "lines": [1]}),
-        ("<parameter=path>\na.py\n</function>", {"path": "a.py"}),
-        ("<parameter=lines>\n[1, 2]\n</tool_call>", {"lines": [1, 2]}),
-        ("<parameter=path>\na </function> b\n</parameter>\n</function>", {"path": "a </function> b"}),
-    ],
-)
-def test_a_forgotten_tag_ends_the_value_where_the_next_one_begins(written: str, arguments: dict[str, Any]) -> None:
-    closing = "" if written.endswith("</tool_call>") else "\n</tool_call>"
-    for pieces in cuts(f"<tool_call>\n<function=edit>\n{written}{closing}Done."):
-        parts = read(FORMATS["qwen-xml"], pieces, schemas=NESTED)
-        ((_, found),) = calls(parts)
-        assert (json.loads(found), said(parts, PartKind.TEXT)) == (arguments, "Done.")
-
-
-@pytest.mark.parametrize(
-    ("schema", "written", "arguments"),
-    [
-        ({"type": ["string", "null"]}, "null", "null"),
-        ({"type": ["string", "null"]}, "None", "null"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, 'nul "l"', r'"nul \"l\""'),
-        ({"enum": ["a", None]}, "null", "null"),
-        ({"type": "string", "nullable": True}, "null", "null"),
-        ({"type": "string"}, "null", '"null"'),
-        ({"type": "integer"}, "null", "null"),
-        ({"const": None}, "null", "null"),
-        ({"const": 2}, "2", "2"),
-        ({"const": "2"}, "2", '"2"'),
-        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, "null", "null"),
-        ({"anyOf": [{"type": "string"}, {"enum": [2]}]}, "2", '"2"'),
-        ({"oneOf": [{"const": 1}, {"const": 2}]}, "2", "2"),
-    ],
-)
-def test_values_are_what_the_schema_says(schema: Any, written: str, arguments: str) -> None:
-    for pieces in cuts(in_tags("add", mode=written)):
-        parts = read(FORMATS["qwen-xml"], pieces, schemas={"add": {"properties": {"mode": schema}}})
-        assert calls(parts) == [("add", f'{{"mode": {arguments}}}')]
-
-
-# as pydantic writes a class that has itself for a field
-RECURSIVE: Any = {
-    "$ref": "#/$defs/Step",
-    "$defs": {
-        "Step": {
-            "type": "object",
-            "properties": {
-                "size": {"type": "integer"},
-                "way": {"$ref": "#/$defs/Way"},
-                "next": {"anyOf": [{"$ref": "#/$defs/Step"}, {"type": "null"}]},
-            },
-            "required": ["size"],
-        },
-        "Way": {"type": "string", "enum": ["1", "true"]},
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("schema", "arguments"),
-    [(RECURSIVE, '{"size": 7, "way": "1"}'), ({"$ref": "#/$defs/no"}, '{"size": "7", "way": "1"}')],
-)
-def test_a_schema_that_refers_to_itself_says_what_its_values_are(schema: Any, arguments: str) -> None:
-    parts = read(FORMATS["qwen-xml"], [in_tags("step", size="7", way="1")], schemas={"step": schema})
-    assert calls(parts) == [("step", arguments)]
-
-
-def test_what_every_part_of_a_schema_says_is_said() -> None:
-    assert not is_text({"allOf": [{"$ref": "#/$defs/Address"}], "description": "where"})
-    assert not is_text({"allOf": [{"type": "integer"}]})
-    assert is_text({"allOf": [{"type": "string"}, {"description": "a name"}]})
 
 
 def test_names_that_are_no_pythons_are_called_in_python() -> None:

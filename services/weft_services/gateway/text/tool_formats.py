@@ -57,36 +57,38 @@ class ToolFormat:
     is_enforceable: bool = True
 
     @property
+    def has_marker(self) -> bool:
+        """True if a marker precedes the first call."""
+        return (*self.opening, *self.call)[0] in self.markers
+
+    @property
     def call_openings(self) -> tuple[str, ...]:
-        """The marker before the first call; none if calls have no marker or their marker ends thoughts."""
+        """The marker before the first call, unless it ends thoughts."""
+        return (*self.opening, *self.call)[:1] if self.has_marker and not self.ends_thoughts else ()
+
+    def reads_probe(self, rendered: str) -> bool:
+        """True if the parser finds the call of PROBE in what a template made of it."""
         first = (*self.opening, *self.call)[0]
-        return (first,) if first in self.markers and not self.ends_thoughts else ()
-
-    def has_written(self, rendered: str) -> bool:
-        """True if `rendered`, what a template makes of PROBE, has the probe's call in this format and no other."""
-        pieces = [*self.opening, *self.call, *self.closing]
-        first = next(piece for piece in pieces if piece not in PLACEHOLDERS)
-        at = rendered.find(first if first in self.markers else first[:2])
-        return at >= 0 and self._has_pieces(pieces, rendered[at:]) and self._reads_probe(rendered[at:])
-
-    def _has_pieces(self, pieces: list[str], rendered: str) -> bool:
-        """True if the pieces of a call come in this order, whatever white space is in and between them."""
-        text, at = "".join(rendered.split()), 0
-        for piece in pieces:
-            literal = PROBE_NAME if piece == NAME else "" if piece in PLACEHOLDERS else "".join(piece.split())
-            at = text.find(literal, at) + len(literal)
-            if at < len(literal):
-                return False
-        return True
-
-    def _reads_probe(self, rendered: str) -> bool:
+        at = rendered.find(first if self.has_marker else first[:2])
+        if at < 0 or (not self.has_marker and rendered[:at].rstrip().endswith("[")):  # a list of objects is no object
+            return False
         buffer, parts = TextBuffer(), Parts(self.new_id)
-        buffer.text, buffer.is_over = rendered, True
+        buffer.text, buffer.is_over = rendered[at:], True
         for _ in self.parser({PROBE_NAME: _PROBE_SCHEMA})(buffer, parts):
             pass
         names = [part.text for part in parts.found if part.kind is PartKind.CALL]
         arguments = "".join(part.text for part in parts.found if part.kind is PartKind.ARGUMENTS)
         return names == [PROBE_NAME] and json.loads(arguments) == PROBE_ARGUMENTS
+
+    def is_written_in(self, rendered: str) -> bool:
+        """True if the pieces of a call come in this order, whatever white space is in and between them."""
+        text, at = "".join(rendered.split()), 0
+        for piece in (*self.opening, *self.call, *self.closing):
+            literal = PROBE_NAME if piece == NAME else "" if piece in PLACEHOLDERS else "".join(piece.split())
+            at = text.find(literal, at) + len(literal)
+            if at < len(literal):
+                return False
+        return True
 
 
 def _always(parser: Parser) -> Callable[[Schemas], Parser]:
@@ -267,7 +269,10 @@ def choose_format(setting: str, rendered: str) -> ToolFormat | None:
     if setting == "none":
         return None
     if setting == "auto":
-        return next((each for each in FORMATS.values() if each.has_written(rendered)), None)
+        # Several formats share a parser. Of those the one whose calls look like the template's counts.
+        readable = [each for each in FORMATS.values() if each.reads_probe(rendered)]
+        alike = [each for each in readable if each.is_written_in(rendered)]
+        return next((each for each in (*alike, *readable) if each in alike or each.has_marker), None)
     if setting not in FORMATS:
         raise BadCheckpoint(f"WEFT_TOOL_FORMAT: {setting!r} is unknown; choose one of auto, none, {', '.join(FORMATS)}")
     return FORMATS[setting]

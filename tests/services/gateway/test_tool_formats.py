@@ -1,0 +1,87 @@
+"""The format of a model's tool calls is the one in which its template writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.services.gateway.test_templates import SPECIAL, TEMPLATES
+from weft_services.gateway.model import rendered_call
+from weft_services.gateway.text.chat_template import ChatTemplate
+from weft_services.gateway.text.tool_formats import choose_format
+
+EACH = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+JSON_ARGUMENTS = "{{ f.arguments | tojson }}"
+ARG_TAGS = (
+    "{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}"
+)
+PARAMETERS = "{% for k, v in f.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}"
+NAMED_PARAMETERS = (
+    '{% for k, v in f.arguments.items() %}<PREparameter name="{{ k }}"TYPE>{{ v }}</PREparameter>\n{% endfor %}'
+)
+# calls as templates write them, each in a template that speaks of other formats too
+OBJECTS = "<tool_call>{{ {'arguments': f.arguments, 'name': f.name} | tojson }}</tool_call>"
+WRITTEN_CALLS = {
+    "hermes": '<tool_call>{"name":"{{ f.name }}","arguments":' + JSON_ARGUMENTS + "}</tool_call>",
+    "glm": "\n<tool_call>{{ f.name }}\n" + ARG_TAGS + "</tool_call>",
+    "hy3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n" + ARG_TAGS + "</tool_call>\n</tool_calls>",
+    "seed": "\n<seed:tool_call>\n<function={{ f.name }}>\n" + PARAMETERS + "</function>\n</seed:tool_call>",
+    "minimax-m2": '\n<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
+    + NAMED_PARAMETERS.replace("PRE", "").replace("TYPE", "")
+    + "</invoke>\n</minimax:tool_call>",
+    "deepseek-v3.2": '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n'
+    + NAMED_PARAMETERS.replace("PRE", "｜DSML｜").replace("TYPE", ' string="true"')
+    + "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+}
+OTHER_CALLS = {
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
+    + JSON_ARGUMENTS
+    + "}]",
+    "functionary": "<function={{ f.name }}>" + JSON_ARGUMENTS + "</function>",
+    "nemotron": '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": ' + JSON_ARGUMENTS + "}]</TOOLCALL>",
+    "a list": '[{"name": "{{ f.name }}", "parameters": ' + JSON_ARGUMENTS + "}]",
+    "left out": "",
+}
+OF_TEMPLATES = {
+    "deepseek-r1-distill-qwen-32b": "deepseek-v3",
+    "deepseek-v3": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3.1",
+    "devstral-small-2507": "mistral-args",
+    "hermes-3-llama-3.1-8b-tool-use": "hermes",
+    "kimi-k2": "kimi",
+    "kimi-k2-thinking": None,  # it needs what only llama.cpp's Jinja has
+    "llama-2-chat": None,
+    "llama-3-8b-instruct": None,
+    "llama-3.1-8b-instruct": "llama",
+    "llama-3.2-3b-instruct": "llama",
+    "llama-3.3-70b-instruct": "llama",
+    "llama-4": "llama",
+    "ministral-3-14b-reasoning-2512": "mistral-args",
+    "mistral-nemo-instruct-2407": "mistral",
+    "mistral-small-3.2-24b-instruct-2506": "mistral-args",
+    "mistral-v1": None,
+    "qwen2.5-7b-instruct": "hermes",
+    "qwen3-0.6b": "hermes",
+    "qwen3-coder": "qwen-xml",
+    "qwen3-instruct-2507": "hermes",
+    "qwq-32b": "hermes",
+    "smollm3-3b": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        *((TEMPLATES[template], name) for template, name in OF_TEMPLATES.items()),
+        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", name) for name, call in WRITTEN_CALLS.items()),
+        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", None) for call in OTHER_CALLS.values()),
+        (f"{EACH}{OBJECTS}{{% endfor %}}{{% endfor %}}", "hermes"),
+        ("{{ messages[0].content }} <tool_call>", None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+    ids=[*OF_TEMPLATES, *WRITTEN_CALLS, *OTHER_CALLS, "name last", "prose", "a refusal"],
+)
+def test_format_is_the_one_in_which_the_template_writes_calls(template: str, name: str | None) -> None:
+    rendered = rendered_call(ChatTemplate(f"{template}{{# <tool_call> [TOOL_CALLS] #}}", SPECIAL))
+    chosen = choose_format("auto", rendered)
+    assert (chosen.name if chosen else None) == name
+    assert choose_format("none", rendered) is None
