@@ -85,26 +85,19 @@ async def test_request_is_refused_at_once_when_none_ever_served(bench: MakeBench
         assert len(b.scheduler.routed) == 1
 
 
-async def test_request_is_refused_at_once_when_workers_differ(bench: MakeBench) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "fields", "drained"),
+    [(MISMATCH, {}, set()), (NOBODY, {"reject_if_busy": True}, set()), (NOBODY, {}, {"decode-0"})],
+    ids=["workers differ", "no wait is wanted", "an operator drained the worker"],
+)
+async def test_request_is_refused_at_once_when_no_wait_can_help(
+    bench: MakeBench, refusal: Any, fields: dict[str, Any], drained: set[str]
+) -> None:
     async with bench() as b:
-        b.scheduler.refusal = MISMATCH
-        assert (await ask(b)).status_code == 503
-        assert len(b.scheduler.routed) == 1
-
-
-async def test_request_that_wants_no_wait_is_refused_at_once(bench: MakeBench) -> None:
-    async with bench() as b:
-        b.scheduler.refusal = NOBODY
-        assert (await ask(b, reject_if_busy=True)).status_code == 503
-        assert len(b.scheduler.routed) == 1
-
-
-async def test_request_is_refused_when_an_operator_drained_the_worker(bench: MakeBench) -> None:
-    async with bench() as b:
-        b.scheduler.draining.add("decode-0")
+        b.scheduler.draining |= drained
         await b.gateway.watch.poll()
-        b.scheduler.refusal = NOBODY
-        assert (await ask(b)).status_code == 503
+        b.scheduler.refusal = refusal
+        assert (await ask(b, **fields)).status_code == 503
         assert len(b.scheduler.routed) == 1
 
 

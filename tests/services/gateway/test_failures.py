@@ -114,16 +114,6 @@ async def test_a_sequence_that_fails_without_a_token_is_moved_at_most_twice(benc
         await b.scheduler.until(lambda: b.scheduler.stages(2) == ["failed"])
 
 
-async def test_a_broken_engine_is_replaced_once(bench: MakeBench) -> None:
-    async with bench(num_decoders=3) as b:
-        for decoder in b.decoders:
-            decoder.script = failing(13)
-        response = await b.http.post("/v1/completions", json=STREAM)
-        assert response.status_code == 500
-        assert response.json()["error"]["message"] == "internal error"
-        assert [len(each.started) for each in b.decoders] == [1, 1, 0]
-
-
 async def test_late_words_of_an_older_attempt_change_nothing(bench: MakeBench) -> None:
     async with bench(num_decoders=2) as b:
         b.decode.script = failing(14)
@@ -173,29 +163,28 @@ async def test_a_full_fleet_is_told_nothing_of_those_whom_it_refused(bench: Make
         assert b.scheduler.stages() == ["first_token", "finished"]
 
 
-async def test_with_every_decode_worker_full_a_stream_is_a_429(bench: MakeBench) -> None:
-    async with bench(num_decoders=2) as b:
-        for decoder in b.decoders:
-            decoder.script = failing(8, decoder.worker_id)
-        response = await b.http.post("/v1/completions", json=STREAM)
-        assert response.status_code == 429
-        assert [len(each.started) for each in b.decoders] == [1, 1]
-        await b.scheduler.until(lambda: b.scheduler.stages(1) == ["failed"])
-        assert not any(each.failed_worker_id for each in b.scheduler.settled), "being full is no fault"
-
-
 @pytest.mark.parametrize(
-    ("code", "status", "words"), [(8, 429, "no worker has capacity"), (4, 504, "too long")], ids=["full", "late"]
+    ("code", "status", "started", "words"),
+    [
+        (13, 500, [1, 1, 0], "internal error"),
+        (8, 429, [1, 1], "no worker has capacity"),
+        (4, 504, [1], "too long"),
+    ],
+    ids=["broken engine", "full", "late"],
 )
-async def test_clients_are_not_told_what_workers_say_of_themselves(
-    bench: MakeBench, code: int, status: int, words: str
+async def test_failure_of_every_worker_has_its_status_and_number_of_attempts(
+    bench: MakeBench, code: int, status: int, started: list[int], words: str
 ) -> None:
-    async with bench() as b:
-        b.decode.script = failing(code)
+    async with bench(num_decoders=len(started)) as b:
+        for decoder in b.decoders:
+            decoder.script = failing(code, decoder.worker_id if status == 429 else "")
         response = await b.http.post("/v1/completions", json=STREAM)
         assert response.status_code == status
         assert words in response.json()["error"]["message"]
         assert "10.1.2.3" not in response.text
+        assert [len(each.started) for each in b.decoders] == started
+        await b.scheduler.until(lambda: b.scheduler.stages(sum(started) - 1) == ["failed"])
+        assert status != 429 or not any(each.failed_worker_id for each in b.scheduler.settled), "being full is no fault"
 
 
 @pytest.mark.parametrize("finish", [None, STOP], ids=["goes on", "ends too late"])
