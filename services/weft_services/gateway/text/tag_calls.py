@@ -1,4 +1,4 @@
-"""Reads tool calls whose arguments have tags of their own, and streams them out as JSON.
+"""Reads tool calls with a tag around each argument, and streams the arguments out as JSON.
 
 One reader serves all families: `TagSyntax` names their tags. The values carry no types; the tool's schema decides what
 is text and what is JSON, unless the tags say so.

@@ -81,7 +81,7 @@ class ToolFormat:
         return names == [PROBE_NAME] and json.loads(arguments) == PROBE_ARGUMENTS
 
     def is_written_in(self, rendered: str) -> bool:
-        """True if the pieces of a call come in this order, whatever white space is in and between them."""
+        """True if the pieces of a call come in this order; white space in and between them does not count."""
         text, at = "".join(rendered.split()), 0
         for piece in (*self.opening, *self.call, *self.closing):
             literal = PROBE_NAME if piece == NAME else "" if piece in PLACEHOLDERS else "".join(piece.split())
@@ -269,7 +269,7 @@ def choose_format(setting: str, rendered: str) -> ToolFormat | None:
     if setting == "none":
         return None
     if setting == "auto":
-        # Several formats share a parser. Of those the one whose calls look like the template's counts.
+        # Several formats share a parser. The pieces of a call tell them apart.
         readable = [each for each in FORMATS.values() if each.reads_probe(rendered)]
         alike = [each for each in readable if each.is_written_in(rendered)]
         return next((each for each in (*alike, *readable) if each in alike or each.has_marker), None)
