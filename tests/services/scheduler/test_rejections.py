@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,32 +24,32 @@ from tests.services.scheduler.choosing import (
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker, worker_info
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.fleet_types import RouteQuery, WorkerReport
-from weft.request import RequestKey
+from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.fleet_state import Worker
 from weft_services.scheduler.policy import NO_AFFINITY, NoWorkerReady, SessionAffinity
 from weft_services.scheduler.router import Reservations, Router
 
 
 @pytest.mark.parametrize("spoil", [not_ready, full, suspect])
-def test_a_session_leaves_a_worker_that_cannot_take_it(spoil: object) -> None:
+def test_session_leaves_a_worker_that_cannot_take_it(spoil: object) -> None:
     workers = four()
     assert callable(spoil)
     spoil(workers[3])
     assert place(workers, affinity=SessionAffinity("p1", "d1")) == ("p1", "d0")
 
 
-def test_a_session_leaves_a_worker_that_is_excluded_or_gone() -> None:
+def test_session_leaves_an_excluded_or_lost_worker() -> None:
     assert place(four(), query(excluded=("d1",)), SessionAffinity("p1", "d1")) == ("p1", "d0")
     assert place(four()[:3], affinity=SessionAffinity("p1", "d1")) == ("p1", "d0")
 
 
-def test_a_suspected_worker_is_used_when_there_is_no_other() -> None:
+def test_suspect_worker_is_used_without_another() -> None:
     workers = pair()
     suspect(workers[1])
     assert place(workers) == ("p0", "d0")
 
 
-def test_a_suspected_worker_of_both_roles_is_passed_over_for_a_pair() -> None:
+def test_suspect_worker_of_both_roles_yields_to_a_pair() -> None:
     workers = [*pair(), ready_worker("b0", BOTH)]
     assert place(workers) == (None, "b0"), "which spares a hand-off"
     suspect(workers[2])
@@ -57,12 +58,12 @@ def test_a_suspected_worker_of_both_roles_is_passed_over_for_a_pair() -> None:
     assert place(workers) == (None, "b0")
 
 
-def test_the_placement_says_whether_the_session_decided() -> None:
+def test_placement_says_whether_it_follows_the_session() -> None:
     assert decide(four(), affinity=SessionAffinity("p1", "")).follows_session
     assert not decide(four(), affinity=SessionAffinity("p9", "d9")).follows_session
 
 
-def test_blocks_go_only_between_workers_that_run_the_same_thing() -> None:
+def test_blocks_move_only_between_equal_fingerprints() -> None:
     other = FINGERPRINT.__class__("new", "float32", 16, 4096, "v1")
     old_prefill, new_decode = ready_worker("p0", PREFILL), ready_worker("d1", DECODE, fingerprint=other)
     old_decode = ready_worker("d0", DECODE)
@@ -72,7 +73,7 @@ def test_blocks_go_only_between_workers_that_run_the_same_thing() -> None:
         place([old_prefill, new_decode])
 
 
-def test_a_pair_that_can_is_found_although_the_cheapest_has_no_partner_that_can() -> None:
+def test_pair_is_found_when_the_cheapest_has_no_partner() -> None:
     """In the midst of an update: what is new decodes already, and what would prefill for it is starting."""
     other = FINGERPRINT.__class__("new", "float32", 16, 4096, "v1")
     old = [ready_worker("p0", PREFILL), ready_worker("d0", DECODE)]
@@ -85,61 +86,52 @@ def test_a_pair_that_can_is_found_although_the_cheapest_has_no_partner_that_can(
     assert isinstance(refusal([*old, *new], query()), PeerLost)
 
 
-def test_the_last_worker_that_is_asked_to_drain_counts_as_gone_at_once() -> None:
-    workers = pair()
-    workers[1].drain_requested = True
-    assert isinstance(refusal(workers, query()), NoWorkerReady)
-
-
-def test_a_full_worker_that_is_asked_to_leave_is_not_waited_for() -> None:
-    workers = pair()
-    workers[1].report = WorkerReport(ready=False, full=True)
-    assert isinstance(refusal(workers, query()), Overloaded)
-    workers[1].drain_requested = True
-    assert isinstance(refusal(workers, query()), NoWorkerReady)
-
-
 def refusal(workers: list[Worker], asked: RouteQuery) -> WeftError:
     with pytest.raises(WeftError) as caught:
         decide(workers, asked)
     return caught.value
 
 
-def test_without_a_decode_worker_the_request_is_refused_as_unavailable() -> None:
-    error = refusal([ready_worker("p0", PREFILL)], query())
-    assert isinstance(error, PeerLost)
-    assert "no decode worker" in str(error)
+FULL = {"ready": False, "full": True, "active_blocks": 100}
 
 
-def test_without_a_prefill_worker_the_request_is_refused_as_unavailable() -> None:
-    error = refusal([ready_worker("d0", DECODE)], query())
-    assert isinstance(error, PeerLost)
-    assert "no prefill worker" in str(error)
-
-
-def test_when_every_decode_worker_is_excluded_or_not_ready_nobody_is_chosen() -> None:
-    assert isinstance(refusal(pair(), query(excluded=("d0",))), PeerLost)
+@pytest.mark.parametrize(
+    ("report", "is_leaving", "excluded", "kind", "message"),
+    [
+        ({"ready": True}, False, ("d0",), PeerLost, "no decode worker"),
+        ({"ready": False}, False, (), NoWorkerReady, "is ready"),
+        ({"ready": True}, True, (), NoWorkerReady, "is ready"),
+        (FULL, False, (), Overloaded, "full"),
+        (FULL, True, (), NoWorkerReady, "is ready"),
+        ({**FULL, "full": False}, False, (), NoWorkerReady, "is ready"),
+    ],
+    ids=["excluded", "not ready", "draining", "full", "full and draining", "full of blocks that stay"],
+)
+def test_rejection_names_why_no_decode_worker_takes_it(
+    report: dict[str, Any], is_leaving: bool, excluded: tuple[str, ...], kind: type[WeftError], message: str
+) -> None:
     workers = pair()
-    not_ready(workers[1])
-    assert "ready" in str(refusal(workers, query()))
+    workers[1].report, workers[1].drain_requested = WorkerReport(**report), is_leaving or None
+    error = refusal(workers, query(excluded=excluded))
+    assert isinstance(error, kind)
+    assert message in str(error)
 
 
-def test_another_boot_of_an_excluded_worker_is_another_worker() -> None:
+@pytest.mark.parametrize(("role", "missing"), [(PREFILL, "no decode worker"), (DECODE, "no prefill worker")])
+def test_missing_role_is_unavailable(role: WorkerRole, missing: str) -> None:
+    error = refusal([ready_worker("w0", role)], query())
+    assert isinstance(error, PeerLost)
+    assert missing in str(error)
+
+
+def test_exclusion_of_a_boot_spares_the_next_boot() -> None:
     workers = pair()
     boot = workers[1].info.address.boot_id
     assert isinstance(refusal(workers, replace(query(), excluded_boot_ids=frozenset({boot}))), PeerLost)
     assert place(workers, replace(query(), excluded_boot_ids=frozenset({f"{boot}-before"}))) == ("p0", "d0")
 
 
-def test_a_worker_whose_pool_is_full_is_busy_and_not_lost() -> None:
-    workers = pair()
-    workers[1].report = WorkerReport(ready=False, active_blocks=100)
-    assert isinstance(refusal(workers, query()), Overloaded)
-    workers[1].report = WorkerReport(ready=False, active_blocks=100, full=False)
-    assert isinstance(refusal(workers, query()), PeerLost), "what holds its blocks does not move"
-
-
-def test_an_unknown_model_differs_from_one_whose_workers_are_gone() -> None:
+def test_unknown_model_differs_from_one_without_workers() -> None:
     router = Router(silence_seconds=10.0)
     with pytest.raises(PeerLost):
         router.place(query(), NO_AFFINITY, NOW)
@@ -151,14 +143,14 @@ def test_an_unknown_model_differs_from_one_whose_workers_are_gone() -> None:
         router.place(query(), NO_AFFINITY, NOW)
 
 
-def test_a_prompt_longer_than_any_worker_takes_is_the_callers_fault() -> None:
+def test_too_long_prompt_is_invalid() -> None:
     error = refusal(pair(), query(1000))
     assert isinstance(error, InvalidRequest)
     assert (error.param, error.reason) == ("prompt", "context_length_exceeded")
     assert place(pair(), query(999)) == ("p0", "d0")
 
 
-def test_a_prompt_that_fits_only_where_nobody_is_ready_may_come_again() -> None:
+def test_prompt_that_fits_only_an_unready_worker_may_retry() -> None:
     """A client takes an answer that its prompt is too long for the last word."""
     small = ready_worker("d1", DECODE, max_context_tokens=200)
     workers = [*pair(), small]
@@ -181,7 +173,7 @@ def test_a_prompt_that_fits_only_where_nobody_is_ready_may_come_again() -> None:
     assert "at most 999 fit" in str(error)
 
 
-def test_a_long_prompt_goes_to_the_worker_that_can_hold_it() -> None:
+def test_long_prompt_goes_to_the_worker_that_fits() -> None:
     small = ready_worker("d1", DECODE, max_context_tokens=200)
     workers = [*pair(), small]
     workers[1].reserved.decode_tokens = 900
@@ -190,25 +182,23 @@ def test_a_long_prompt_goes_to_the_worker_that_can_hold_it() -> None:
 
 
 @pytest.mark.parametrize(("prefill_blocks", "decode_blocks"), [(100, 10**6), (10**6, 100)])
-def test_a_full_fleet_refuses_and_says_when_to_come_back(prefill_blocks: int, decode_blocks: int) -> None:
+def test_full_fleet_rejects_with_a_retry_time(prefill_blocks: int, decode_blocks: int) -> None:
     prefill = ready_worker("p0", PREFILL, num_blocks=prefill_blocks)
     decode = ready_worker("d0", DECODE, num_blocks=decode_blocks)
     reservations = Reservations()
-    for number in range(10):
-        placement = decide([prefill, decode])
-        reservations.reserve(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
+
+    def fill() -> None:
+        for number in range(1000):
+            placement = decide([prefill, decode])
+            reservations.reserve(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
+
     with pytest.raises(Overloaded) as caught:
-        book_many(reservations, [prefill, decode])
+        fill()
+    assert len(reservations) >= 10
     assert 1.0 <= caught.value.retry_after_seconds <= 30.0
 
 
-def book_many(reservations: Reservations, workers: list[Worker]) -> None:
-    for number in range(1000):
-        placement = decide(workers)
-        reservations.reserve(RouteQuery(RequestKey(f"more-{number}"), MODEL, 100, 50), placement, NOW)
-
-
-def test_an_idle_worker_takes_any_request_that_its_pool_holds() -> None:
+def test_idle_worker_takes_any_request_that_fits_its_pool() -> None:
     workers = pair()
     workers[1].report = WorkerReport(ready=True, active_tokens=10**6)
     assert place(workers, query(999, 10**6)) == ("p0", "d0")

@@ -62,7 +62,7 @@ def play(books: Reservations, workers: tuple[Worker, Worker], event: tuple[objec
 
 
 @given(st.lists(EVENTS, max_size=40))
-def test_when_every_request_has_ended_nothing_is_booked(events: list[tuple[object, ...]]) -> None:
+def test_nothing_stays_reserved_after_all_ends(events: list[tuple[object, ...]]) -> None:
     books, workers = Reservations(), two_workers()
     for event in events:
         play(books, workers, event)
@@ -77,7 +77,7 @@ def test_when_every_request_has_ended_nothing_is_booked(events: list[tuple[objec
     assert [worker.unreported for worker in workers] == [ReservedLoad(), ReservedLoad()]
 
 
-def test_beside_what_others_have_booked_there_each_prompt_counts_once_reported_or_not() -> None:
+def test_each_prompt_counts_once_next_to_other_schedulers() -> None:
     books, (prefill, decode) = Reservations(), two_workers()
     report(prefill, 500)  # another scheduler's
     book(books, RequestKey("early"), (prefill, decode))
@@ -91,7 +91,7 @@ def test_beside_what_others_have_booked_there_each_prompt_counts_once_reported_o
     assert prefill.prefill_tokens == 500
 
 
-def test_the_policy_sees_at_once_what_was_booked_and_given_back() -> None:
+def test_policy_sees_reservations_at_once() -> None:
     books, (_, both) = Reservations(), two_workers()
     before = both.prefill_seconds, both.decode_seconds
     book(books, RequestKey("a"), (both, both), local=True)
@@ -113,7 +113,7 @@ def test_the_policy_sees_at_once_what_was_booked_and_given_back() -> None:
         ]
     )
 )
-def test_an_end_counts_once(stages: list[RequestStage]) -> None:
+def test_end_counts_once(stages: list[RequestStage]) -> None:
     books, workers = Reservations(), two_workers()
     book(books, RequestKey("a"), workers)
     ended = [books.settle(RequestKey("a"), stage) for stage in stages]
@@ -121,7 +121,7 @@ def test_an_end_counts_once(stages: list[RequestStage]) -> None:
     assert [worker.reserved for worker in workers] == [ReservedLoad(), ReservedLoad()]
 
 
-def test_the_first_token_gives_the_prompt_back_and_the_end_the_rest() -> None:
+def test_first_token_releases_the_prompt_and_the_end_the_rest() -> None:
     books, (prefill, decode) = Reservations(), two_workers()
     book(books, RequestKey("a"), (prefill, decode))
     assert (prefill.reserved, decode.reserved) == (ReservedLoad(100, 0, 1), ReservedLoad(0, 150, 1))
@@ -133,7 +133,7 @@ def test_the_first_token_gives_the_prompt_back_and_the_end_the_rest() -> None:
     assert decode.reserved == ReservedLoad()
 
 
-def test_a_prompt_computed_where_it_decodes_is_one_request_there() -> None:
+def test_local_prefill_is_one_request() -> None:
     books, (prefill, both) = Reservations(), two_workers()
     book(books, RequestKey("a"), (prefill, both), local=True)
     assert (prefill.reserved, both.reserved) == (ReservedLoad(), ReservedLoad(100, 150, 1))
@@ -141,11 +141,11 @@ def test_a_prompt_computed_where_it_decodes_is_one_request_there() -> None:
     assert both.reserved == ReservedLoad(0, 150, 1)
 
 
-def test_a_new_generation_takes_the_place_of_the_older_whose_messages_are_late() -> None:
+def test_new_generation_replaces_the_older_one() -> None:
     books, workers = Reservations(), two_workers()
-    book(books, RequestKey("a", 0), workers)
-    book(books, RequestKey("a", 1), workers)
-    assert workers[1].reserved.requests == 1
+    for generation in (0, 0, 1):
+        book(books, RequestKey("a", generation), workers)
+        assert (len(books), workers[1].reserved.requests) == (1, 1)
     with pytest.raises(Cancelled, match="older"):
         books.check_attempt(RequestKey("a", 0))
     books.settle(RequestKey("a", 0), RequestStage.DECODING)
@@ -154,7 +154,7 @@ def test_a_new_generation_takes_the_place_of_the_older_whose_messages_are_late()
     assert [worker.reserved for worker in workers] == [ReservedLoad(100, 0, 1), ReservedLoad(0, 150, 1)]
 
 
-def test_a_refused_attempt_holds_nothing_nor_does_an_earlier_one_which_is_known_still() -> None:
+def test_rejection_releases_earlier_attempts_but_remembers_them() -> None:
     books, workers = Reservations(), two_workers()
     book(books, RequestKey("a", 1), workers)
     books.reject(RequestKey("a", 0))  # of an older one that was still waiting
@@ -168,14 +168,7 @@ def test_a_refused_attempt_holds_nothing_nor_does_an_earlier_one_which_is_known_
     assert [worker.reserved for worker in workers] == [ReservedLoad(), ReservedLoad()]
 
 
-def test_the_same_attempt_routed_twice_is_booked_once() -> None:
-    books, workers = Reservations(), two_workers()
-    book(books, RequestKey("a"), workers)
-    book(books, RequestKey("a"), workers)
-    assert (len(books), workers[1].reserved.requests) == (1, 1)
-
-
-def test_an_attempt_whose_end_came_first_is_not_booked() -> None:
+def test_attempt_that_has_ended_is_not_reserved() -> None:
     books, workers = Reservations(), two_workers()
     books.settle(RequestKey("a", 1), RequestStage.CANCELLED)
     with pytest.raises(Cancelled, match="ended"):
@@ -184,49 +177,31 @@ def test_an_attempt_whose_end_came_first_is_not_booked() -> None:
     assert len(books) == 1
 
 
-def test_the_memory_of_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "MAX_ENDED", 2)
-    books = Reservations()
-    for request_id in "abc":
-        books.settle(RequestKey(request_id), RequestStage.FINISHED)
-    books.check_attempt(RequestKey("a"))
-    with pytest.raises(Cancelled):
-        books.check_attempt(RequestKey("c"))
-
-
-def test_the_end_of_a_later_attempt_is_remembered_as_long_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_ends_is_bounded_and_keeps_renewed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "MAX_ENDED", 2)
     books = Reservations()
     for key in (RequestKey("a"), RequestKey("b"), RequestKey("a", 1), RequestKey("c")):
         books.settle(key, RequestStage.FAILED)
     assert [books.has_ended(RequestKey(request_id)) for request_id in "abc"] == [True, False, True]
+    books.check_attempt(RequestKey("b"))
+    with pytest.raises(Cancelled):
+        books.check_attempt(RequestKey("c"))
 
 
-def test_a_vanished_decode_worker_takes_its_requests_with_it() -> None:
-    books, (prefill, decode) = Reservations(), two_workers()
-    book(books, RequestKey("a"), (prefill, decode))
-    books.drop_worker(decode)
-    assert (len(books), prefill.reserved, decode.reserved) == (0, ReservedLoad(), ReservedLoad())
-    assert books.settle(RequestKey("a"), RequestStage.FINISHED) is None
-
-
-def test_a_vanished_prefill_worker_leaves_the_request_where_it_decodes() -> None:
-    books, (prefill, decode) = Reservations(), two_workers()
-    book(books, RequestKey("a"), (prefill, decode))
-    books.drop_worker(prefill)
-    assert (len(books), prefill.reserved, decode.reserved) == (1, ReservedLoad(), ReservedLoad(0, 150, 1))
-
-
-def test_a_vanished_worker_takes_nothing_from_prompts_that_others_compute() -> None:
+def test_lost_worker_ends_its_requests_or_only_their_prefill() -> None:
     books, (prefill, decode) = Reservations(), two_workers()
     other = ready_worker("p1", WorkerRole.PREFILL)
     book(books, RequestKey("a"), (prefill, decode))
     book(books, RequestKey("b"), (other, decode))
     books.drop_worker(prefill)
-    assert (other.reserved, decode.reserved) == (ReservedLoad(100, 0, 1), ReservedLoad(0, 300, 2))
+    assert (len(books), prefill.reserved, other.reserved) == (2, ReservedLoad(), ReservedLoad(100, 0, 1))
+    assert decode.reserved == ReservedLoad(0, 300, 2)
+    books.drop_worker(decode)
+    assert (len(books), other.reserved, decode.reserved) == (0, ReservedLoad(), ReservedLoad())
+    assert books.settle(RequestKey("a"), RequestStage.FINISHED) is None
 
 
-def test_a_dead_gateways_bookings_end_when_their_time_is_over() -> None:
+def test_unsettled_reservations_end_after_their_deadline() -> None:
     books, workers = Reservations(), two_workers()
     book(books, RequestKey("a"), workers, at=10.0)
     book(books, RequestKey("b"), workers, at=500.0)
@@ -235,24 +210,17 @@ def test_a_dead_gateways_bookings_end_when_their_time_is_over() -> None:
     assert workers[1].reserved == ReservedLoad(0, 150, 1)
 
 
-def test_a_booking_on_a_worker_that_stays_idle_ends_sooner() -> None:
+@pytest.mark.parametrize(("idle_since", "reserved_at"), [(0.0, 100.0), (100.0, 0.0)])
+def test_reservation_on_an_idle_worker_ends_sooner(idle_since: float, reserved_at: float) -> None:
     books, workers = Reservations(), two_workers()
-    workers[1].idle_since = 0.0
-    book(books, RequestKey("a"), workers, at=100.0)
+    book(books, RequestKey("a"), workers, at=reserved_at)
+    workers[1].idle_since = idle_since
     assert books.sweep(100.0 + MAX_ORPHAN_SECONDS) == 0
     assert books.sweep(101.0 + MAX_ORPHAN_SECONDS) == 1
     assert [worker.reserved for worker in workers] == [ReservedLoad(), ReservedLoad()]
 
 
-def test_a_booking_is_no_orphan_before_its_worker_has_been_idle_for_as_long() -> None:
-    books, workers = Reservations(), two_workers()
-    book(books, RequestKey("a"), workers, at=0.0)
-    workers[1].idle_since = 100.0
-    assert books.sweep(100.0 + MAX_ORPHAN_SECONDS) == 0
-    assert books.sweep(101.0 + MAX_ORPHAN_SECONDS) == 1
-
-
-def test_the_gauges_come_back_to_where_they_were() -> None:
+def test_gauges_return_to_their_values() -> None:
     def gauges() -> list[float | None]:
         roles = [REGISTRY.get_sample_value("weft_booked_tokens", {"role": role}) for role in ("prefill", "decode")]
         return [REGISTRY.get_sample_value("weft_booked_requests"), *roles]
