@@ -17,8 +17,8 @@ classes wait, each lower class still gets LOWER_CLASS_SHARE of the tokens, charg
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -69,7 +69,7 @@ def rank_of(query: RouteQuery) -> int:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits until `expires_at`. `order`: its class, and its virtual start time.
+    """A request that waits until `expires_at`. `tokens`: its cost. `order`: its class, and its virtual start time.
 
     `backfill` is set while it waits for a larger worker. It bounds what the requests behind it may use.
     """
@@ -77,8 +77,13 @@ class QueuedRequest:
     query: RouteQuery
     queued_at: float
     expires_at: float
+    tokens: int
     order: tuple[int, float]
     backfill: BackfillWindow | None = None
+
+
+def _order(queued: QueuedRequest) -> tuple[int, float]:
+    return queued.order
 
 
 class _VirtualTime:
@@ -128,6 +133,7 @@ class AdmissionQueue:
         self.waiting: list[QueuedRequest] = []
         self.window: BackfillWindow | None = None
         self._max_queue_seconds = max_seconds
+        self._num_queued = Counter[tuple[int, bytes]]()  # by class and tenant
         self._times = {rank: _VirtualTime() for rank in (MIGRATED, *Priority)}
         self._placed_tokens = 0.0
         # by class: the number of placed tokens at which its share is due again
@@ -153,8 +159,10 @@ class AdmissionQueue:
             self.window = window if is_left else None
         rank = rank_of(query)
         expires_at = now + self.max_wait_seconds(query)
-        queued = QueuedRequest(query, now, expires_at, (rank, self._times[rank].append(query)), window)
-        insort(self.waiting, queued, key=lambda each: each.order)
+        order = rank, self._times[rank].append(query)
+        queued = QueuedRequest(query, now, expires_at, cost_tokens(query), order, window)
+        insort(self.waiting, queued, key=_order)
+        self._num_queued[rank, query.tenant] += 1
         return queued
 
     def check(self, query: RouteQuery, now: float, busy: Overloaded) -> None:
@@ -176,26 +184,33 @@ class AdmissionQueue:
         rank, left = rank_of(query), self.max_waiting - len(self.waiting)
         if rank == MIGRATED:
             return left <= -self.max_waiting
-        own = sum(each.order[0] == rank and each.query.tenant == query.tenant for each in self.waiting)
-        return left <= 0 or own > left
+        return left <= 0 or self._num_queued[rank, query.tenant] > left
 
     def remove(self, queued: QueuedRequest, now: float) -> None:
         """Remove a request that gave up; the later ones of its tenant move up. Idempotent."""
         if queued not in self.waiting:
             return
         self._advance(now)
-        self.waiting.remove(queued)
-        rank, start = queued.order
+        self._drop(queued)
+        rank, tenant = queued.order[0], queued.query.tenant
         self._times[rank].withdraw(queued.query)
-        for each in self.waiting:
-            if each.order > (rank, start) and each.order[0] == rank and each.query.tenant == queued.query.tenant:
-                each.order = rank, each.order[1] - cost_tokens(queued.query)
-        self.waiting.sort(key=lambda each: each.order)
+        if self._num_queued[rank, tenant]:
+            for each in self.waiting:
+                if each.order > queued.order and each.order[0] == rank and each.query.tenant == tenant:
+                    each.order = rank, each.order[1] - queued.tokens
+            self.waiting.sort(key=_order)
 
     def place(self, queued: QueuedRequest, now: float) -> None:
         """Remove a request that was placed, and count it."""
         self._count(queued.query, queued.order[1], now)
+        self._drop(queued)
+
+    def _drop(self, queued: QueuedRequest) -> None:
         self.waiting.remove(queued)
+        key = queued.order[0], queued.query.tenant
+        self._num_queued[key] -= 1
+        if not self._num_queued[key]:
+            del self._num_queued[key]
 
     def charge(self, query: RouteQuery, now: float) -> None:
         """Count a request that was placed without a wait."""
@@ -214,13 +229,15 @@ class AdmissionQueue:
 
         They go before the others, at default priority. Migrated requests go before any share.
         """
+        if not self.waiting or self.waiting[0].order[0] in (MIGRATED, self.waiting[-1].order[0]):
+            return []
         heads, waited = dict[int, QueuedRequest](), set[int]()
         for queued in self.waiting:
             rank = queued.order[0]
             heads.setdefault(rank, queued)
             if now - queued.queued_at >= LOWER_CLASS_WAIT_SHARE * self._max_queue_seconds:
                 waited.add(rank)
-        lower = list(heads)[1:] if MIGRATED not in heads else []
+        lower = list(heads)[1:]
         return [heads[rank] for rank in lower if rank in waited and self._placed_tokens >= self._next_share_at[rank]]
 
     def backfill_for(self, query: RouteQuery) -> BackfillWindow | None:
@@ -247,16 +264,17 @@ class AdmissionQueue:
     def _tokens_before(self, query: RouteQuery) -> tuple[int, int]:
         """Return the tokens that are served before this request: of higher classes, and of its own."""
         own, longest = rank_of(query), INFINITE
-        order, above, level = (own, self._times[own].start_of(query.tenant)), 0, 0
-        for queued in self.waiting:
-            if queued.order > order:
-                break
-            if queued.backfill is not None and query.prompt_tokens <= queued.backfill.longest_prompt:
-                longest = queued.backfill.longest_prompt  # it lets this request pass, and so do longer ones behind it
-            if queued.query.prompt_tokens <= longest:
-                tokens = cost_tokens(queued.query)
-                above, level = (above + tokens, level) if queued.order[0] < own else (above, level + tokens)
-        return above, level
+        order = own, self._times[own].start_of(query.tenant)
+        ahead = self.waiting[: bisect_right(self.waiting, order, key=_order)]
+        if self.waiting[0].backfill is not None:
+            passable, ahead = ahead, []
+            for queued in passable:
+                if queued.backfill is not None and query.prompt_tokens <= queued.backfill.longest_prompt:
+                    longest = queued.backfill.longest_prompt  # it lets this request pass, as longer ones behind it do
+                if queued.query.prompt_tokens <= longest:
+                    ahead.append(queued)
+        num_above = bisect_left(ahead, (own, -INFINITE), key=_order)
+        return sum(each.tokens for each in ahead[:num_above]), sum(each.tokens for each in ahead[num_above:])
 
     def _rate(self, now: float) -> float:
         """Return the tokens per second placed while requests waited.
@@ -266,7 +284,7 @@ class AdmissionQueue:
         """
         first = self.waiting[0]
         waited = max(self._busy_seconds, now - first.queued_at)
-        return max(self._busy_tokens / self._busy_seconds, max(cost_tokens(first.query), 1) / waited)
+        return max(self._busy_tokens / self._busy_seconds, max(first.tokens, 1) / waited)
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """Return the seconds after which a retry is useful, at least `least`."""
