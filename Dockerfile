@@ -17,12 +17,13 @@ RUN [ "$MOONCAKE" = cpu ] || /opt/weft/bin/python -c "import sys, torch; cuda = 
     sys.exit(f'cuda{cuda}'.partition('.')[0] != '$MOONCAKE' and f'torch is built for CUDA {cuda}, and MOONCAKE=$MOONCAKE')"
 COPY protos/generated protos/generated
 COPY kernels kernels
+COPY bundle bundle
 COPY libs libs
 COPY services services
 RUN /opt/weft/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 # Compile the CPU kernels for every supported x86 instruction set, because the final image has no C++ compiler.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ \
-    && { WEFT_KERNEL_CACHE=/opt/weft/kernels /opt/weft/bin/python -m weft_kernels.native || true; }
+    && { WEFT_KERNEL_CACHE=/opt/weft/kernels /opt/weft/bin/python -m weft_kernels.native && /opt/weft/bin/python -m weft_bundle.rans || true; }
 
 FROM python:3.12-slim
 ARG MOONCAKE=cpu

@@ -112,6 +112,7 @@ compile_all
 check_mooncake "$venv/bin/python"
 step "building the CPU kernels"
 # tests run all that the processor can
-"$venv/bin/python" -m weft_kernels.native "$(if [ "$kind" = dev ]; then echo here; else echo best; fi)" || note "they need a C++ compiler (Debian, Ubuntu: apt install g++); Weft runs without, slower"
+sets="$(if [ "$kind" = dev ]; then echo here; else echo best; fi)"
+"$venv/bin/python" -m weft_kernels.native "$sets" && "$venv/bin/python" -m weft_bundle.rans "$sets" || note "they need a C++ compiler (Debian, Ubuntu: apt install g++); Weft runs without, slower"
 echo "$sum" >"$venv/.installed-$kind"
 step "installed"

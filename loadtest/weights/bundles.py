@@ -30,13 +30,13 @@ import torch
 from safetensors.torch import save_file
 
 from loadtest.weights.synthetic import KINDS, tensor
-from weft.weights.bundle.chunks import ReadRequest
-from weft.weights.bundle.convert import unpack_file
-from weft.weights.bundle.pack import pack, pack_file
-from weft.weights.bundle.unpack import BundleFile
-from weft.weights.checkpoint_files import MemoryBlob, Scratch, map_huge_pages
-from weft_kernels import rans
-from weft_kernels.native import native
+from weft.weights.storage import MemoryBlob, Scratch, map_huge_pages
+from weft_bundle import rans
+from weft_bundle.chunks import ReadRequest
+from weft_bundle.convert import unpack_file
+from weft_bundle.pack import pack, pack_file
+from weft_bundle.rans.library import native
+from weft_bundle.unpack import BundleFile
 
 NANO = Path("models/weft-nano/model.safetensors")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h

@@ -9,7 +9,8 @@ import numpy as np
 
 from loadtest.weights.synthetic import tensor
 from weft.model.config import expected_tensors, read_config
-from weft.weights.header import TensorEntry, header_bytes
+from weft.weights.formats import TensorEntry
+from weft.weights.safetensors import header_bytes
 
 HIDDEN, INTERMEDIATE, VOCAB = 2048, 8192, 32000
 SHARD_BYTES = 1_000_000_000

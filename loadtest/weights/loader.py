@@ -36,13 +36,12 @@ from typing import NoReturn, Self
 
 from loadtest.weights.checkpoints import make_checkpoint
 from loadtest.weights.memory_hog import HeldMemory, can_hold
-from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.checkpoint_files import FileBlob
+from weft.weights.formats import PIECE_BYTES, ReadBuffers
 from weft.weights.image import SHARED_MEMORY, write_image
-from weft.weights.image_layout import PIECE_BYTES
-from weft.weights.image_writer import write_all
-from weft.weights.readers import ReadBuffers
+from weft.weights.load import write_all
+from weft.weights.storage import FileBlob
+from weft_bundle import convert
 
 PEERS = Path(__file__).with_name("peers.py")
 PEER_SECONDS = 600

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIGHT = ["weft.cli.main", "weft.cli.up", "weft.cli.chat", "weft.cli.health"]
 LIGHT += [f"weft_services.{name}.__main__" for name in ("gateway", "scheduler", "kvstore", "weights")]
-LIGHT += ["weft.weights.bundle.__main__"]
+LIGHT += ["weft_bundle.__main__"]
 
 
 def test_imports_keep_their_direction() -> None:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = [
     path
-    for folder in ("services", "libs", "kernels")
+    for folder in ("bundle", "services", "libs", "kernels")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "__pycache__" not in path.parts
 ]

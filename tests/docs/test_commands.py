@@ -16,7 +16,7 @@ from tests.docs.accounts import ALONE, BUNDLES, MAKE, MODULES, ON_A_MESH, OTHERS
 from tests.docs.pages import PAGES, ROOT, commands, distinct, named
 from weft.cli.doctor import machine
 from weft.cli.main import app
-from weft.weights.bundle.__main__ import app as bundle_program
+from weft_bundle.__main__ import app as bundle_program
 
 MODEL = ROOT / "models" / "weft-nano"
 # Commands that run without arguments too, and their exit statuses: doctor may find a problem on this machine.

@@ -14,8 +14,8 @@ from tests.docs.pages import PAGES, ROOT, named
 from weft.cli.main import PassedOn, app
 from weft.config import Settings, variable_name
 from weft.metrics import REGISTRY
-from weft.weights.bundle.__main__ import app as bundle_program
 from weft.worker.config import WorkerConfig
+from weft_bundle.__main__ import app as bundle_program
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.dialects.answer_format import GUIDED
 from weft_services.gateway.mesh.routing_hints import CLASSES
@@ -32,9 +32,9 @@ READ = re.compile(r'environ(?:\.get\(|\[)"([A-Z_]+)"')
 OPTION = re.compile(r'envvar=("\w+"|\[[^]]*\])')
 FILE = re.compile(r"`((?:\w[\w.-]*/)+[\w.-]+\.(?:py|cpp|h|sh|jinja))`")
 MODULE = re.compile(r"`(weft(?:_\w+)?(?:\.\w+)+)`")
-SOURCES = ("", "libs/weft", "services/weft_services", "libs", "services", "kernels")
+SOURCES = ("", "libs/weft", "services/weft_services", "libs", "services", "kernels", "bundle")
 OTHER_NAMES = {"weft/mesh", "weft/timeline"}  # the name in certificates, and an event
-METRIC = re.compile(r"`(weft_(?!kernels|services)[a-z_]+)")
+METRIC = re.compile(r"`(weft_(?!bundle|kernels|services)[a-z_]+)")
 OTHERS_OWN = {"PATH", "GRPC_VERBOSITY", "OTEL_SDK_DISABLED"}
 
 
@@ -117,7 +117,7 @@ def test_named_files_and_modules_exist(page: Path) -> None:
 
 
 def test_every_setting_is_read_somewhere() -> None:
-    places = ("services", "libs", "kernels", "scripts", "Makefile", "compose.yaml", "compose.tls.yaml")
+    places = ("services", "libs", "kernels", "bundle", "scripts", "Makefile", "compose.yaml", "compose.tls.yaml")
     code = [path for place in places for path in _files(ROOT / place)]
     text = "".join(path.read_text() for path in code)
     known = set(SETTING.findall(text)) | {f"WEFT_{name.upper()}" for name in re.findall(r"^    (\w+): ", text, re.M)}
@@ -128,7 +128,8 @@ def test_every_setting_is_read_somewhere() -> None:
 
 def test_every_variable_that_is_read_is_explained() -> None:
     """Variables that are read from the environment directly, not by a Config field."""
-    code = [path.read_text() for top in ("libs", "kernels", "services") for path in (ROOT / top).rglob("*.py")]
+    tops = ("libs", "kernels", "services", "bundle")
+    code = [path.read_text() for top in tops for path in (ROOT / top).rglob("*.py")]
     read = set(READ.findall("".join(code)))
     read |= {name for names in OPTION.findall("".join(code)) for name in re.findall(r"\w+", names)}
     read |= {name for path in _files(ROOT / "scripts") for name in SETTING.findall(path.read_text())}

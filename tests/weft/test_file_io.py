@@ -216,7 +216,7 @@ def test_bundle_commands_name_a_pointer_and_an_adapter(tmp_path: Path, command: 
     adapter(tmp_path / "a")
     rest = [str(tmp_path / "out")] if command == "compress" else []
     done = subprocess.run(
-        [sys.executable, "-m", "weft.weights.bundle", command, str(tmp_path / "a"), *rest],
+        [sys.executable, "-m", "weft_bundle", command, str(tmp_path / "a"), *rest],
         capture_output=True,
         text=True,
         check=False,

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from weft_kernels.native.build import (
     FLAGS,
+    KERNELS,
     BuildFailed,
+    SourceSet,
     cached_library,
     is_whole,
     path_of,
@@ -30,7 +32,6 @@ CHOICE = "WEFT_CPU_KERNELS"
 # Number of polls after which a waiting thread of GNU OpenMP sleeps.
 SPINS = "GOMP_SPINCOUNT"
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-DOUBLE = ctypes.c_double
 SIGNATURES: dict[str, list[type]] = {
     "weft_release_threads": [],
     "weft_pack_f32_bf16": [POINTER, LONG, LONG, POINTER, INT],
@@ -41,9 +42,6 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_bf16_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_f32_packed12": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_packed12_count": [POINTER, LONG, LONG, LONG, POINTER],
-    "weft_rans_decode": [POINTER, LONG, INT],
-    "weft_rans_tables": [POINTER, INT, POINTER],
-    "weft_rans_slots": [POINTER, INT, POINTER, POINTER],
     "weft_fused_decoder_f32_f32": [POINTER, POINTER, INT],
     "weft_fused_decoder_f32_bf16": [POINTER, POINTER, INT],
     "weft_fused_decoder_bf16_bf16": [POINTER, POINTER, INT],
@@ -67,8 +65,6 @@ NOT_IN_AMX: dict[str, list[type]] = {
     "weft_fused_decoder_bf16_packed12": SIGNATURES["weft_fused_decoder_bf16_bf16"],
 }
 WITH_RESULT: dict[str, tuple[list[type], type]] = {
-    "weft_rans_choose": ([POINTER, LONG, LONG, INT, *[POINTER] * 4], DOUBLE),
-    "weft_rans_encode": ([*[POINTER] * 6, INT, INT, *[POINTER] * 4], LONG),
     "weft_pair_lines": ([LONG], LONG),
     "weft_packed12_pack": ([POINTER, LONG, LONG, *[POINTER] * 5, LONG, INT], LONG),
 }
@@ -76,18 +72,19 @@ WITH_RESULT: dict[str, tuple[list[type], type]] = {
 
 def native() -> ctypes.CDLL | None:
     """Return the library for this machine. The first call may compile it: call it while loading, never in a request."""
-    return load(_chosen())
+    return load(chosen_isa())
 
 
 def preload() -> None:
     """Open the library if it is built, so that processes forked later find its name and code in memory."""
-    isa = _chosen()
+    isa = chosen_isa()
     with suppress(OSError):  # `load` reports the error
         if isa in FLAGS and is_whole(path := path_of(isa)):
             ctypes.CDLL(str(path))
 
 
-def _chosen() -> str:
+def chosen_isa() -> str:
+    """Return the instruction set of the setting, or the fastest of this machine."""
     return os.environ.get(CHOICE, "") or best_isa()
 
 
@@ -102,7 +99,7 @@ def release_threads() -> None:
         library.weft_release_threads()
 
 
-def _open_library(path: Path) -> ctypes.CDLL:
+def _open_file(path: Path) -> ctypes.CDLL:
     """Open a library with the OpenMP runtime of torch, if torch is imported, so that both share one set of threads.
 
     Otherwise the system's runtime is used; if there is none, import torch, which brings one. Raises OSError.
@@ -118,23 +115,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
 
 @cache
 def load(isa: str) -> ctypes.CDLL | None:
-    """Return the library of one instruction set.
-
-    None for `torch`, and for a library that cannot be built or opened; that is logged once.
-    """
-    if isa == "torch":
-        logger.info("CPU kernels: torch")
-        return None
-    if isa not in FLAGS:
-        raise ValueError(f"{CHOICE}: expected one of {', '.join((*FLAGS, 'torch'))}, found {isa!r}")
-    try:
-        if lacking := missing_features(isa):
-            raise OSError(f"the processor lacks {', '.join(sorted(lacking))}")
-        if isa == "amx" and not may_use_amx():
-            raise OSError("the system does not give the matrix unit's registers")
-        library = _open_library(cached_library(isa))
-    except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
+    """Return the kernels' library of one instruction set, with its signatures; None as `open_library`."""
+    if (library := open_library(isa, KERNELS)) is None:
         return None
     for_rows = {f"weft_{name}_{suffix}": types for name, types in ROW_KERNELS.items() for suffix in SUFFIXES}
     others = {name: types for name, types in NOT_IN_AMX.items() if hasattr(library, name)}
@@ -146,5 +128,27 @@ def load(isa: str) -> ctypes.CDLL | None:
         function.argtypes, function.restype = types, result
     for name in ("weft_panel", "weft_width"):
         getattr(library, name).restype = LONG
+    return library
+
+
+def open_library(isa: str, code: SourceSet) -> ctypes.CDLL | None:
+    """Build if needed and open the library of one instruction set.
+
+    None for `torch`, and for a library that cannot be built or opened; the reason is logged.
+    """
+    if isa == "torch":
+        logger.info("CPU kernels: torch")
+        return None
+    if isa not in FLAGS:
+        raise ValueError(f"{CHOICE}: expected one of {', '.join((*FLAGS, 'torch'))}, found {isa!r}")
+    try:
+        if lacking := missing_features(isa):
+            raise OSError(f"the processor lacks {', '.join(sorted(lacking))}")
+        if isa == "amx" and not may_use_amx():
+            raise OSError("the system does not give the matrix unit's registers")
+        library = _open_file(cached_library(isa, code))
+    except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
+        return None
     logger.info("CPU kernels: %s", isa)
     return library

@@ -1,4 +1,4 @@
-"""`python -m weft_kernels.native` builds the C++ kernels ahead of time.
+"""`python -m weft_kernels.native` builds the C++ kernels ahead of time; `weft_bundle.rans` does the same for its own.
 
 `all`: every instruction set, for an image that runs on other machines. `here`: the sets of this processor. `best`: the
 fastest of them.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from weft_kernels.native.build import FLAGS, BuildFailed, cached_library
+from weft_kernels.native.build import FLAGS, KERNELS, BuildFailed, SourceSet, cached_library
 from weft_kernels.native.processor import best_isa, is_supported_machine, most_isa
 
 
-def main() -> int:
-    """Build the libraries. Returns 1 if that is impossible; Weft then computes with torch."""
+def main(code: SourceSet = KERNELS) -> int:
+    """Build the libraries of `code`. Returns 1 if that is impossible; Weft then computes without them."""
     if not is_supported_machine():
         print("CPU kernels: there is no build for this kind of machine, torch does their work", file=sys.stderr)
         return 1
     try:
         for isa in wanted(sys.argv[1] if len(sys.argv) > 1 else "all"):
-            print(cached_library(isa))
+            print(cached_library(isa, code))
     except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
         print(f"CPU kernels: torch does their work, which is slower: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels into one shared library per instruction set, cached by a digest of the sources."""
+"""Compiles a set of C++ sources into one shared library per instruction set, cached by a digest of the sources."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,52 +21,55 @@ from weft_kernels.cache_dir import user_cache_dir
 
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
-SOURCES = (
-    "fused_decoder/fused_decoder.cpp",
-    "kv_write/kv_write.cpp",
-    "linear/amx.cpp",
-    "linear/linear.cpp",
-    "linear/pack.cpp",
-    "linear/packed12.cpp",
-    "native/threads.cpp",
-    "paged_attention/chunks.cpp",
-    "paged_attention/rows.cpp",
-    "rans/choose.cpp",
-    "rans/decode.cpp",
-    "rans/encode.cpp",
-    "rans/tables.cpp",
-    "rms_norm/rms_norm.cpp",
-    "rope/rope.cpp",
-    "rope_kv/rope_kv.cpp",
-    "silu_mul/silu_mul.cpp",
-)
-HEADERS = (
-    "linear/linear.h",
-    "linear/packed12.h",
-    "linear/packed12_tiles.h",
-    "linear/panels.h",
-    "linear/results.h",
-    "linear/slices.h",
-    "linear/tiles.h",
-    "native/amx.h",
-    "native/vector.h",
-    "paged_attention/amx_chunks.h",
-    "paged_attention/chunks.h",
-    "paged_attention/products.h",
-    "paged_attention/rows.h",
-    "rans/coder.h",
-    "rans/decode_avx2.h",
-    "rans/decode_vbmi.h",
-    "rans/encode_vbmi.h",
-    "rans/format.h",
-    "rans/lanes.h",
-    "rans/scales.h",
-    "rans/stream.h",
-    "rans/vbmi.h",
-    "rms_norm/rms_norm.h",
-    "rope/rotate.h",
-    "rope_kv/rope_kv.h",
-    "silu_mul/silu_mul.h",
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSet:
+    """Sources and headers of one library; paths count from `root`. They may include headers of `weft_kernels`."""
+
+    library: str
+    root: Path
+    sources: tuple[str, ...]
+    headers: tuple[str, ...]
+
+
+KERNELS = SourceSet(
+    library="weft",
+    root=ROOT,
+    sources=(
+        "fused_decoder/fused_decoder.cpp",
+        "kv_write/kv_write.cpp",
+        "linear/amx.cpp",
+        "linear/linear.cpp",
+        "linear/pack.cpp",
+        "linear/packed12.cpp",
+        "native/threads.cpp",
+        "paged_attention/chunks.cpp",
+        "paged_attention/rows.cpp",
+        "rms_norm/rms_norm.cpp",
+        "rope/rope.cpp",
+        "rope_kv/rope_kv.cpp",
+        "silu_mul/silu_mul.cpp",
+    ),
+    headers=(
+        "linear/linear.h",
+        "linear/packed12.h",
+        "linear/packed12_tiles.h",
+        "linear/panels.h",
+        "linear/results.h",
+        "linear/slices.h",
+        "linear/tiles.h",
+        "native/amx.h",
+        "native/vector.h",
+        "paged_attention/amx_chunks.h",
+        "paged_attention/chunks.h",
+        "paged_attention/products.h",
+        "paged_attention/rows.h",
+        "rms_norm/rms_norm.h",
+        "rope/rotate.h",
+        "rope_kv/rope_kv.h",
+        "silu_mul/silu_mul.h",
+    ),
 )
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 AVX512 = ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
@@ -101,19 +105,19 @@ class BuildFailed(Exception):
     """There is no compiler, or it rejected the sources."""
 
 
-def cached_library(isa: str) -> Path:
+def cached_library(isa: str, code: SourceSet = KERNELS) -> Path:
     """Return the library of `isa`; build it if the cache has none.
 
     A library that was built without some options logs a warning at each call, and is rebuilt once those options work.
     Raises BuildFailed, OSError, subprocess.TimeoutExpired.
     """
-    path = _full(isa)
+    path = _full(isa, code)
     if is_whole(path):
         return path
     makeshift = _makeshift(path)
     try:
         if not _stands(makeshift):
-            _build_once(isa, path)
+            _build_once(isa, code, path)
     except (BuildFailed, OSError, subprocess.TimeoutExpired):
         if not is_whole(makeshift):
             raise
@@ -124,9 +128,9 @@ def cached_library(isa: str) -> Path:
     return makeshift
 
 
-def path_of(isa: str) -> Path:
+def path_of(isa: str, code: SourceSet = KERNELS) -> Path:
     """Return the path of the built library of `isa`."""
-    path = _full(isa)
+    path = _full(isa, code)
     return makeshift if (makeshift := _makeshift(path)).exists() and not path.exists() else path
 
 
@@ -150,16 +154,16 @@ def library_dir() -> Path:
 
 
 @cache
-def _digest(isa: str) -> str:
-    """Return a digest of all sources and options. Cached: forked workers need not read some 45 files again."""
-    digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], SOURCES, MISSING, SEAL_BYTES)).encode(), digest_size=10)
-    for name in (*SOURCES, *HEADERS):
-        digest.update((ROOT / name).read_bytes())
+def _digest(isa: str, code: SourceSet) -> str:
+    """Return a digest of all sources and options. Cached: forked workers need not read some 35 files again."""
+    digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], code.sources, MISSING, SEAL_BYTES)).encode(), digest_size=10)
+    for name in (*code.sources, *code.headers):
+        digest.update((code.root / name).read_bytes())
     return digest.hexdigest()
 
 
-def _full(isa: str) -> Path:
-    return library_dir() / f"weft-{isa}-{_digest(isa)}.so"
+def _full(isa: str, code: SourceSet) -> Path:
+    return library_dir() / f"{code.library}-{isa}-{_digest(isa, code)}.so"
 
 
 def _makeshift(path: Path) -> Path:
@@ -202,7 +206,7 @@ def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
 
 
-def _build_once(isa: str, path: Path) -> None:
+def _build_once(isa: str, code: SourceSet, path: Path) -> None:
     # All users may read and none may write: an image builds as root and runs as another user.
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with open(path.parent / "lock", "w") as lock:
@@ -210,22 +214,22 @@ def _build_once(isa: str, path: Path) -> None:
         for left in path.parent.glob(f"{UNFINISHED}*"):  # left by a killed build; the lock excludes a running one
             shutil.rmtree(left, ignore_errors=True)
         if not is_whole(path) and not _stands(_makeshift(path)):
-            _build(isa, path)
+            _build(isa, code, path)
 
 
-def _build(isa: str, path: Path) -> None:
+def _build(isa: str, code: SourceSet, path: Path) -> None:
     if (compiler := _compiler()) is None:
         raise BuildFailed("no C++ compiler found (c++, g++, clang++ or $CXX)")
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as scratch:
         made = Path(scratch) / path.name
-        logger.info("CPU kernels: %s is being compiled, once, which takes a minute or less", isa)
+        logger.info("CPU kernels: %s-%s is being compiled, once, which takes a minute or less", code.library, isa)
         flags = (*FLAGS[isa], "-fopenmp")
         refused = ""
         for attempt in dict.fromkeys(tuple(flag for flag in flags if flag not in missing) for missing in MISSING):
             without = [flag for flag in flags if flag not in attempt]
             if without and _takes(compiler, without):
                 continue  # these options work, so the build failed for another reason, such as a full disk
-            wrong = _compile(compiler, attempt, made)
+            wrong = _compile(compiler, code, attempt, made)
             if not wrong:
                 _keep(made, path, " ".join(without), refused)
                 return
@@ -233,10 +237,11 @@ def _build(isa: str, path: Path) -> None:
     raise BuildFailed(f"{compiler} failed: {refused}")
 
 
-def _compile(compiler: str, flags: Sequence[str], made: Path) -> str:
+def _compile(compiler: str, code: SourceSet, flags: Sequence[str], made: Path) -> str:
     """Compile all sources, several at once, and link them. Returns the compiler's error message, or nothing."""
-    objects = {name: str(made.with_name(f"{number}.o")) for number, name in enumerate(SOURCES)}
-    commands = [[compiler, *COMMON, *flags, "-c", "-o", target, str(ROOT / name)] for name, target in objects.items()]
+    objects = {name: str(made.with_name(f"{number}.o")) for number, name in enumerate(code.sources)}
+    command = [compiler, *COMMON, *flags, f"-I{ROOT}", "-c", "-o"]
+    commands = [[*command, target, str(code.root / name)] for name, target in objects.items()]
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(num_cores, MAX_COMPILERS)) as threads:
         try:

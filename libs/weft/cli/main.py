@@ -324,7 +324,7 @@ def inspect(context: typer.Context) -> None:
 
 def _bundle_tool(context: typer.Context) -> NoReturn:
     """Become the bundle program: the command line itself starts without numpy and the kernels."""
-    os.execv(sys.executable, [sys.executable, "-m", "weft.weights.bundle", str(context.info_name), *context.args])
+    os.execv(sys.executable, [sys.executable, "-m", "weft_bundle", str(context.info_name), *context.args])
 
 
 def _scheduler(command: str, named: str) -> str:

@@ -21,10 +21,10 @@ from weft.file_io import PICKLE_SUFFIXES, foreign_names, path_exists
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
 from weft.model.tensors import stored_dtypes
-from weft.weights.bundle.format import SUFFIX, bundle_header_of
-from weft.weights.checkpoint_files import Origin, WeightsFile
-from weft.weights.header import TensorEntry, header_of, is_text
+from weft.weights.formats import MODULES, TensorEntry, format_of
 from weft.weights.object_store import origin_of
+from weft.weights.safetensors import is_text
+from weft.weights.storage import Origin, WeightsFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,7 +74,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     head = found.get(config.prefix + "lm_head.weight") if config.is_tied else None
     state, name = source_id(directory, tensors, head), _digest([str(directory)])
     read = {source.file.name for source in found.values()}
-    unread = tuple(sorted(each for each in origin.names() - read if each.endswith((".safetensors", SUFFIX))))
+    unread = tuple(sorted(each for each in origin.names() - read if each.endswith(tuple(MODULES))))
     return Checkpoint(directory, _served_config(directory, config), tensors, name, state, head, unread)
 
 
@@ -126,7 +126,7 @@ def files_state(directory: Path) -> str:
     for name in sorted(origin.names()):
         parts.append(name)
         with suppress(BadCheckpoint, StorageUnavailable):  # a dangling link does not affect the other files
-            parts += origin.file(name).stamp()
+            parts += origin.stamp(name)
     return _digest(parts)
 
 
@@ -134,7 +134,7 @@ def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
     """Choose between two sets of weights as transformers does: the single file first, then the files of the index."""
     names = origin.names()
     if (single := _stored_name(SINGLE_FILE, names)) in names:
-        return _read_files([origin.file(single)])
+        return _read_files([WeightsFile(origin, single)])
     if INDEX_FILE in names:
         return _read_shards(directory / INDEX_FILE, origin)
     adapted = foreign_names(names & {"adapter_config.json", "adapter_model.safetensors"})
@@ -143,7 +143,7 @@ def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
     pickles = sorted(name for name in names if Path(name).suffix in PICKLE_SUFFIXES)
     if pickles:
         raise BadCheckpoint(
-            f"{origin.file(pickles[0])}: pickled weights can run code and are not read; convert them to {SINGLE_FILE}"
+            f"{origin}/{pickles[0]}: pickled weights can run code and are not read; convert them to {SINGLE_FILE}"
         )
     if what := foreign_names(names):
         raise BadCheckpoint(f"{origin}: {what}")
@@ -158,7 +158,7 @@ def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         what = f"no such file; {index.name} names it{others}, download what is missing"
         raise BadCheckpoint(f"{origin}/{missing[0]}: {what}")
-    tensors = _read_files([origin.file(name) for name in shards])
+    tensors = _read_files([WeightsFile(origin, name) for name in shards])
     for name, file in weight_map.items():
         if name not in tensors or Path(tensors[name].file.name).stem != Path(file).stem:
             raise BadCheckpoint(f"{index}: tensor {name} is not in {file}")
@@ -195,15 +195,14 @@ def _read_files(files: Sequence[WeightsFile]) -> dict[str, TensorSource]:
 
 
 def _stored_name(name: str, names: Set[str]) -> str:
-    bundle = Path(name).stem + SUFFIX
-    return bundle if bundle in names and name not in names else name
+    """Return the file that holds the weights of `name`: itself, or one in another format if it is missing."""
+    same = [str(Path(name).with_suffix(suffix)) for suffix in MODULES]
+    return next((each for each in (name, *same) if each in names), name)
 
 
 def _entries(file: WeightsFile) -> Sequence[TensorEntry]:
     with closing(file.open(cached=True)) as blob:
-        if file.name.endswith(SUFFIX):
-            return [tensor.entry() for tensor in bundle_header_of(str(file), blob).tensors]
-        return header_of(str(file), blob).tensors
+        return format_of(file.name).read_tensors(str(file), blob)
 
 
 def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]) -> tuple[TensorSource, ...]:

@@ -24,10 +24,21 @@ from pathlib import Path
 from weft.errors import BadCheckpoint, NotFound, Overloaded
 from weft.file_io import open_regular, to_weft_error
 from weft.weights.checkpoint import Checkpoint, while_unchanged
-from weft.weights.header import TensorEntry, read_header
-from weft.weights.image_layout import DIGEST_BYTES, FORMAT, image_layout, num_pieces, root_hash
-from weft.weights.image_writer import free_bytes, shm_write_error, write_all
-from weft.weights.load import Report, RunReader, files_reader, fill_image
+from weft.weights.formats import RunReader, TensorEntry
+from weft.weights.load import (
+    DIGEST_BYTES,
+    IMAGE_FORMAT,
+    Report,
+    files_reader,
+    fill_image,
+    free_bytes,
+    image_layout,
+    num_pieces,
+    root_hash,
+    shm_write_error,
+    write_all,
+)
+from weft.weights.safetensors import read_header
 
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
@@ -80,7 +91,7 @@ def image_name(checkpoint: Checkpoint) -> str:
     Versions of Weft run side by side, and a user cannot read or remove the images of another.
     """
     made_of = f"{checkpoint.directory_id}-{checkpoint.source_id}"
-    return f"weft-weights-{made_of}-{FORMAT.rpartition('-')[2]}-{os.geteuid()}.safetensors"
+    return f"weft-weights-{made_of}-{IMAGE_FORMAT.rpartition('-')[2]}-{os.geteuid()}.safetensors"
 
 
 def open_image_file(path: Path) -> int:
@@ -180,8 +191,8 @@ def image_content(image: Image) -> tuple[tuple[TensorEntry, ...], dict[str, byte
 
 def _read_hash(path: Path) -> str:
     metadata = read_header(path).metadata
-    if metadata.get("format") != FORMAT or not metadata.get("weights_hash"):
-        raise BadCheckpoint(f"{path}: not of format {FORMAT}")
+    if metadata.get("format") != IMAGE_FORMAT or not metadata.get("weights_hash"):
+        raise BadCheckpoint(f"{path}: not of format {IMAGE_FORMAT}")
     return metadata["weights_hash"]
 
 

@@ -8,9 +8,9 @@ import os
 import torch
 
 from weft.errors import NotFound
-from weft.weights.checkpoint_files import MemoryBlob
-from weft.weights.header import header_of
 from weft.weights.image import image_path, mark_mapped, open_image_file
+from weft.weights.safetensors import header_of
+from weft.weights.storage import MemoryBlob
 
 TORCH_DTYPES = {
     "F32": torch.float32,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
 from weft.file_io import MAX_SMALL_BYTES, fsync_path, path_exists, read_small, to_weft_error
-from weft.weights.checkpoint_files import Blob, LocalOrigin, Origin, Scratch, WeightsFile
+from weft.weights.storage import Blob, LocalOrigin, Origin, Scratch
 from weft_kernels.cache_dir import user_cache_dir
 
 if TYPE_CHECKING:
@@ -85,15 +85,16 @@ def _copy_small_files(origin: ObjectOrigin, url: str, directory: Path) -> None:
     """Copy files that changed in the store, and delete files that are gone there."""
     had = _stamps(directory)
     stamps = {}
-    for file in origin.files():
-        if file.name.endswith(WEIGHTS_SUFFIXES) or file.name == ORIGIN_FILE:
+    for name, meta in origin.objects().items():
+        size = meta["size"]
+        if name.endswith(WEIGHTS_SUFFIXES) or name == ORIGIN_FILE:
             continue
-        if file.size_bytes > MAX_SMALL_BYTES and file.name not in NEEDED:
-            logger.warning("left where it is: %s, of %d bytes", file, file.size_bytes)
+        if size > MAX_SMALL_BYTES and name not in NEEDED:
+            logger.warning("left where it is: %s/%s, of %d bytes", origin, name, size)
             continue
-        stamps[file.name] = list(file.stamp())
-        if had.get(file.name) != stamps[file.name] or not _is_whole(directory / file.name, file.size_bytes):
-            _write(directory / file.name, file.content())
+        stamps[name] = list(origin.stamp(name))
+        if had.get(name) != stamps[name] or not _is_whole(directory / name, size):
+            _write(directory / name, origin.content(name))
     for gone in had.keys() - stamps.keys():
         with _cache_errors_translated(directory / gone):
             (directory / gone).unlink(missing_ok=True)
@@ -187,60 +188,44 @@ class ObjectOrigin(Origin):
                 )
         except StorageUnavailable as error:
             raise BadCheckpoint(str(error)) from error
-        self._files: dict[str, ObjectFile] = {}
+        self._objects: dict[str, ObjectMeta] = {}
 
-    def files(self) -> list[ObjectFile]:
-        """List all objects once; later calls reuse the listing."""
+    def objects(self) -> dict[str, ObjectMeta]:
+        """List all objects by name, once; later calls reuse the listing, and files are read in its state."""
         from obstore import list_with_delimiter
 
-        if not self._files:
+        if not self._objects:
             with _store_errors_translated(self._url):
                 found = list_with_delimiter(self._store)["objects"]
-            for meta in found:
-                if meta["path"]:  # a folder object has an empty name
-                    self._files[meta["path"]] = ObjectFile(self._store, self._url, meta)
-        if not self._files:
+            self._objects = {meta["path"]: meta for meta in found if meta["path"]}  # a folder object has no name
+        if not self._objects:
             raise BadCheckpoint(f"{self._url}: there is nothing at this URL")
-        return list(self._files.values())
+        return self._objects
 
     def names(self) -> Set[str]:
-        return {file.name for file in self.files()}
+        return self.objects().keys()
 
-    def file(self, name: str) -> WeightsFile:
-        self.files()
-        if name not in self._files:
+    def open(self, name: str, cached: bool = False) -> Blob:
+        return ObjectBlob(self._store, f"{self}/{name}", self._object(name))
+
+    def stamp(self, name: str) -> tuple[str, ...]:
+        meta = self._object(name)
+        return str(meta["size"]), meta["e_tag"] or str(meta["last_modified"])
+
+    def content(self, name: str) -> bytes:
+        """Read a whole object. Raises BadCheckpoint, StorageUnavailable."""
+        blob = self.open(name)
+        if blob.size_bytes > MAX_SMALL_BYTES:
+            raise BadCheckpoint(f"{blob.name}: {blob.size_bytes} bytes are too many for a file that is not weights")
+        return bytes(blob.read(0, blob.size_bytes, Scratch()))
+
+    def _object(self, name: str) -> ObjectMeta:
+        if name not in self.objects():
             raise BadCheckpoint(f"{self._url}/{name}: no such object")
-        return self._files[name]
+        return self._objects[name]
 
     def __str__(self) -> str:
         return self._url
-
-
-class ObjectFile(WeightsFile):
-    """One object in the state of the listing."""
-
-    def __init__(self, store: ObjectStore, url: str, meta: ObjectMeta) -> None:
-        self.name = meta["path"]
-        self._store = store
-        self._url = url
-        self.size_bytes = meta["size"]
-        self._tag = meta["e_tag"] or ""
-        self._stamp = (str(self.size_bytes), self._tag or str(meta["last_modified"]))
-
-    def open(self, cached: bool = False) -> Blob:
-        return ObjectBlob(self._store, str(self), self.name, self.size_bytes, self._tag)
-
-    def content(self) -> bytes:
-        """Read the whole object. Raises BadCheckpoint, StorageUnavailable."""
-        if self.size_bytes > MAX_SMALL_BYTES:
-            raise BadCheckpoint(f"{self}: {self.size_bytes} bytes are too many for a file that is not weights")
-        return bytes(self.open().read(0, self.size_bytes, Scratch()))
-
-    def stamp(self) -> tuple[str, ...]:
-        return self._stamp
-
-    def __str__(self) -> str:
-        return f"{self._url}/{self.name}"
 
 
 class ObjectBlob(Blob):
@@ -249,12 +234,12 @@ class ObjectBlob(Blob):
     An object that was replaced or removed since the listing raises StorageUnavailable; a new listing shows its state.
     """
 
-    def __init__(self, store: ObjectStore, name: str, path: str, size: int, tag: str) -> None:
+    def __init__(self, store: ObjectStore, name: str, meta: ObjectMeta) -> None:
         self._store = store
         self.name = name
-        self._path = path
-        self._tag = tag
-        self.size_bytes = size
+        self._path = meta["path"]
+        self._tag = meta["e_tag"] or ""
+        self.size_bytes = meta["size"]
 
     def close(self) -> None:
         """Do nothing: connections belong to the store."""

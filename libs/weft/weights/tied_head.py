@@ -15,10 +15,9 @@ from dataclasses import replace
 from weft.errors import BadCheckpoint
 from weft.model.tensors import FLOATS
 from weft.weights.checkpoint import Checkpoint, TensorSource, source_id, while_unchanged
+from weft.weights.formats import PIECE_BYTES, PieceRun, ReadBuffers, TensorPiece
 from weft.weights.image import find_image
-from weft.weights.image_layout import PIECE_BYTES, ImageLayout, PieceRun, TensorPiece, num_pieces
-from weft.weights.load import files_reader
-from weft.weights.readers import ReadBuffers
+from weft.weights.load import ImageLayout, files_reader, num_pieces
 
 logger = logging.getLogger(__name__)
 

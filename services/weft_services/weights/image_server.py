@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from weft.errors import InvalidRequest, NotFound, Overloaded
-from weft.weights.header import TensorEntry
+from weft.weights.formats import PIECE_BYTES, TensorEntry
 from weft.weights.image import Image, image_content
-from weft.weights.image_layout import PIECE_BYTES
 from weft_services.weights.loader import WeightLoader
 
 CHUNK_BYTES = 1 << 20

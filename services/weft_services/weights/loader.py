@@ -12,9 +12,9 @@ from pathlib import Path
 from weft.errors import BadCheckpoint, Cancelled, Incompatible, PeerLost, StorageUnavailable, WeftError
 from weft.file_io import os_errors_translated, to_weft_error
 from weft.weights.checkpoint import Checkpoint, files_state, read_checkpoint
+from weft.weights.formats import RunReader
 from weft.weights.image import Image, ReaderWrapper, find_image, is_mapped, remove_stale, write_image
-from weft.weights.image_layout import image_layout
-from weft.weights.load import PeerFirstReader, RunReader, check_samples
+from weft.weights.load import PeerFirstReader, check_samples, image_layout
 from weft.weights.tied_head import possible_checkpoints, resolve_tied_head
 from weft_services.weights.peers import PeerImage, WeightsPeer
 from weft_services.weights.shm_budget import ShmBudget

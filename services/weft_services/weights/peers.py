@@ -10,9 +10,8 @@ import grpc
 
 from weft.errors import Incompatible, Overloaded, PeerLost, WeftError
 from weft.rpc.client import cancelled_on_exit, open_channel, rpc_errors_translated
-from weft.weights.image_layout import DIGEST_BYTES, PIECE_BYTES, ImageLayout, PieceRun, num_pieces
-from weft.weights.load import RunReader
-from weft.weights.readers import ReadBuffers
+from weft.weights.formats import PIECE_BYTES, PieceRun, ReadBuffers, RunReader
+from weft.weights.load import DIGEST_BYTES, ImageLayout, num_pieces
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 

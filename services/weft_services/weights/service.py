@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from weft.errors import NotFound
-from weft.weights.image_layout import PIECE_BYTES
+from weft.weights.formats import PIECE_BYTES
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights.image_server import ImageServer, TensorSlice, check_parts

@@ -16,7 +16,7 @@ from typing import Protocol
 from weft.capacity.host_limits import available_bytes
 from weft.errors import Overloaded
 from weft.weights.image import SHARED_MEMORY, Image, is_mapped, remove_abandoned
-from weft.weights.image_writer import free_bytes
+from weft.weights.load import free_bytes
 
 logger = logging.getLogger(__name__)
 HAND_OVER_SECONDS = 30.0

@@ -18,7 +18,7 @@ from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
-from weft.weights.header import TensorEntry
+from weft.weights.formats import TensorEntry
 from weft.weights.image import Image, ReaderWrapper, image_content, image_name, write_image
 from weft.weights.load import Report
 from weft_services.weights import image_server, peers

@@ -23,8 +23,7 @@ from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights import image as image_module
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Image, ReaderWrapper, write_image
-from weft.weights.image_layout import image_layout
-from weft.weights.load import Report
+from weft.weights.load import Report, image_layout
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights import image_server, peers

@@ -20,9 +20,8 @@ from weft.rpc.server import RpcServer
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import image_name, remove_abandoned, write_image
-from weft.weights.image_layout import image_layout
 from weft.weights.image_tensors import open_image
-from weft.weights.load import Report
+from weft.weights.load import Report, image_layout
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights import loader as loader_module
 from weft_services.weights import shm_budget

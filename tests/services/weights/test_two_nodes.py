@@ -20,10 +20,10 @@ from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with
 from tests.weft.weights.checkpoints import CONFIG, random_tensors, safetensors_bytes
 from weft.weights import image as image_module
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.checkpoint_files import SECTOR_BYTES
-from weft.weights.header import read_header
 from weft.weights.image import image_name
-from weft.weights.image_layout import image_layout
+from weft.weights.load import image_layout
+from weft.weights.safetensors import read_header
+from weft.weights.storage import SECTOR_BYTES
 
 PORT = "9100"
 LINK = "weft0"

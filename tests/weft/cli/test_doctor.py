@@ -42,7 +42,7 @@ from weft.cli.layout import Card, free_ports
 from weft.cli.main import app
 from weft.cli.mesh_registry import MeshRecord, recorded
 from weft.errors import StorageUnavailable
-from weft.weights import image_writer
+from weft.weights import load
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
@@ -86,7 +86,7 @@ def test_the_shipped_model_is_found_whole_and_fits(monkeypatch: pytest.MonkeyPat
 def test_large_models_want_shared_memory_in_large_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, level: str
 ) -> None:
-    monkeypatch.setattr(image_writer, "MOUNTS", mounts := tmp_path / "mountinfo")
+    monkeypatch.setattr(load, "MOUNTS", mounts := tmp_path / "mountinfo")
     mounts.write_text(mount_line(Path("/proc"), "rw") + mount_line(Path("/dev/shm"), options))
     monkeypatch.setattr(model, "LARGE_PAGES_PAY", 1)
     (found,) = model.check_shared_memory(Subject(MODELS))

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import CONFIG, mount_line, nothing
 from weft.model.config import expected_tensors, read_config
-from weft.weights import image, image_writer
-from weft.weights.bundle import convert
+from weft.weights import image, load
+from weft_bundle import convert
 
 
 @pytest.fixture
@@ -70,5 +70,5 @@ def large_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _tell_pages(place: Path, monkeypatch: pytest.MonkeyPatch, huge: str) -> None:
-    monkeypatch.setattr(image_writer, "MOUNTS", mounts := place / "mountinfo")
+    monkeypatch.setattr(load, "MOUNTS", mounts := place / "mountinfo")
     mounts.write_text(mount_line(place, f"rw,huge={huge}"))

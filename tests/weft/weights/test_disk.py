@@ -13,10 +13,10 @@ import pytest
 
 from tests.weft.weights.checkpoints import make_checkpoint, nothing
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.weights.bundle import convert
-from weft.weights.bundle.inspection import tensor_rows
 from weft.weights.checkpoint import INDEX_FILE, read_checkpoint
 from weft.weights.object_store import ORIGIN_FILE
+from weft_bundle import convert
+from weft_bundle.inspection import tensor_rows
 from weft_services.weights import loader as loader_module
 
 

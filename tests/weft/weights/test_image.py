@@ -19,12 +19,12 @@ from tests.weft.weights.checkpoints import (
     write_config,
 )
 from weft.errors import NotFound, Overloaded, StorageUnavailable
+from weft.weights import formats, load
 from weft.weights import image as image_module
-from weft.weights import image_layout
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
-from weft.weights.header import ALIGNMENT_BYTES, read_header
 from weft.weights.image import Image, find_image, image_name, is_mapped, remove_stale, write_image
 from weft.weights.image_tensors import open_image
+from weft.weights.safetensors import ALIGNMENT_BYTES, read_header
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 torch.set_num_threads(1)
@@ -42,7 +42,8 @@ def write(checkpoint: Checkpoint) -> Image:
 def test_an_image_holds_every_tensor_bit_for_bit(
     tmp_path: Path, num_shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_layout, "PIECE_BYTES", 100)
+    for module in (formats, load):
+        monkeypatch.setattr(module, "PIECE_BYTES", 100)
     tensors = make_checkpoint(tmp_path / "model", num_shards)
     progress: list[int] = []
     image = write_image(read_checkpoint(tmp_path / "model"), lambda size, _: progress.append(size), 3)

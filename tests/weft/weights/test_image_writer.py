@@ -12,12 +12,11 @@ import pytest
 from tests.weft.weights.checkpoints import mount_line
 from weft.errors import Overloaded, PeerLost
 from weft.weights import image as image_module
-from weft.weights import image_writer
+from weft.weights import load
 from weft.weights.checkpoint import read_checkpoint
+from weft.weights.formats import PieceRun, ReadBuffers, RunReader
 from weft.weights.image import image_content, write_image
-from weft.weights.image_layout import PieceRun
-from weft.weights.load import PeerFirstReader, RunReader
-from weft.weights.readers import ReadBuffers
+from weft.weights.load import PeerFirstReader
 
 
 def content_of(directory: Path) -> tuple[bytes, dict[str, bytes]]:
@@ -84,7 +83,7 @@ def test_what_another_node_left_in_a_place_is_written_over(
 @pytest.mark.usefixtures("shared_memory", "large_pages")
 def test_every_page_is_taken_once_and_before_it_is_touched(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be had when it is touched would end the process."""
-    monkeypatch.setattr(image_writer, "AHEAD_BYTES", 1 << 16)
+    monkeypatch.setattr(load, "AHEAD_BYTES", 1 << 16)
     real, taken = os.posix_fallocate, [0]
 
     def take(fd: int, first: int, size: int) -> None:
@@ -168,9 +167,9 @@ def test_an_error_that_is_kept_keeps_no_memory(bundle: Path, monkeypatch: pytest
 def test_the_file_systems_options_tell_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, are_large: bool
 ) -> None:
-    monkeypatch.setattr(image_writer, "MOUNTS", mounts := tmp_path / "mountinfo")
+    monkeypatch.setattr(load, "MOUNTS", mounts := tmp_path / "mountinfo")
     others = mount_line(Path("/proc"), "rw,huge=always").encode().replace(b"/proc", b"/caf\xe9")
     mounts.write_bytes(others + mount_line(tmp_path, options).encode())
-    assert image_writer.uses_huge_pages(tmp_path) == are_large
+    assert load.uses_huge_pages(tmp_path) == are_large
     mounts.write_bytes(others)
-    assert not image_writer.uses_huge_pages(tmp_path)
+    assert not load.uses_huge_pages(tmp_path)

@@ -18,17 +18,17 @@ from loadtest.weights.loader import PeakMemory
 
 from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes, write_config
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.weights import checkpoint_files as blobs_module
+from weft.weights import formats
 from weft.weights import image as image_module
-from weft.weights import image_layout as layout_module
 from weft.weights import load as load_module
 from weft.weights.checkpoint import INDEX_FILE, TensorSource, read_checkpoint, source_id
-from weft.weights.checkpoint_files import Blob, FileBlob, LocalFile, ParallelFileBlob, Scratch
-from weft.weights.header import TensorEntry, header_bytes
+from weft.weights.formats import ReadBuffers, TensorEntry
 from weft.weights.image import write_image
-from weft.weights.image_layout import image_layout
-from weft.weights.load import files_reader
-from weft.weights.readers import ReadBuffers
+from weft.weights.load import files_reader, image_layout
+from weft.weights.safetensors import header_bytes
+from weft.weights.storage import Blob, FileBlob, LocalOrigin, Scratch, WeightsFile
+from weft_bundle import map_ahead as ahead_module
+from weft_bundle.map_ahead import ParallelFileBlob
 from weft_services.weights.image_server import MAX_PARTS
 
 
@@ -36,7 +36,7 @@ from weft_services.weights.image_server import MAX_PARTS
 def test_any_part_of_a_file_is_read_past_the_cache_and_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(blobs_module, "PARALLEL_READ_BYTES", 1000)
+    monkeypatch.setattr(ahead_module, "PARALLEL_READ_BYTES", 1000)
     content = os.urandom(size)
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -67,7 +67,8 @@ def test_a_kernel_without_large_pages_gives_small_ones(tmp_path: Path, monkeypat
 def test_the_plan_reads_every_byte_once_and_neighbours_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shards: int, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(layout_module, "PIECE_BYTES", piece_bytes)
+    for module in (formats, load_module):
+        monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
     make_checkpoint(tmp_path / "model", num_shards)
     planned = image_layout(read_checkpoint(tmp_path / "model"))
     runs = list(planned.runs())
@@ -84,14 +85,14 @@ def test_the_plan_reads_every_byte_once_and_neighbours_together(
 
 
 def test_very_many_small_tensors_are_read_in_runs_that_another_node_takes(tmp_path: Path) -> None:
-    file, num_tensors = LocalFile(tmp_path / "model.safetensors"), 2 * layout_module.MAX_RUN_PIECES + 1
+    file, num_tensors = WeightsFile(LocalOrigin(tmp_path), "model.safetensors"), 2 * load_module.MAX_RUN_PIECES + 1
     entries = [TensorEntry(f"scale.{number}", "F32", (4,), 16 * number, 16) for number in range(num_tensors)]
     runs = list(
-        layout_module.ImageLayout(tuple(TensorSource(file, entry) for entry in entries), 0, 16 * num_tensors).runs()
+        load_module.ImageLayout(tuple(TensorSource(file, entry) for entry in entries), 0, 16 * num_tensors).runs()
     )
-    assert [len(run.pieces) for run in runs] == [layout_module.MAX_RUN_PIECES, layout_module.MAX_RUN_PIECES, 1]
-    assert [run.place for run in runs] == [0, 16 * layout_module.MAX_RUN_PIECES, 32 * layout_module.MAX_RUN_PIECES]
-    assert layout_module.MAX_RUN_PIECES <= MAX_PARTS >= layout_module.MAX_SAMPLES
+    assert [len(run.pieces) for run in runs] == [load_module.MAX_RUN_PIECES, load_module.MAX_RUN_PIECES, 1]
+    assert [run.place for run in runs] == [0, 16 * load_module.MAX_RUN_PIECES, 32 * load_module.MAX_RUN_PIECES]
+    assert load_module.MAX_RUN_PIECES <= MAX_PARTS >= load_module.MAX_SAMPLES
 
 
 def test_runs_are_the_bytes_of_their_tensors(tmp_path: Path) -> None:
@@ -175,12 +176,12 @@ def test_a_load_takes_little_memory_beside_its_image(tmp_path: Path) -> None:
     entry = TensorEntry("large", "U8", (1 << 26,), 0, 1 << 26)
     path = tmp_path / "model" / "large.safetensors"
     path.write_bytes((head := header_bytes([entry], {})) + bytes(1 << 26))
-    tensors = (TensorSource(LocalFile(path), replace(entry, offset=len(head))),)
+    tensors = (TensorSource(WeightsFile(LocalOrigin(path.parent), path.name), replace(entry, offset=len(head))),)
     large = replace(checkpoint, tensors=tensors, source_id=source_id(checkpoint.directory, tensors))
     with PeakMemory() as memory:
         image = write_image(large, lambda *_: None, 8)
     image.release()
-    assert memory.extra_bytes < 8 * 3 * layout_module.PIECE_BYTES
+    assert memory.extra_bytes < 8 * 3 * formats.PIECE_BYTES
 
 
 @pytest.mark.parametrize("name", ["a\0b.safetensors", "\ud800.safetensors", "../model.safetensors", "model.bin", 1])

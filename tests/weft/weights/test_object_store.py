@@ -23,12 +23,12 @@ from weft.cli.up import find_models
 from weft.config import read_models
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights import load, object_store
-from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.checkpoint_files import stamp_of
 from weft.weights.image import write_image
 from weft.weights.image_tensors import open_image
 from weft.weights.object_store import local_model, with_local_model
+from weft.weights.storage import stamp_of
+from weft_bundle import convert
 
 BUCKET = "models"
 PATIENCE_SECONDS = 40.0

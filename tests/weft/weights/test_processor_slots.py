@@ -13,9 +13,8 @@ import pytest
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.image_layout import ImageLayout, PieceRun, image_layout
-from weft.weights.load import RunReader, fill_image
-from weft.weights.readers import ProcessorSlot, ReadBuffers
+from weft.weights.formats import PieceRun, ProcessorSlot, ReadBuffers, RunReader
+from weft.weights.load import ImageLayout, fill_image, image_layout
 
 NUM_THREADS, NUM_RUNS = 4, 40
 

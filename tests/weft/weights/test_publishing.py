@@ -25,11 +25,11 @@ from tests.weft.weights.checkpoints import (
 )
 from weft.errors import BadCheckpoint, Overloaded, StorageUnavailable
 from weft.weights import image_tensors
-from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.checkpoint_files import LocalFile, LocalOrigin, stamp_of
 from weft.weights.image import image_name, write_image
 from weft.weights.image_tensors import open_image
+from weft.weights.storage import LocalOrigin, stamp_of
+from weft_bundle import convert
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 PATIENCE_SECONDS = 20.0
@@ -191,6 +191,6 @@ def test_numbers_of_files_count_on_devices_of_their_own() -> None:
 
 def test_files_that_go_while_they_are_looked_at_are_named(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"gone/model\.safetensors: No such file"):
-        LocalFile(tmp_path / "gone" / "model.safetensors").stamp()
+        LocalOrigin(tmp_path / "gone").stamp("model.safetensors")
     with pytest.raises(BadCheckpoint, match="gone: not readable: No such file"):
         LocalOrigin(tmp_path / "gone").names()

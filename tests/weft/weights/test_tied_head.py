@@ -16,11 +16,11 @@ from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.model.config import read_config
 from weft.weights import tied_head as head_module
-from weft.weights.bundle import convert
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import write_image
 from weft.weights.image_tensors import open_image
 from weft.weights.tied_head import resolve_tied_head
+from weft_bundle import convert
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -24,9 +24,9 @@ from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
 from weft.tokenizer import SETTINGS, check_tokenizer
-from weft.weights.bundle.format import SUFFIX
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
-from weft.weights.image_writer import uses_huge_pages
+from weft.weights.formats import BUNDLE_SUFFIX
+from weft.weights.load import uses_huge_pages
 from weft.worker.config import SizeSettings
 
 LARGE_PAGES_PAY = GIB
@@ -56,7 +56,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
         unread = f"; not read: {', '.join(checkpoint.unread_files)}" if checkpoint.unread_files else ""
         yield Finding("model", Severity.OK, f"{says}; sizes and offsets agree{unread}")
-        if any(file.endswith(SUFFIX) for file in files):
+        if any(file.endswith(BUNDLE_SUFFIX) for file in files):
             yield _verified(name, directory, subject.is_deep)
         try:
             check_tokenizer(directory)
@@ -94,7 +94,7 @@ def _verified(name: str, directory: Path, is_deep: bool) -> Finding:
     if not is_deep:
         says = f"{name}: checksums were not compared"
         return Finding("bundle", Severity.OK, says, "weft doctor --deep decodes the bundle whole")
-    command = [sys.executable, "-m", "weft.weights.bundle", "verify", str(directory)]
+    command = [sys.executable, "-m", "weft_bundle", "verify", str(directory)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=VERIFY_SECONDS, check=False)
     except subprocess.TimeoutExpired:

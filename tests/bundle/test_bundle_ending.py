@@ -10,8 +10,8 @@ import pytest
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership
-from weft.weights.bundle import atomic_directory, convert
-from weft.weights.bundle.atomic_directory import NOTE
+from weft_bundle import atomic_directory, convert
+from weft_bundle.atomic_directory import NOTE
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from typing import Any, Literal, Protocol
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
-from weft.weights.header import DTYPE_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry, are_counts, is_text
+from weft.weights.formats import TensorEntry
+from weft.weights.safetensors import DTYPE_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, are_counts, is_text
+from weft.weights.storage import Blob, FileBlob, Scratch
 
 MAGIC = b"WEFTBNDL"
 VERSION = 2
-SUFFIX = ".weft"
 PROLOGUE = struct.Struct("<8sIIQQQQ16x")  # magic, version, 0, header's offset, size and XXH3-64, size of the file
 MAX_UNPACKED_BYTES = 1 << 25
 """Of a header, which is stored deflated: some 150,000 tensors in one file, where the largest models have as many in all

@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership, fsync_path, with_filename
-from weft.weights.checkpoint_files import stamp_of
+from weft.weights.storage import stamp_of
 
 NOTE = ".weft-made-of.json"
 """File in the partial directory that names its source, so that files of another source never stay in it."""

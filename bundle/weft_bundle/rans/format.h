@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "../native/vector.h"
+#include "native/vector.h"
 
 #include <algorithm>
 #include <vector>

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import Tensors, nothing, safetensors_bytes
-from weft.weights.bundle import convert, format
-from weft.weights.header import DTYPE_BYTES
+from weft.weights.safetensors import DTYPE_BYTES
+from weft_bundle import convert, format
 
 
 def normal(rows: int, columns: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`python -m weft.weights.bundle`: what `weft compress`, `decompress`, `verify` and `inspect` run."""
+"""`python -m weft_bundle`: what `weft compress`, `decompress`, `verify` and `inspect` run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from weft.config import CpuKernels, Settings, read_config
 from weft.errors import ConfigError, StorageUnavailable, WeftError
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
 from weft.file_io import TRANSIENT, with_filename
-from weft.weights.bundle import convert
-from weft.weights.bundle.format import SUFFIX, read_bundle_header
-from weft.weights.bundle.inspection import TensorRow, svg_chart, tensor_rows, total_entropy
+from weft.weights.formats import BUNDLE_SUFFIX
+from weft_bundle import convert
+from weft_bundle.format import read_bundle_header
+from weft_bundle.inspection import TensorRow, svg_chart, tensor_rows, total_entropy
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 PIPE_COLUMNS = 1 << 20
@@ -47,14 +48,14 @@ def compress(model: Path, out: Path, threads: Threads = 0) -> None:
 @app.command()
 def decompress(bundle: Path, out: Path, threads: Threads = 0) -> None:
     """Make the checkpoint again that a bundle was made of, byte for byte."""
-    with _progress(bundle, SUFFIX) as report:
+    with _progress(bundle, BUNDLE_SUFFIX) as report:
         _print_result(convert.decompress(bundle, out, _count(threads), report), out)
 
 
 @app.command()
 def verify(bundle: Path, threads: Threads = 0) -> None:
     """Decode everything and compare all checksums; writes nothing."""
-    with _progress(bundle, SUFFIX) as report:
+    with _progress(bundle, BUNDLE_SUFFIX) as report:
         outcome = convert.verify(bundle, _count(threads), report)
     console.print(f"{bundle}: {outcome.num_files} files, {_mb(outcome.original_bytes)} of weights, all as they were")
 
@@ -67,7 +68,7 @@ def inspect(
     if plot:
         with with_filename(plot):
             plot.open("a").close()  # fail before the bundle is read, not after
-    with _progress(bundle, SUFFIX) as report:
+    with _progress(bundle, BUNDLE_SUFFIX) as report:
         rows = list(tensor_rows(bundle, report))
     screen = console if sys.stdout.isatty() else Console(width=PIPE_COLUMNS, **AS_IT_IS)
     screen.print(_table(rows), soft_wrap=False)
@@ -101,7 +102,7 @@ def _progress(directory: Path, suffix: str) -> Iterator[convert.Report]:
 
 
 def _original_size(path: Path) -> int:
-    if path.suffix == SUFFIX:
+    if path.suffix == BUNDLE_SUFFIX:
         return read_bundle_header(path).original.size_bytes
     return path.stat().st_size
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from weft_kernels import native, rans
-from weft_kernels.native import processor
+from weft_bundle import rans
+from weft_bundle.rans import codec_choice, coding, library, reference
+from weft_kernels.native import CHOICE, processor
 from weft_kernels.native.build import FLAGS
-from weft_kernels.rans import codec_choice, coding, reference
 
 Words = NDArray[np.uint16]
 ISAS = ["torch", *FLAGS]
@@ -24,9 +24,9 @@ ISAS = ["torch", *FLAGS]
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way of coding that this machine has."""
     chosen = str(request.param)
-    if chosen != "torch" and (ISAS.index(chosen) > ISAS.index(processor.most_isa()) or native.load(chosen) is None):
+    if chosen != "torch" and (ISAS.index(chosen) > ISAS.index(processor.most_isa()) or library.load(chosen) is None):
         pytest.skip(f"no {chosen} here")
-    monkeypatch.setenv(native.CHOICE, chosen)
+    monkeypatch.setenv(CHOICE, chosen)
     return chosen
 
 

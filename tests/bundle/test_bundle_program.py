@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from weft.errors import StorageUnavailable
-from weft.weights.bundle import __main__ as program
-from weft.weights.bundle import convert
-from weft.weights.bundle.atomic_directory import NOTE
+from weft_bundle import __main__ as program
+from weft_bundle import convert
+from weft_bundle.atomic_directory import NOTE
 
 PATIENCE_SECONDS = 25.0
 Program = Callable[..., tuple[int | str | None, str, str]]

@@ -18,15 +18,16 @@ import xxhash
 
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership, foreign_names, fsync_path, os_errors_translated
-from weft.weights.bundle.atomic_directory import atomic_directory, stamps_of
-from weft.weights.bundle.chunks import Bytes
-from weft.weights.bundle.format import SUFFIX, BundleHeader, read_bundle_header
-from weft.weights.bundle.pack import pack_file
-from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import INDEX_FILE, read_weight_map
-from weft.weights.checkpoint_files import stamp_of
-from weft.weights.header import read_header
-from weft.weights.map_ahead import map_ahead
+from weft.weights.formats import BUNDLE_SUFFIX
+from weft.weights.safetensors import read_header
+from weft.weights.storage import stamp_of
+from weft_bundle.atomic_directory import atomic_directory, stamps_of
+from weft_bundle.chunks import Bytes
+from weft_bundle.format import BundleHeader, read_bundle_header
+from weft_bundle.map_ahead import map_ahead
+from weft_bundle.pack import pack_file
+from weft_bundle.unpack import BundleFile
 
 WEIGHTS_SUFFIX = ".safetensors"
 PIECE_BYTES = 4 * 1024 * 1024
@@ -57,7 +58,7 @@ def weight_files(directory: Path, suffix: str) -> list[Path]:
     if ("config.json" not in names or not files) and (what := foreign_names(names)):
         raise BadCheckpoint(f"{directory}: {what}")
     if not files:
-        advice = "; `weft compress MODEL OUT` makes a bundle" if suffix == SUFFIX else ""
+        advice = "; `weft compress MODEL OUT` makes a bundle" if suffix == BUNDLE_SUFFIX else ""
         raise BadCheckpoint(f"{directory}: there is no {suffix} file in it{advice}")
     return files
 
@@ -78,7 +79,7 @@ def check_index(files: Sequence[Path]) -> None:
 
 
 def _tensor_names(file: Path) -> set[str]:
-    tensors = read_bundle_header(file).tensors if file.suffix == SUFFIX else read_header(file).tensors
+    tensors = read_bundle_header(file).tensors if file.suffix == BUNDLE_SUFFIX else read_header(file).tensors
     return {tensor.name for tensor in tensors}
 
 
@@ -88,7 +89,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Co
     files = weight_files(source, WEIGHTS_SUFFIX)
     before = stamps_of(source)
     check_index(files)
-    names = {file: file.stem + SUFFIX for file in files}
+    names = {file: file.stem + BUNDLE_SUFFIX for file in files}
     headers, kept = [], 0
     with (
         atomic_directory(names, target, before) as place,
@@ -110,7 +111,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Co
 
 def decompress(source: Path, target: Path, num_threads: int, report: Report) -> ConversionResult:
     """Restore the checkpoint that `source` was made from, byte for byte. Raises BadCheckpoint, OSError."""
-    files = weight_files(source, SUFFIX)
+    files = weight_files(source, BUNDLE_SUFFIX)
     before = stamps_of(source)
     check_index(files)
     names = _original_names(files)
@@ -137,7 +138,7 @@ def verify(source: Path, num_threads: int, report: Report) -> ConversionResult:
 
     Raises BadCheckpoint naming file, tensor and chunk.
     """
-    files = weight_files(source, SUFFIX)
+    files = weight_files(source, BUNDLE_SUFFIX)
     check_index(files)
     original_bytes = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from weft_kernels.native import native
-from weft_kernels.rans import reference
-from weft_kernels.rans.coding import ESCAPE, GRAIN, SYMBOLS, UNITS, Coding
-from weft_kernels.rans.reference import GROUP, LANES, Words
+from weft_bundle.rans import reference
+from weft_bundle.rans.coding import ESCAPE, GRAIN, SYMBOLS, UNITS, Coding
+from weft_bundle.rans.library import native
+from weft_bundle.rans.reference import GROUP, LANES, Words
 
 ALIGNMENT = 64
 

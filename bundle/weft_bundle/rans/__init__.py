@@ -7,7 +7,7 @@ and its column are louder than the tensor; what that power leaves as a fraction 
 
 from __future__ import annotations
 
-from weft_kernels.rans.codec import (
+from weft_bundle.rans.codec import (
     AddressedBytes,
     CodedRun,
     DecodeTask,
@@ -17,9 +17,9 @@ from weft_kernels.rans.codec import (
     decode,
     rest_bytes,
 )
-from weft_kernels.rans.codec_choice import CodingChoice, choose_coding
-from weft_kernels.rans.coding import Coding, entropy_bits, entropy_of
-from weft_kernels.rans.reference import LANES
+from weft_bundle.rans.codec_choice import CodingChoice, choose_coding
+from weft_bundle.rans.coding import Coding, entropy_bits, entropy_of
+from weft_bundle.rans.reference import LANES
 
 __all__ = [
     "LANES",

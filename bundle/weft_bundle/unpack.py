@@ -14,12 +14,12 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.weights.bundle.chunks import Bytes, ChunkRange, OpenTensor, ReadRequest, StoredChunk, are_valid_ends
-from weft.weights.bundle.format import CHUNK_BYTES, BundleHeader, PackedTensor, bundle_header_of, inflate
-from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
-from weft.weights.header import LENGTH_BYTES, MAX_HEADER_BYTES, header_in
-from weft_kernels import rans
-from weft_kernels.rans.coding import SYMBOLS
+from weft.weights.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, header_in
+from weft.weights.storage import Blob, FileBlob, Scratch
+from weft_bundle import rans
+from weft_bundle.chunks import Bytes, ChunkRange, OpenTensor, ReadRequest, StoredChunk, are_valid_ends
+from weft_bundle.format import CHUNK_BYTES, BundleHeader, PackedTensor, bundle_header_of, inflate
+from weft_bundle.rans.coding import SYMBOLS
 
 CHUNKS_AT_ONCE = 4
 """Chunks decoded side by side, and hashed while they are still in the processor's caches."""

@@ -15,12 +15,11 @@ import pytest
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
-from weft.weights import checkpoint_files
-from weft.weights import map_ahead as ahead_module
-from weft.weights.bundle import convert
-from weft.weights.bundle.unpack import BundleFile
-from weft.weights.checkpoint_files import FileBlob, ParallelFileBlob, Scratch
-from weft.weights.map_ahead import map_ahead
+from weft.weights.storage import FileBlob, Scratch
+from weft_bundle import convert
+from weft_bundle import map_ahead as ahead_module
+from weft_bundle.map_ahead import ParallelFileBlob, map_ahead
+from weft_bundle.unpack import BundleFile
 
 
 class Readers:
@@ -83,7 +82,7 @@ def test_a_file_is_closed_when_nobody_reads_it_any_more(
     (tmp_path / "file").write_bytes(bytes(1000))
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
         readers = Readers(error, patch)
-        patch.setattr(checkpoint_files, "PARALLEL_READ_BYTES", 100)
+        patch.setattr(ahead_module, "PARALLEL_READ_BYTES", 100)
         patch.setattr(ParallelFileBlob, "_fill", readers.read)
         with pytest.raises(type(error)), closing(ParallelFileBlob(tmp_path / "file", threads)) as blob:
             blob.read(0, 1000, Scratch())

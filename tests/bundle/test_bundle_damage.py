@@ -19,14 +19,15 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint, StorageUnavailable
-from weft.weights import checkpoint_files
-from weft.weights.bundle import convert, format
-from weft.weights.bundle.atomic_directory import NOTE
-from weft.weights.bundle.unpack import BundleFile
-from weft.weights.checkpoint import read_checkpoint
-from weft.weights.checkpoint_files import LocalFile, Scratch
+from weft.weights import storage
+from weft.weights.checkpoint import TensorSource, read_checkpoint
+from weft.weights.formats import TensorEntry
 from weft.weights.image import write_image
-from weft.weights.readers import open_reader
+from weft.weights.load import ImageLayout, files_reader
+from weft.weights.storage import LocalOrigin, Scratch, WeightsFile
+from weft_bundle import convert, format
+from weft_bundle.atomic_directory import NOTE
+from weft_bundle.unpack import BundleFile
 
 
 def flip(path: Path, at: int) -> None:
@@ -281,7 +282,15 @@ def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:
     assert found > 0.97 * len(range(0, len(whole), 97))
 
 
-@pytest.mark.parametrize("opened", [BundleFile.open, lambda path: open_reader(LocalFile(path))])
+def open_as_weights(path: Path) -> None:
+    """As the weights service does."""
+    file = WeightsFile(LocalOrigin(path.parent), path.name)
+    source = TensorSource(file, TensorEntry("a", "U8", (1,), 0, 1))
+    with files_reader(ImageLayout((source,), 0, 0)):
+        pass
+
+
+@pytest.mark.parametrize("opened", [BundleFile.open, open_as_weights])
 def test_a_bundle_that_there_is_no_memory_to_open_is_closed(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[Path], Any]
 ) -> None:
@@ -290,7 +299,7 @@ def test_a_bundle_that_there_is_no_memory_to_open_is_closed(
     def no_memory(size: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(checkpoint_files, "map_huge_pages", no_memory)
+    monkeypatch.setattr(storage, "map_huge_pages", no_memory)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Cannot allocate memory"):
         opened(next(bundle.glob("*-00001-*")))

@@ -1,4 +1,4 @@
-"""Parses and writes the header of safetensors files; treats every field of a file as untrusted."""
+"""The safetensors format: parses and writes the header and reads tensors; treats every field of a file as untrusted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.file_io import foreign_content
-from weft.weights.checkpoint_files import Blob, FileBlob, Scratch
+from weft.weights.formats import FileFormat, PieceRun, ReadBuffers, RunReader, TensorEntry
+from weft.weights.storage import Blob, FileBlob, Scratch
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # limit of the format
@@ -43,17 +44,6 @@ DTYPE_BYTES = {
     "BOOL": 1,
 }
 """Dtypes that Weft reads; each model restricts them further."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor of a file; `offset` counts from the first byte of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +180,16 @@ def _check_layout(path: str, tensors: Sequence[TensorEntry], data_start: int, fi
         position = end
     if position != file_size:
         raise BadCheckpoint(f"{path}: {file_size - position} bytes at the end belong to no tensor")
+
+
+def _open_reader(path: str, blob: Blob) -> RunReader:
+    def read(run: PieceRun, memory: ReadBuffers) -> memoryview:
+        try:
+            return blob.read(run.pieces[0].offset, run.size, memory.stored)
+        except (BadCheckpoint, StorageUnavailable) as error:
+            raise type(error)(f"{error} (tensor {run.pieces[0].entry.name})") from error
+
+    return read
+
+
+FORMAT = FileFormat(lambda path, blob: header_of(path, blob).tensors, _open_reader)

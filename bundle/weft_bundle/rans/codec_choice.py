@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weft_kernels.native import native
-from weft_kernels.rans import reference
-from weft_kernels.rans.coding import (
+from weft_bundle.rans import reference
+from weft_bundle.rans.coding import (
     CLASS_BITS,
     SYMBOLS,
     Coding,
@@ -22,7 +21,8 @@ from weft_kernels.rans.coding import (
     shares_of,
     symbol_counts,
 )
-from weft_kernels.rans.reference import Words
+from weft_bundle.rans.library import native
+from weft_bundle.rans.reference import Words
 
 SAMPLE_ROWS, SAMPLE_COLUMNS, COLUMN_BLOCK = 256, 256, 64
 MIN_COUNTED, COUNTED_SHARE = 1 << 15, 32

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.weights.bundle.convert import PIECE_BYTES, Report, weight_files
-from weft.weights.bundle.format import SUFFIX, PackedTensor
-from weft.weights.bundle.unpack import BundleFile
-from weft_kernels import rans
+from weft.weights.formats import BUNDLE_SUFFIX, PIECE_BYTES
+from weft_bundle import rans
+from weft_bundle.convert import Report, weight_files
+from weft_bundle.format import PackedTensor
+from weft_bundle.unpack import BundleFile
 
 BAR_WIDTH, ROW_HEIGHT, LABEL_WIDTH, VALUE_WIDTH = 520, 18, 420, 150
 
@@ -51,7 +52,7 @@ def _printable(name: str) -> str:
 
 def tensor_rows(directory: Path, report: Report) -> Iterator[TensorRow]:
     """Read every 16-bit tensor. Raises BadCheckpoint."""
-    for path in weight_files(directory, SUFFIX):
+    for path in weight_files(directory, BUNDLE_SUFFIX):
         with closing(BundleFile.open(path)) as bundle:
             for tensor in bundle.header.tensors:
                 entropy = None

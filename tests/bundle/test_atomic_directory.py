@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing, replace_with_another
 from weft.errors import BadCheckpoint
-from weft.weights.bundle import convert, pack
-from weft.weights.bundle.atomic_directory import NOTE, atomic_directory, stamps_of
-from weft.weights.bundle.format import BundleHeader
+from weft_bundle import convert, pack
+from weft_bundle.atomic_directory import NOTE, atomic_directory, stamps_of
+from weft_bundle.format import BundleHeader
 
 
 def making_of(directory: Path, target: Path) -> AbstractContextManager[Path]:

@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
-from weft.weights.bundle import convert, format
-from weft.weights.bundle.inspection import svg_chart, tensor_rows, total_entropy
-from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import read_checkpoint
-from weft.weights.checkpoint_files import FileBlob, Scratch
 from weft.weights.image import write_image
 from weft.weights.image_tensors import open_image
+from weft.weights.storage import FileBlob, Scratch
+from weft_bundle import convert, format
+from weft_bundle.inspection import svg_chart, tensor_rows, total_entropy
+from weft_bundle.unpack import BundleFile
 
-NANO = Path(__file__).parents[3] / "models/weft-nano"
+NANO = Path(__file__).parents[2] / "models/weft-nano"
 ZIPNN_SHARE = 0.6701  # of the same file, by ZipNN 0.5.4: docs/results/bundles.md
 
 

@@ -16,7 +16,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from weft.weights.bundle.format import (
+from weft.weights.formats import TensorEntry
+from weft.weights.safetensors import header_of
+from weft.weights.storage import Blob, Scratch
+from weft_bundle import rans
+from weft_bundle.format import (
     ALIGNMENT,
     CHUNK_BYTES,
     CHUNK_HEAD,
@@ -27,10 +31,7 @@ from weft.weights.bundle.format import (
     Sink,
     write_header,
 )
-from weft.weights.checkpoint_files import Blob, ParallelFileBlob, Scratch
-from weft.weights.header import TensorEntry, header_of
-from weft.weights.map_ahead import map_ahead
-from weft_kernels import rans
+from weft_bundle.map_ahead import ParallelFileBlob, map_ahead
 
 MIN_CODED_BYTES = 16 * 1024
 MAX_CODED_SHARE = 0.97

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft_kernels.rans.coding import (
+from weft_bundle.rans.coding import (
     COUNT_OFFSET,
     ESCAPE,
     FIRST_KEY_SYMBOL,

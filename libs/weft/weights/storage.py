@@ -1,4 +1,6 @@
-"""Files of a checkpoint as ranges of bytes: in a local directory here, in an object store in `object_store.py`.
+"""Where the files of a checkpoint are, and how ranges of their bytes are read: two interfaces, `Origin` and `Blob`.
+
+A local directory is here, an object store in `object_store.py`.
 
 Weights are read past the page cache: they end in shared memory, and a second copy would evict other pages.
 """
@@ -10,18 +12,15 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Set
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
 from weft.file_io import open_regular, path_exists, to_weft_error
-from weft.weights.map_ahead import map_ahead
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
-PARALLEL_READ_BYTES = 4 * 1024 * 1024
-"""Bytes that one of several threads reads at a time of a large range."""
 
 
 def map_huge_pages(size: int) -> mmap.mmap:
@@ -62,24 +61,43 @@ class Blob(ABC):
         """Close the file; no thread may be reading."""
 
 
-class WeightsFile(ABC):
-    """A file before it is opened. Error messages call it `str(file)`."""
-
-    name: str
+class Origin(ABC):
+    """Where the weights of one checkpoint are. Error messages call it `str(origin)`, and a file `origin/name`."""
 
     @abstractmethod
-    def open(self, cached: bool = False) -> Blob:
-        """Open the file for one pass over all of it; `cached`: for a few bytes that will be read again.
+    def names(self) -> Set[str]:
+        """Return the names of all files there, the index included. Raises BadCheckpoint, StorageUnavailable."""
+
+    @abstractmethod
+    def open(self, name: str, cached: bool = False) -> Blob:
+        """Open a file for one pass over all of it; `cached`: for a few bytes that will be read again.
 
         Raises BadCheckpoint, StorageUnavailable.
         """
 
     @abstractmethod
-    def stamp(self) -> tuple[str, ...]:
+    def stamp(self, name: str) -> tuple[str, ...]:
         """Return values that change whenever the file is rewritten. Raises BadCheckpoint, StorageUnavailable."""
 
     @abstractmethod
     def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A file before it is opened."""
+
+    origin: Origin
+    name: str
+
+    def open(self, cached: bool = False) -> Blob:
+        return self.origin.open(self.name, cached)
+
+    def stamp(self) -> tuple[str, ...]:
+        return self.origin.stamp(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.origin}/{self.name}"
 
 
 def stamp_of(stat: os.stat_result) -> tuple[str, ...]:
@@ -93,26 +111,33 @@ def stamp_of(stat: os.stat_result) -> tuple[str, ...]:
     return str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns), str(number)
 
 
-class LocalFile(WeightsFile):
-    """A file on a disk of this node."""
+class LocalOrigin(Origin):
+    """The checkpoint directory itself holds the weights."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = path.name
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
-    def open(self, cached: bool = False) -> Blob:
-        path_exists(self.path)  # names the target of a dangling link in the error
-        return FileBlob(self.path, direct=not cached)
-
-    def stamp(self) -> tuple[str, ...]:
+    def names(self) -> Set[str]:
         try:
-            stat = self.path.stat()
+            return {path.name for path in self._directory.iterdir()}
         except OSError as error:
-            raise to_weft_error(error, f"{self.path}") from error
+            raise to_weft_error(error, f"{self._directory}: not readable") from error
+
+    def open(self, name: str, cached: bool = False) -> Blob:
+        path = self._directory / name
+        path_exists(path)  # names the target of a dangling link in the error
+        return FileBlob(path, direct=not cached)
+
+    def stamp(self, name: str) -> tuple[str, ...]:
+        path = self._directory / name
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise to_weft_error(error, f"{path}") from error
         return stamp_of(stat)
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self._directory)
 
 
 class FileBlob(Blob):
@@ -180,33 +205,6 @@ class MemoryBlob(Blob):
         return memoryview(self._content)[offset : offset + size]
 
 
-class ParallelFileBlob(FileBlob):
-    """Reads through the page cache, large ranges by several threads at once; for tools that scan a file.
-
-    It does not map the file: a mapping kills the process if the file shrinks or its disk fails; a read raises an error.
-    """
-
-    def __init__(self, path: Path, threads: ThreadPoolExecutor | None) -> None:
-        """Open the file; without `threads` the calling thread reads. Raises BadCheckpoint, StorageUnavailable."""
-        super().__init__(path, direct=False)
-        self._threads = threads
-
-    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
-        if self._threads is None or size <= PARALLEL_READ_BYTES or offset + size > self.size_bytes:
-            return super().read(offset, size, scratch)
-        target = scratch.take(size)
-
-        def fill(first: int) -> None:
-            part = target[first : min(first + PARALLEL_READ_BYTES, size)]
-            self._fill(part, len(part), offset + first)
-
-        places = [(first,) for first in range(0, size, PARALLEL_READ_BYTES)]
-        with closing(map_ahead(self._threads, fill, places, len(places))) as parts:
-            for _ in parts:
-                pass
-        return target
-
-
 def _open(path: Path, flags: int) -> int:
     try:
         return open_regular(path, flags)
@@ -216,37 +214,3 @@ def _open(path: Path, flags: int) -> int:
         if flags and error.errno == errno.EINVAL:
             return _open(path, 0)  # this file system does not support direct reads
         raise to_weft_error(error, f"{path}: not readable") from error
-
-
-class Origin(ABC):
-    """Where the weights of one checkpoint are. Error messages call it `str(origin)`."""
-
-    @abstractmethod
-    def names(self) -> Set[str]:
-        """Return the names of all files there, the index included. Raises BadCheckpoint, StorageUnavailable."""
-
-    @abstractmethod
-    def file(self, name: str) -> WeightsFile:
-        """Return a file by name; a missing file fails when it is opened."""
-
-    @abstractmethod
-    def __str__(self) -> str: ...
-
-
-class LocalOrigin(Origin):
-    """The checkpoint directory itself holds the weights."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def names(self) -> Set[str]:
-        try:
-            return {path.name for path in self._directory.iterdir()}
-        except OSError as error:
-            raise to_weft_error(error, f"{self._directory}: not readable") from error
-
-    def file(self, name: str) -> WeightsFile:
-        return LocalFile(self._directory / name)
-
-    def __str__(self) -> str:
-        return str(self._directory)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.weights.bundle.format import CHUNK_BYTES, CHUNK_HEAD, PackedTensor
-from weft_kernels import rans
-from weft_kernels.rans import AddressedBytes, DecodeTask, RunDecoder
+from weft_bundle import rans
+from weft_bundle.format import CHUNK_BYTES, CHUNK_HEAD, PackedTensor
+from weft_bundle.rans import AddressedBytes, DecodeTask, RunDecoder
 
 Bytes = NDArray[np.uint8]
 
