@@ -21,9 +21,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from weft_services.kvstore.block_index import BlockReport, IndexLimits, MemoryIndex, PoolIndex, StoredBlock
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
-from weft_services.kvstore.memory_index import IndexLimits, MemoryIndex, StoredBlock
-from weft_services.kvstore.pool_index import BlockReport, PoolIndex
 from weft_services.kvstore.segment import RecordHeader, new_segment
 
 MODEL = b"m" * 16

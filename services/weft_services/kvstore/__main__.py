@@ -12,12 +12,11 @@ from weft.errors import ConfigError
 from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
+from weft_services.kvstore.block_index import IndexLimits, PoolIndex
 from weft_services.kvstore.config import KvStoreConfig
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.memory_index import IndexLimits
 from weft_services.kvstore.node import NodeStore, StoreAddress
-from weft_services.kvstore.pool_index import PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 
 SWEEP_SECONDS = 1.0

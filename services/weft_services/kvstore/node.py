@@ -1,7 +1,7 @@
 """Keeps the node's Mooncake Store running: a master, and a process that provides its memory.
 
 If one fails, both restart. The memory is then lost, so every start has a new boot id and an empty index. Blocks on disk
-stay.
+stay. While it runs, `Evictor` removes blocks from its memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,9 @@ from weft.errors import Overloaded, PeerLost
 from weft.kv.block_keys import store_key
 from weft.kv.store_client_proxy import StoreBusy, StoreClientProxy, StoreLost, StoreSpec
 from weft.kv.tiers import Tier
+from weft_services.kvstore.block_index import IndexLimits, MemoryIndex, StoredBlock
 from weft_services.kvstore.disk import DiskTier
-from weft_services.kvstore.evictor import Evictor
 from weft_services.kvstore.master import Master
-from weft_services.kvstore.memory_index import IndexLimits, MemoryIndex, StoredBlock
 from weft_services.kvstore.tier_mover import STAGING_BYTES, Promotion, TierMover
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ MATCH_SECONDS = 0.3
 MAX_KEYS_A_CALL = 1024
 FIRST_BACKOFF_SECONDS = 0.2
 MAX_BACKOFF_SECONDS = 5.0
+MAX_EVICTIONS = 16_384  # that wait; older ones are left to Mooncake
+MAX_BATCH = 128
+IN_USE = -706  # Mooncake's code for a block that was just found and may be in use
+MAX_TRIES, PAUSE_SECONDS = 4, 0.6  # a master's lease lasts 0.5 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,67 @@ class StoreAddress:
     bind_host: str
     host: str
     segment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A block to evict, and how often that was tried."""
+
+    fingerprint: bytes
+    block: StoredBlock
+    num_tries: int = 0
+
+
+class Evictor:
+    """Evicts blocks from the store's memory before Mooncake does, for one start: expired ones, and those over a share.
+
+    Works in the background and skips blocks that are being read; Mooncake evicts those later. `until_spilled` waits
+    until blocks queued for the disk were written.
+    """
+
+    def __init__(
+        self, agent: StoreClientProxy, index: MemoryIndex, until_spilled: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._agent = agent
+        self._index = index
+        self._until_spilled = until_spilled
+        self._waiting: deque[Eviction] = deque(maxlen=MAX_EVICTIONS)
+        self._has_work = asyncio.Event()
+
+    def evict(self, blocks: Sequence[tuple[bytes, StoredBlock]]) -> None:
+        """Queue blocks for eviction; returns at once."""
+        self._waiting += [Eviction(fingerprint, block) for fingerprint, block in blocks]
+        if blocks:
+            self._has_work.set()
+
+    async def run(self) -> None:
+        """Evict batches until cancelled. Raises StoreLost."""
+        while True:
+            await self._has_work.wait()
+            batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
+            await self._until_spilled()
+            await self._evict_batch(batch)
+            if not self._waiting:
+                self._has_work.clear()
+
+    async def _evict_batch(self, batch: Sequence[Eviction]) -> None:
+        # the same bytes may have been stored again since
+        batch = [each for each in batch if not self._index.has(each.fingerprint, each.block)]
+        if not batch:
+            return
+        codes = await self._agent.remove([_name_of(each) for each in batch])
+        busy = [
+            Eviction(each.fingerprint, each.block, each.num_tries + 1)
+            for each, code in zip(batch, codes, strict=True)
+            if code == IN_USE and each.num_tries + 1 < MAX_TRIES
+        ]
+        if busy:
+            self._waiting += busy
+            await asyncio.sleep(PAUSE_SECONDS)
+
+
+def _name_of(removal: Eviction) -> str:
+    return store_key(removal.fingerprint, removal.block.key, removal.block.checksum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from weft.kv.tiers import Tier
 from weft.rpc.wire import retention_from_wire
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
-from weft_services.kvstore.memory_index import StoredBlock
+from weft_services.kvstore.block_index import BlockReport, PoolIndex, StoredBlock
 from weft_services.kvstore.node import PROTOCOL, FoundBlock, NodeStore
-from weft_services.kvstore.pool_index import BlockReport, PoolIndex
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 FINGERPRINT_BYTES = 16

@@ -20,8 +20,8 @@ from weft.errors import Overloaded
 from weft.kv.block_keys import store_key
 from weft.kv.store_client_proxy import NO_SPACE, StoreClientProxy
 from weft.request import Retention
+from weft_services.kvstore.block_index import StoredBlock
 from weft_services.kvstore.disk import DiskTier
-from weft_services.kvstore.memory_index import StoredBlock
 from weft_services.kvstore.segment import RecordHeader
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import pytest
 from tests.services.kvstore.disk_records import MIB, RECORD, SIZE, files, opened, read, record, there, written
 from weft import metrics
 from weft_services.kvstore import disk as disk_module
-from weft_services.kvstore import segment_space
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
 from weft_services.kvstore.segment import until_closed
@@ -108,7 +107,7 @@ async def test_what_is_let_go_is_removed_and_closed_on_threads_before_more_is_wr
     await written(disk, range(160))
     for name in real:
         monkeypatch.setattr(os, name, partial(noted, name))
-    monkeypatch.setattr(segment_space, "until_closed", waited)
+    monkeypatch.setattr(disk_module, "until_closed", waited)
     await written(disk, [200])
     assert calls == [("unlink", False), ("close", False), ("waited", False), ("pwritev", False)]
     calls.clear()
@@ -205,7 +204,7 @@ async def test_what_was_too_old_and_came_again_moves_and_goes_like_everything_el
 async def test_a_large_disk_has_no_more_files_than_a_process_may_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_space, "DEFAULT_SEGMENT_BYTES", RECORD)
+    monkeypatch.setattr(disk_module, "DEFAULT_SEGMENT_BYTES", RECORD)
     disk = await opened(tmp_path, max_bytes=2048 * RECORD)
     await written(disk, range(2048))
     assert len(files(tmp_path)) <= 256

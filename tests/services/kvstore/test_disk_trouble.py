@@ -14,7 +14,7 @@ import pytest
 from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
 from weft import metrics
 from weft.errors import ConfigError
-from weft_services.kvstore import segment_space
+from weft_services.kvstore import disk as disk_module
 from weft_services.kvstore.__main__ import _lock_disk
 from weft_services.kvstore.config import KvStoreConfig
 from weft_services.kvstore.disk import DiskTier
@@ -245,7 +245,7 @@ async def test_a_disk_that_cannot_be_taken_now_is_done_without(
     failures = metrics.DISK_FAILURES.labels("open")._value
     before = failures.get()
     places = {"lock": (os, "open", refuse_lock), "flock": (fcntl, "flock", refuse)}
-    target, name, replacement = places.get(what, (segment_space, "sized_segments", refuse))
+    target, name, replacement = places.get(what, (disk_module, "sized_segments", refuse))
     with monkeypatch.context() as patch:
         patch.setattr(target, name, replacement)
         assert await _lock_disk(KvStoreConfig(disk_path=tmp_path)) is None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.request import Retention
-from weft_services.kvstore.memory_index import IndexLimits, MemoryIndex, StoredBlock
+from weft_services.kvstore.block_index import IndexLimits, MemoryIndex, StoredBlock
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 

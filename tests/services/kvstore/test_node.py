@@ -19,11 +19,10 @@ from weft.kv.store_client_proxy import NO_SPACE, StoreBusy, StoreLost
 from weft.kv.tiers import Tier
 from weft.request import Retention
 from weft_services.kvstore import node, tier_mover
+from weft_services.kvstore.block_index import MemoryIndex, StoredBlock
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.evictor import Evictor
-from weft_services.kvstore.memory_index import MemoryIndex, StoredBlock
-from weft_services.kvstore.node import NodeStore, RunningStore, StoreAddress
+from weft_services.kvstore.node import Evictor, NodeStore, RunningStore, StoreAddress
 from weft_services.kvstore.tier_mover import NO_SPACE_PAUSES, STAGING_BYTES, TierMover
 
 

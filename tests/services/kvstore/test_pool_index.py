@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft_services.kvstore import pool_index
-from weft_services.kvstore.pool_index import SILENCE_SECONDS, SWEEP_KEYS, BlockReport, PoolIndex
+from weft_services.kvstore import block_index
+from weft_services.kvstore.block_index import SILENCE_SECONDS, SWEEP_BLOCKS, BlockReport, PoolIndex
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 
@@ -98,7 +98,7 @@ def test_who_falls_silent_is_forgotten_and_its_place_is_used_again() -> None:
     now = 0.0
     index = PoolIndex(clock=lambda: now)
     a, b = Teller(index, "a"), Teller(index, "b")
-    assert a.tell(range(3 * SWEEP_KEYS), is_snapshot=True)
+    assert a.tell(range(3 * SWEEP_BLOCKS), is_snapshot=True)
     assert b.tell(range(10), is_snapshot=True)
     now = SILENCE_SECONDS
     assert b.tell()
@@ -125,7 +125,7 @@ def test_no_more_than_the_bound_is_remembered() -> None:
 
 
 def test_sets_of_workers_that_no_block_has_any_more_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_index, "MAX_SETS", 100)
+    monkeypatch.setattr(block_index, "MAX_SETS", 100)
     index, dice = PoolIndex(), random.Random(5)
     held: dict[str, set[int]] = {str(number): set() for number in range(10)}
     tellers = {name: Teller(index, name) for name in held}

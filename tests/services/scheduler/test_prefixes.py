@@ -19,9 +19,8 @@ from weft.kv.block_keys import block_keys, fingerprint_digest
 from weft.request import RequestKey, WorkerRole
 from weft.rpc.server import RpcServer
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb_grpc
-from weft_services.kvstore.memory_index import StoredBlock
+from weft_services.kvstore.block_index import BlockReport, PoolIndex, StoredBlock
 from weft_services.kvstore.node import NodeStore, StoreAddress
-from weft_services.kvstore.pool_index import BlockReport, PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 from weft_services.scheduler import prefixes
 from weft_services.scheduler.affinity import AffinityStore

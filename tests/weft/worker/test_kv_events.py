@@ -18,8 +18,8 @@ from weft.worker import kv_events as places_module
 from weft.worker.kv_events import KvEventPublisher
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
+from weft_services.kvstore.block_index import PoolIndex
 from weft_services.kvstore.node import NodeStore, StoreAddress
-from weft_services.kvstore.pool_index import PoolIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 
 FINGERPRINT = ModelFingerprint("weights", "float32", 16, 4096, "layout")
