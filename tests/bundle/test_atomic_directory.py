@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.bundle.bundles import files_of
 from tests.weft.weights.checkpoints import nothing, replace_with_another
 from weft.errors import BadCheckpoint
 from weft_bundle import convert, pack
@@ -27,10 +28,6 @@ def making_of(directory: Path, target: Path) -> AbstractContextManager[Path]:
     """As `compress` begins."""
     made = {file: f"{file.stem}.weft" for file in sorted(directory.glob("*.safetensors"))}
     return atomic_directory(made, target, stamps_of(directory))
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

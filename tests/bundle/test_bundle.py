@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from loadtest.weights.loader import PeakMemory
-from safetensors.torch import save_file
 
+from tests.bundle.bundles import assert_restored, files_of, make_bundle
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
 from weft.weights.checkpoint import read_checkpoint
@@ -27,10 +27,6 @@ from weft_bundle.unpack import BundleFile
 
 NANO = Path(__file__).parents[2] / "models/weft-nano"
 ZIPNN_SHARE = 0.6701  # of the same file, by ZipNN 0.5.4: docs/results/bundles.md
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_there_and_back_is_the_same_to_the_byte(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
@@ -77,9 +73,7 @@ class CountingBlob(FileBlob):
 @pytest.mark.parametrize(("degree", "rank"), [(2, 0), (4, 1), (4, 3), (3, 1)])
 def test_a_rank_reads_the_chunks_of_its_rows_and_no_others(tmp_path: Path, degree: int, rank: int) -> None:
     weight = torch.randn(1536, 1024, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    (tmp_path / "model").mkdir()
-    save_file({"weight": weight}, tmp_path / "model/model.safetensors")
-    convert.compress(tmp_path / "model", tmp_path / "bundle", 2, nothing)
+    make_bundle(tmp_path, {"weight": weight}, 2)
     blob = CountingBlob(tmp_path / "bundle/model.weft")
     with closing(BundleFile("model.weft", blob)) as file:
         tensor = file.tensor("weight")
@@ -117,13 +111,10 @@ def test_what_is_not_coded_stays_as_it_is(tmp_path: Path) -> None:
         "f32": torch.randn(100, 100), "i64": torch.arange(40000), "half": torch.randn(300, 200).half() * 0.02,
         "f8": torch.randn(300, 200).to(torch.float8_e4m3fn), "scalar": torch.tensor(3.0),
     }  # fmt: skip
-    (tmp_path / "model").mkdir()
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    make_bundle(tmp_path, tensors)
     codecs = {tensor.name: tensor.codec for tensor in format.read_bundle_header(tmp_path / "bundle/model.weft").tensors}
     assert codecs == {name: "rans" if name == "half" else "raw" for name in tensors}
-    convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
-    assert files_of(tmp_path / "again") == files_of(tmp_path / "model")
+    assert_restored(tmp_path)
 
 
 @pytest.mark.parametrize("work", ["compress", "decompress", "verify"])
@@ -193,9 +184,7 @@ def test_inspection_shows_the_bound(bundle: Path) -> None:
 
 
 def test_inspection_takes_little_memory_for_a_large_tensor(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    save_file({"large": torch.zeros(1 << 25, dtype=torch.bfloat16)}, tmp_path / "model" / "model.safetensors")
-    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    make_bundle(tmp_path, {"large": torch.zeros(1 << 25, dtype=torch.bfloat16)})
     with PeakMemory() as memory:
         (row,) = tensor_rows(tmp_path / "bundle", nothing)
     assert (row.original_bytes, row.entropy) == (1 << 26, 0)

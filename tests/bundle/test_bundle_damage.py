@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from tests.bundle.bundles import make_bundle
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.weights import storage
@@ -141,10 +141,7 @@ def test_a_flipped_bit_names_tensor_and_chunk_and_leaves_nothing(bundle: Path, t
 
 def test_of_several_chunks_that_are_damaged_the_first_is_named(tmp_path: Path) -> None:
     """They are decoded side by side, where words may tell of damage; to other bits only the checksum does."""
-    (tmp_path / "model").mkdir()
-    save_file({"w": torch.randn(1024, 768).bfloat16()}, tmp_path / "model/model.safetensors")
-    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
-    path = tmp_path / "bundle/model.weft"
+    path = make_bundle(tmp_path, {"w": torch.randn(1024, 768).bfloat16()})
     with closing(BundleFile.open(path)) as bundle:
         opened = bundle._open("w", Scratch())
     flip(path, opened.begin + int(opened.ends[0]) - 16)
@@ -168,11 +165,7 @@ def test_damage_to_a_file_that_is_being_written_anew_is_not_final(bundle: Path) 
     "ends", [(2**63 - 1, -2), (2**62, 2**62 + 16), (0, 0), (-(2**63), 2**63 - 1), (16, 300_000), (300_000, 300_100)]
 )
 def test_places_of_chunks_beyond_the_tensor_are_refused(tmp_path: Path, ends: tuple[int, int]) -> None:
-    source = tmp_path / "model"
-    source.mkdir()
-    save_file({"w": torch.randn(1024, 768).bfloat16()}, source / "model.safetensors")
-    convert.compress(source, tmp_path / "bundle", 1, nothing)
-    path = tmp_path / "bundle" / "model.weft"
+    path = make_bundle(tmp_path, {"w": torch.randn(1024, 768).bfloat16()})
     (tensor,) = format.read_bundle_header(path).tensors
     assert tensor.num_chunks == 3
     assert tensor.codec == "rans"
@@ -237,10 +230,8 @@ def test_a_tensor_of_few_bytes_that_stands_for_very_many_is_refused(tmp_path: Pa
 
 
 def test_a_tensor_without_scales_takes_no_memory_for_them(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
     values = torch.randn(40_000, generator=torch.Generator().manual_seed(5)).bfloat16()
-    save_file({"w": values}, tmp_path / "model/model.safetensors")
-    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    make_bundle(tmp_path, {"w": values})
     with closing(BundleFile.open(tmp_path / "bundle/model.weft")) as bundle:
         assert (bundle.tensor("w").codec, bundle.tensor("w").class_bits) == ("rans", 0)
         decoder = bundle._open("w", Scratch()).decoder
@@ -263,11 +254,8 @@ def content_of(path: Path) -> dict[str, bytes]:
 
 def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:
     """Whatever byte is wrong: an error of ours, or, in padding that nothing reads, the same weights."""
-    (tmp_path / "model").mkdir()
     values = (torch.randn(96, 100, generator=torch.Generator().manual_seed(4)) * 0.02).to(torch.bfloat16)
-    save_file({"w": values, "b": values[0].clone()}, tmp_path / "model/model.safetensors")
-    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
-    path = tmp_path / "bundle/model.weft"
+    path = make_bundle(tmp_path, {"w": values, "b": values[0].clone()})
     whole, weights = path.read_bytes(), content_of(path)
     found = 0
     for at in range(0, len(whole), 97):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.bundle.bundles import assert_restored, files_of, make_bundle
 from tests.weft.weights.checkpoints import Tensors, nothing, safetensors_bytes
 from weft.weights.safetensors import DTYPE_BYTES
 from weft_bundle import convert, format
@@ -42,7 +43,7 @@ def test_a_tensor_that_is_not_like_its_sample_stays_as_it_is(tmp_path: Path, kin
     assert sum(heard) == 2 * (unlike.original_bytes + like.original_bytes), "each byte once, though written twice"
     convert.verify(tmp_path / "bundle3", 1, nothing)
     convert.decompress(tmp_path / "bundle3", tmp_path / "again", 1, nothing)
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "model")
 
 
 def test_tensors_of_every_dtype_are_kept(tmp_path: Path) -> None:
@@ -53,14 +54,10 @@ def test_tensors_of_every_dtype_are_kept(tmp_path: Path) -> None:
     (tmp_path / "model/model.safetensors").write_bytes(safetensors_bytes(tensors))
     convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
     convert.verify(tmp_path / "bundle", 1, nothing)
-    convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+    assert_restored(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
 def test_what_safetensors_writes_for_amds_gpus_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
-    (tmp_path / "model").mkdir()
-    save_file({"a": normal(3, 5).to(dtype)}, tmp_path / "model/model.safetensors")
-    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
-    convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+    make_bundle(tmp_path, {"a": normal(3, 5).to(dtype)})
+    assert_restored(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,33 +22,24 @@ def keys(*numbers: int) -> list[bytes]:
     return [bytes([number]) for number in numbers]
 
 
-def leading_run(index: MemoryIndex, fingerprint: bytes, keys: list[bytes]) -> list[StoredBlock]:
-    found = [index.find(fingerprint, key) for key in keys]
-    return [block for block in found[: found.index(None) if None in found else len(found)] if block is not None]
-
-
-def test_a_run_ends_at_the_first_unknown_key() -> None:
-    index = MemoryIndex()
-    index.add(ONE, [block(1), block(2), block(4)])
-    assert leading_run(index, ONE, keys(1, 2, 3, 4)) == [block(1), block(2)]
-    assert leading_run(index, ONE, keys(3, 1)) == []
-    assert leading_run(index, ONE, []) == []
+def find(index: MemoryIndex, fingerprint: bytes, *numbers: int) -> list[StoredBlock | None]:
+    return [index.find(fingerprint, key) for key in keys(*numbers)]
 
 
 def test_models_are_told_apart() -> None:
     index = MemoryIndex()
     index.add(ONE, [block(1)])
-    assert leading_run(index, OTHER, keys(1)) == []
+    assert (find(index, ONE, 1), find(index, OTHER, 1)) == ([block(1)], [None])
 
 
 def test_the_least_recently_matched_is_forgotten_first() -> None:
     index = MemoryIndex(IndexLimits(max_blocks=3))
     index.add(ONE, [block(1), block(2), block(3)])
-    leading_run(index, ONE, keys(1))
+    find(index, ONE, 1)
     index.add(ONE, [block(4)])
     assert len(index) == 3
-    assert leading_run(index, ONE, keys(2)) == []
-    assert leading_run(index, ONE, keys(1, 3, 4)) == [block(1), block(3), block(4)]
+    assert find(index, ONE, 2) == [None]
+    assert find(index, ONE, 1, 3, 4) == [block(1), block(3), block(4)]
 
 
 def test_a_block_that_was_put_anew_is_not_dropped_for_the_old_one() -> None:
@@ -56,7 +48,7 @@ def test_a_block_that_was_put_anew_is_not_dropped_for_the_old_one() -> None:
     index.add(ONE, [old])
     index.add(ONE, [new])
     index.drop(ONE, [old])
-    assert leading_run(index, ONE, keys(1)) == [new]
+    assert find(index, ONE, 1) == [new]
     index.drop(ONE, [new])
     assert len(index) == 0
 
@@ -78,27 +70,25 @@ def test_bytes_that_are_known_no_more_are_told_so_that_they_go_from_the_store() 
     assert [each.checksum for _, each in index.add(ONE, [])] == [1]
 
 
-def test_a_block_is_not_found_after_its_time() -> None:
-    now = 1000.0
-    index = MemoryIndex(IndexLimits(ttl_seconds=60), clock=lambda: now)
-    index.add(ONE, [StoredBlock(b"k", 1, 10, stored_at=1000.0)])
-    now = 1060.0
-    assert index.find(ONE, b"k") is not None
-    now = 1060.5
-    assert index.find(ONE, b"k") is None
-    assert len(index) == 0
-
-
-def test_a_block_with_a_time_of_its_own_is_found_until_nobody_has_asked_for_it_so_long() -> None:
-    now = 1000.0
-    index = MemoryIndex(steady=lambda: now)
-    index.add(ONE, [StoredBlock(b"k", 1, 10, retention=Retention(60)), StoredBlock(b"other", 1, 10)])
-    for moment in (1050.0, 1110.0, 1170.0):
+@pytest.mark.parametrize(
+    ("ttl_seconds", "idle_seconds", "uses", "gone_at"),
+    [
+        pytest.param(60, 0, [60.0], 60.5, id="the store's time"),
+        pytest.param(0, 60, [50.0, 110.0, 170.0], 230.5, id="its own time, which each use begins anew"),
+        pytest.param(100, 60, [50.0, 100.0], 100.5, id="uses do not extend the store's time"),
+    ],
+)
+def test_block_expires_after_its_time(ttl_seconds: float, idle_seconds: int, uses: list[float], gone_at: float) -> None:
+    now = 0.0
+    index = MemoryIndex(IndexLimits(ttl_seconds=ttl_seconds), clock=lambda: now, steady=lambda: now)
+    index.add(ONE, [StoredBlock(b"k", 1, 10, retention=Retention(idle_seconds)), StoredBlock(b"other", 1, 10)])
+    for moment in uses:
         now = moment
-        assert index.find(ONE, b"k") is not None, "each use begins its time anew"
-    now = 1230.5
+        assert index.find(ONE, b"k") is not None
+    now = gone_at
     assert index.find(ONE, b"k") is None
-    assert index.find(ONE, b"other") is not None
+    assert (index.find(ONE, b"other") is None) == (ttl_seconds > 0)
+    assert len(index) == (ttl_seconds == 0)
 
 
 def test_a_clock_that_is_set_does_not_change_how_long_ago_a_use_was() -> None:
@@ -112,17 +102,6 @@ def test_a_clock_that_is_set_does_not_change_how_long_ago_a_use_was() -> None:
     assert index.find(ONE, b"k") is None
 
 
-def test_uses_do_not_extend_what_the_store_allows() -> None:
-    now = 0.0
-    index = MemoryIndex(IndexLimits(ttl_seconds=100), clock=lambda: now, steady=lambda: now)
-    index.add(ONE, [StoredBlock(b"k", 1, 10, retention=Retention(60))])
-    for moment in (50.0, 100.0):
-        now = moment
-        assert index.find(ONE, b"k") is not None
-    now = 100.5
-    assert index.find(ONE, b"k") is None
-
-
 def owned(number: int, tenant: bytes) -> StoredBlock:
     return StoredBlock(bytes([number]), 0, 10, tenant)
 
@@ -131,10 +110,10 @@ def test_a_tenant_over_its_share_loses_what_it_used_least_recently_and_nobody_el
     index = MemoryIndex(IndexLimits(tenant_bytes=30))
     assert index.add(ONE, [owned(9, b"other")]) == []
     assert index.add(ONE, [owned(number, b"tenant") for number in (1, 2, 3)]) == []
-    leading_run(index, ONE, keys(1))
+    find(index, ONE, 1)
     assert index.add(OTHER, [owned(4, b"tenant")]) == [(ONE, owned(2, b"tenant"))]
     assert index.add(ONE, [owned(1, b"tenant")]) == [], "what it has already takes no more room"
-    assert leading_run(index, ONE, keys(9, 1, 3)) == [owned(9, b"other"), owned(1, b"tenant"), owned(3, b"tenant")]
+    assert find(index, ONE, 9, 1, 3) == [owned(9, b"other"), owned(1, b"tenant"), owned(3, b"tenant")]
     assert index.find(OTHER, keys(4)[0]) is not None
     index.drop(ONE, [owned(3, b"tenant")])
     assert index.add(ONE, [owned(5, b"tenant")]) == [], "what is gone makes room"
@@ -143,11 +122,11 @@ def test_a_tenant_over_its_share_loses_what_it_used_least_recently_and_nobody_el
 def test_no_more_is_thought_to_be_in_memory_than_it_has_room_for() -> None:
     index = MemoryIndex(IndexLimits(max_bytes=30))
     assert index.add(ONE, [owned(number, b"") for number in (1, 2, 3)]) == []
-    leading_run(index, ONE, keys(1))
+    find(index, ONE, 1)
     assert index.add(OTHER, [owned(4, b"")]) == [], "the store has evicted as much by itself"
     assert index.used_bytes == 30
     assert index.find(ONE, keys(2)[0]) is None
-    assert leading_run(index, ONE, keys(1, 3)) == [owned(1, b""), owned(3, b"")]
+    assert find(index, ONE, 1, 3) == [owned(1, b""), owned(3, b"")]
 
 
 shares = st.lists(st.tuples(st.sampled_from([b"", b"a", b"b"]), st.integers(0, 9), st.integers(1, 15)), max_size=40)

@@ -21,8 +21,9 @@ from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.formats import TensorEntry
 from weft.weights.image import Image, ReaderWrapper, image_content, image_name, write_image
 from weft.weights.load import Report
-from weft_services.weights import image_server, peers
 from weft_services.weights import loader as loader_module
+from weft_services.weights import peers
+from weft_services.weights import service as service_module
 from weft_services.weights.__main__ import serve
 from weft_services.weights.config import WeightsConfig
 
@@ -48,13 +49,13 @@ async def test_an_image_that_goes_while_it_is_looked_at_is_not_lent(
         loader.release()
         return content
 
-    monkeypatch.setattr(image_server, "image_content", then_gone)
+    monkeypatch.setattr(service_module, "image_content", then_gone)
     async with asyncio.TaskGroup() as tasks:
         loader = loader_module.WeightLoader(directory, 1, tasks)
         async for _ in loader.load():
             pass
         assert loader.image is not None
-        lender, part = image_server.ImageServer(loader), image_server.TensorSlice("model.norm.weight", 0, 4)
+        lender, part = service_module.ImageServer(loader), service_module.TensorSlice("model.norm.weight", 0, 4)
         with pytest.raises(NotFound, match="not loaded here yet"):
             assert [data async for data in lender.read(loader.image.weights_hash, [part])] == []
 

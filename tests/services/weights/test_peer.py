@@ -26,8 +26,8 @@ from weft.weights.image import Image, ReaderWrapper, write_image
 from weft.weights.load import Report, image_layout
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights import image_server, peers
 from weft_services.weights import loader as loader_module
+from weft_services.weights import peers
 from weft_services.weights import service as service_module
 
 
@@ -113,8 +113,8 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
     wipe(two)
     was_refused, numbers = asyncio.Event(), count()
 
-    class BusyLender(image_server.ImageServer):
-        async def read(self, weights_hash: str, slices: Sequence[image_server.TensorSlice]) -> AsyncIterator[bytes]:
+    class BusyLender(service_module.ImageServer):
+        async def read(self, weights_hash: str, slices: Sequence[service_module.TensorSlice]) -> AsyncIterator[bytes]:
             are_samples = next(numbers) == 0
             try:
                 async for data in super().read(weights_hash, slices):
@@ -126,7 +126,7 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
                 raise
 
     monkeypatch.setattr(service_module, "ImageServer", BusyLender)
-    monkeypatch.setattr(image_server, "MAX_READS", 1)
+    monkeypatch.setattr(service_module, "MAX_READS", 1)
     async with listening(one) as address:
         async with open_channel(address) as channel:
             held = (await load(channel))[-1].ready.weights_hash
@@ -134,7 +134,7 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
             ready = (await load(second))[-1].ready
         assert (ready.source, ready.weights_hash) == (address, held)
         assert was_refused.is_set()
-        monkeypatch.setattr(image_server, "MAX_READS", 0)
+        monkeypatch.setattr(service_module, "MAX_READS", 0)
         monkeypatch.setattr(peers, "BUSY_SECONDS", 0.2)
         async with serving(two, address) as second:
             assert (await load(second))[-1].ready.source == "files"
@@ -240,7 +240,7 @@ async def test_what_is_lent_is_bounded(nodes: tuple[Path, Path], monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(service_module, "TensorSlice", None)
             with pytest.raises(InvalidRequest, match="at most 10000 parts at a time"):
-                await read(channel, held, *[(name, 0, 1)] * (image_server.MAX_PARTS + 1))
-        monkeypatch.setattr(image_server, "MAX_READS", 0)
+                await read(channel, held, *[(name, 0, 1)] * (service_module.MAX_PARTS + 1))
+        monkeypatch.setattr(service_module, "MAX_READS", 0)
         with pytest.raises(Overloaded):
             await read(channel, held, (name, 0, 1))

@@ -10,10 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.weft.weights.checkpoints import CONFIG, mount_line, nothing
+from tests.weft.weights.checkpoints import CONFIG, make_checkpoint, mount_line, nothing
 from weft.model.config import expected_tensors, read_config
 from weft.weights import image, load
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft_bundle import convert
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Checkpoint:
+    """A tiny Llama in `model`, one file."""
+    make_checkpoint(tmp_path / "model")
+    return read_checkpoint(tmp_path / "model")
 
 
 @pytest.fixture

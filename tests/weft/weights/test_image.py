@@ -118,11 +118,9 @@ def test_an_image_is_found_as_long_as_the_files_are_the_same(tmp_path: Path) -> 
     found.release()
 
 
-def test_the_last_holder_removes_an_image_and_mappings_stay(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
-    one = write(checkpoint)
-    other = find_image(checkpoint)
+def test_the_last_holder_removes_an_image_and_mappings_stay(tiny: Checkpoint) -> None:
+    one = write(tiny)
+    other = find_image(tiny)
     assert other is not None
     tensors = open_image(one.name, one.size_bytes)
     before = {name: tensor.view(torch.uint8).clone() for name, tensor in tensors.items()}
@@ -134,9 +132,8 @@ def test_the_last_holder_removes_an_image_and_mappings_stay(tmp_path: Path) -> N
         open_image(one.name, one.size_bytes)
 
 
-def test_a_worker_that_is_killed_while_it_maps_an_image_holds_nothing(tmp_path: Path, shared_memory: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    image = write(read_checkpoint(tmp_path / "model"))
+def test_a_worker_that_is_killed_while_it_maps_an_image_holds_nothing(tiny: Checkpoint, shared_memory: Path) -> None:
+    image = write(tiny)
     program = (
         "import pathlib, sys; from weft.weights import image, image_tensors\n"
         "image.SHARED_MEMORY = pathlib.Path(sys.argv[1])\n"
@@ -154,9 +151,8 @@ def test_a_worker_that_is_killed_while_it_maps_an_image_holds_nothing(tmp_path: 
     assert not image.path.exists()
 
 
-def test_writing_to_a_tensor_never_reaches_the_image(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    image = write(read_checkpoint(tmp_path / "model"))
+def test_writing_to_a_tensor_never_reaches_the_image(tiny: Checkpoint) -> None:
+    image = write(tiny)
     bytes_before = image.path.read_bytes()
     for tensor in open_image(image.name, image.size_bytes).values():
         tensor.zero_()
@@ -182,31 +178,18 @@ def test_stale_images_and_broken_off_writes_are_removed_unless_held(tmp_path: Pa
     foreign.release()
 
 
-def test_two_writers_end_up_with_one_image(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
-    first = write(checkpoint)
-    second = write(checkpoint)
-    assert os.path.sameopenfile(first.fd, second.fd) or os.path.samestat(os.fstat(first.fd), os.fstat(second.fd))
-    first.release()
-    second.release()
-
-
-def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
+def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tiny: Checkpoint, tmp_path: Path) -> None:
     file = tmp_path / "model" / "model.safetensors"
     os.truncate(file, 4000)
     said = r"changed while they were read: .*model\.safetensors: truncated: it ends before .* \(tensor model\."
     with pytest.raises(StorageUnavailable, match=said):
-        write(checkpoint)
+        write(tiny)
     file.unlink()
     with pytest.raises(StorageUnavailable, match=r"changed while they were read: .*model\.safetensors: no such file"):
-        write(checkpoint)
+        write(tiny)
 
 
-def test_reading_can_be_stopped_and_leaves_no_image(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
+def test_reading_can_be_stopped_and_leaves_no_image(tiny: Checkpoint) -> None:
     seen = threading.Event()
 
     def stop(num_bytes: int, file: str) -> None:
@@ -214,42 +197,36 @@ def test_reading_can_be_stopped_and_leaves_no_image(tmp_path: Path) -> None:
         raise Overloaded("enough")
 
     with pytest.raises(Overloaded, match="enough"):
-        write_image(read_checkpoint(tmp_path / "model"), stop, 2)
+        write_image(tiny, stop, 2)
     assert seen.is_set()
 
 
-def test_full_shared_memory_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
+def test_full_shared_memory_is_said_before_anything_is_read(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_module, "free_bytes", lambda directory: 100)
     with pytest.raises(Overloaded, match=r"no room: \d+ bytes needed, 100 free"):
-        write(checkpoint)
+        write(tiny)
 
 
-def test_shared_memory_that_fills_up_meanwhile_leaves_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
+def test_shared_memory_that_fills_up_meanwhile_leaves_no_image(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def no_space(fd: int, data: memoryview, place: int) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", no_space)
     with pytest.raises(Overloaded, match="shared memory is full: No space left on device"):
-        write(checkpoint)
+        write(tiny)
 
 
-def test_a_file_of_our_name_that_is_no_image_is_replaced(tmp_path: Path, shared_memory: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
-    (shared_memory / image_name(checkpoint)).write_bytes(b"rubbish")
-    assert find_image(checkpoint) is None
-    write(checkpoint).release()
+def test_a_file_of_our_name_that_is_no_image_is_replaced(tiny: Checkpoint, shared_memory: Path) -> None:
+    (shared_memory / image_name(tiny)).write_bytes(b"rubbish")
+    assert find_image(tiny) is None
+    write(tiny).release()
 
 
-def test_an_image_that_cannot_be_read_for_now_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
-    image = write(checkpoint)
+def test_an_image_that_cannot_be_read_for_now_is_not_held(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = write(tiny)
 
     def unreadable(path: Path) -> bytes:
         raise StorageUnavailable("too many open files")
@@ -257,7 +234,7 @@ def test_an_image_that_cannot_be_read_for_now_is_not_held(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(image_module, "_read_hash", unreadable)
         with pytest.raises(StorageUnavailable):
-            find_image(checkpoint)
+            find_image(tiny)
     image.release()
     assert not image.path.exists(), "its lock went with it"
 

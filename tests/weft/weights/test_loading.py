@@ -29,7 +29,7 @@ from weft.weights.safetensors import header_bytes
 from weft.weights.storage import Blob, FileBlob, LocalOrigin, Scratch, WeightsFile
 from weft_bundle import map_ahead as ahead_module
 from weft_bundle.map_ahead import ParallelFileBlob
-from weft_services.weights.image_server import MAX_PARTS
+from weft_services.weights.service import MAX_PARTS
 
 
 @pytest.mark.parametrize("size", [1, 511, 4096, 100_000])

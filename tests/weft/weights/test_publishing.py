@@ -25,7 +25,7 @@ from tests.weft.weights.checkpoints import (
 )
 from weft.errors import BadCheckpoint, Overloaded, StorageUnavailable
 from weft.weights import image_tensors
-from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import image_name, write_image
 from weft.weights.image_tensors import open_image
 from weft.weights.storage import LocalOrigin, stamp_of
@@ -147,10 +147,8 @@ def test_a_config_that_asks_for_other_tensors_has_an_image_of_its_own(tmp_path: 
     [(errno.EACCES, BadCheckpoint, "cannot be written: Permission"), (errno.ENOSPC, Overloaded, "is full: No space")],
 )
 def test_shared_memory_that_takes_no_file_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], words: str
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], words: str
 ) -> None:
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
     real = os.open
 
     def refuse(path: str, flags: int, *rest: int) -> int:
@@ -160,7 +158,7 @@ def test_shared_memory_that_takes_no_file_is_said(
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(kind, match=words):
-        write_image(checkpoint, lambda *_: None, 1)
+        write_image(tiny, lambda *_: None, 1)
 
 
 def test_an_image_that_goes_while_it_is_mapped_is_mapped_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
