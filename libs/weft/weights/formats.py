@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import PurePath
+from typing import Self
 
 from weft.weights.storage import Blob, Scratch, WeightsFile
 
@@ -35,10 +36,14 @@ class TensorEntry:
 class TensorPiece:
     """A piece of a tensor, or a whole small tensor; `number` counts the pieces of the tensor."""
 
-    tensor: int
     number: int
     entry: TensorEntry
     size: int
+
+    @classmethod
+    def of(cls, entry: TensorEntry, number: int, max_bytes: int | None = None) -> Self:
+        """Return a piece, or its first `max_bytes`."""
+        return cls(number, entry, min(max_bytes or PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES))
 
     @property
     def first(self) -> int:

@@ -45,8 +45,8 @@ MAX_RUN_PIECES = 4096
 DIGEST_BYTES = 16
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 1024
-PieceDigests = list[list[bytes]]
-"""XXH3-128 of every piece of every tensor, in the order of the image."""
+PieceDigests = Mapping[str, bytes | bytearray]
+"""XXH3-128 of the pieces of each tensor, one after the other."""
 Report = Callable[[int, str], None]
 """Called on reading threads with the number of new bytes and the file; an exception ends the reading."""
 RUNS_AHEAD = 256
@@ -77,41 +77,38 @@ class ImageLayout:
         """Yield all data once, in the order of the image."""
         place, start, held = self.data_start, self.data_start, list[TensorPiece]()
         file: WeightsFile | None = None
-        for source, part in self._parts():
+        for part_file, part in self._parts():
             size = place - start
-            is_near = source.file is file and held and held[-1].offset + held[-1].size == part.offset
+            is_near = part_file is file and held and held[-1].offset + held[-1].size == part.offset
             has_room = size + part.size <= PIECE_BYTES and len(held) < MAX_RUN_PIECES
             if held and file is not None and not (is_near and has_room):
                 yield PieceRun(file, start, tuple(held))
                 held, start = [], place
-            file = source.file
+            file = part_file
             held.append(part)
             place += part.size
         if held and file is not None:
             yield PieceRun(file, start, tuple(held))
 
-    def _parts(self) -> Iterator[tuple[TensorSource, TensorPiece]]:
-        for index, source in enumerate(self.tensors):
+    def _parts(self) -> Iterator[tuple[WeightsFile, TensorPiece]]:
+        for source in self.tensors:
             for number in range(num_pieces(source.entry)):
-                size = min(PIECE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
-                yield source, TensorPiece(index, number, source.entry, size)
+                yield source.file, TensorPiece.of(source.entry, number)
 
     def samples(self) -> list[PieceRun]:
         """Return one sector from the middle of every tensor, or of at most MAX_SAMPLES evenly chosen tensors.
 
         Other weights of the same shapes differ there.
         """
-        places = [(source, index) for index, source in enumerate(self.tensors) if source.entry.size_bytes]
-        runs = []
-        for source, index in places[:: -(-len(places) // MAX_SAMPLES) or 1]:
-            number = num_pieces(source.entry) // 2
-            size = min(SAMPLE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
-            runs.append(PieceRun(source.file, 0, (TensorPiece(index, number, source.entry, size),)))
-        return runs
+        filled = [source for source in self.tensors if source.entry.size_bytes]
+        return [
+            PieceRun(source.file, 0, (TensorPiece.of(source.entry, num_pieces(source.entry) // 2, SAMPLE_BYTES),))
+            for source in filled[:: -(-len(filled) // MAX_SAMPLES) or 1]
+        ]
 
     def header(self, weights_hash: str, leaves: PieceDigests) -> bytes:
         """Return the first `data_start` bytes of the image."""
-        digests = b"".join(leaf for row in leaves for leaf in row).hex()
+        digests = b"".join(leaves[entry.name] for entry in self.entries).hex()
         return header_bytes(self.entries, {"format": IMAGE_FORMAT, "weights_hash": weights_hash, "leaves": digests})
 
 
@@ -121,8 +118,13 @@ def image_layout(checkpoint: Checkpoint) -> ImageLayout:
         checkpoint.tensors, key=lambda each: (-DTYPE_BYTES[each.entry.dtype], each.file.name, each.entry.offset)
     )
     draft = ImageLayout(tuple(tensors), 0, 0)
-    start = len(draft.header("0" * 64, [[bytes(DIGEST_BYTES)] * num_pieces(entry) for entry in draft.entries]))
+    start = len(draft.header("0" * 64, empty_digests(draft)))
     return ImageLayout(draft.tensors, start, start + checkpoint.total_bytes)
+
+
+def empty_digests(layout: ImageLayout) -> dict[str, bytearray]:
+    """Return zeros in the place of all digests."""
+    return {entry.name: bytearray(DIGEST_BYTES * num_pieces(entry)) for entry in layout.entries}
 
 
 def num_pieces(entry: TensorEntry) -> int:
@@ -137,10 +139,9 @@ def root_hash(entries: Sequence[TensorEntry], leaves: PieceDigests) -> str:
     The tree of fast hashes lets the reading threads share the work.
     """
     root = blake2b(digest_size=32, person=b"weft-weights")
-    for entry, row in sorted(zip(entries, leaves, strict=True), key=lambda pair: pair[0].name):
-        root.update(json.dumps([entry.name, entry.dtype, entry.shape, len(row)]).encode())
-        for leaf in row:
-            root.update(leaf)
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        root.update(json.dumps([entry.name, entry.dtype, entry.shape, num_pieces(entry)]).encode())
+        root.update(leaves[entry.name])
     return root.hexdigest()
 
 
@@ -172,7 +173,7 @@ def _with_retries(read: Callable[[], memoryview]) -> memoryview:
 class PeerFirstReader:
     """Reads the image of another node while that node answers, then the checkpoint's files; checks digests of both."""
 
-    def __init__(self, peer: RunReader, leaves: Mapping[str, bytes], files: RunReader) -> None:
+    def __init__(self, peer: RunReader, leaves: PieceDigests, files: RunReader) -> None:
         """Take the piece digests of the other node, by tensor, as `leaves`."""
         self._peer = peer
         self._leaves = leaves
@@ -212,13 +213,19 @@ def check_samples(layout: ImageLayout, theirs: RunReader, ours: RunReader, num_t
             pass
 
 
-def check_digests(run: PieceRun, data: memoryview, leaves: Mapping[str, bytes]) -> None:
+def check_digests(run: PieceRun, data: memoryview, leaves: PieceDigests) -> None:
     """Compare the digests of a run; raise Incompatible with the first tensor and piece that differ."""
+    for part, place, digest in _digests(run, data):
+        if leaves[part.entry.name][place] != digest:
+            raise Incompatible(f"tensor {part.entry.name}: piece {part.number} has another checksum than it should")
+
+
+def _digests(run: PieceRun, data: memoryview) -> Iterator[tuple[TensorPiece, slice, bytes]]:
+    """Yield each piece with its digest and the digest's place among those of its tensor."""
     done = 0
     for part in run.pieces:
-        expected = leaves[part.entry.name][DIGEST_BYTES * part.number : DIGEST_BYTES * (part.number + 1)]
-        if xxhash.xxh3_128_digest(data[done : done + part.size]) != expected:
-            raise Incompatible(f"tensor {part.entry.name}: piece {part.number} has another checksum than it should")
+        place = slice(DIGEST_BYTES * part.number, DIGEST_BYTES * (part.number + 1))
+        yield part, place, xxhash.xxh3_128_digest(data[done : done + part.size])
         done += part.size
 
 
@@ -227,7 +234,7 @@ def fill_image(fd: int, layout: ImageLayout, read: RunReader, report: Report, nu
 
     Raises the errors of reading and reporting, and Overloaded if shared memory is full.
     """
-    leaves: PieceDigests = [[b""] * num_pieces(entry) for entry in layout.entries]
+    leaves = empty_digests(layout)
     local, processors = threading.local(), threading.Semaphore(len(os.sched_getaffinity(0)))
 
     def carry(run: PieceRun) -> None:
@@ -238,7 +245,8 @@ def fill_image(fd: int, layout: ImageLayout, read: RunReader, report: Report, nu
             memory.image_offset = run.place
             data = read(run, memory)
             memory.slot.acquire()
-            _digest(run, data, leaves)
+            for part, place, digest in _digests(run, data):
+                leaves[part.entry.name][place] = digest
             if not memory.is_in_place(data):
                 write_all(fd, data, run.place)
         finally:
@@ -261,13 +269,6 @@ def fill_image(fd: int, layout: ImageLayout, read: RunReader, report: Report, nu
             # stop the other reads if one run failed
             threads.shutdown(cancel_futures=True)
     return leaves
-
-
-def _digest(run: PieceRun, data: memoryview, leaves: PieceDigests) -> None:
-    done = 0
-    for part in run.pieces:
-        leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
-        done += part.size
 
 
 class ImageWriter:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from weft.errors import BadCheckpoint
 from weft.model.tensors import FLOATS
 from weft.weights.checkpoint import Checkpoint, TensorSource, source_id, while_unchanged
-from weft.weights.formats import PIECE_BYTES, PieceRun, ReadBuffers, TensorPiece
+from weft.weights.formats import PieceRun, ReadBuffers, TensorPiece
 from weft.weights.image import find_image
 from weft.weights.load import ImageLayout, files_reader, num_pieces
 
@@ -72,15 +72,10 @@ def _are_equal(one: TensorSource, other: TensorSource, num_threads: int) -> bool
         def is_equal(number: int) -> bool:
             if not hasattr(local, "memories"):
                 local.memories = ReadBuffers(), ReadBuffers()
-            runs = (_piece(source, number) for source in (one, other))
+            runs = (PieceRun(source.file, 0, (TensorPiece.of(source.entry, number),)) for source in (one, other))
             first, second = (read(run, memory) for run, memory in zip(runs, local.memories, strict=True))
             return first == second
 
         equal = all(threads.map(is_equal, range(num_pieces(one.entry))))
         threads.shutdown(cancel_futures=True)
         return equal
-
-
-def _piece(source: TensorSource, number: int) -> PieceRun:
-    size = min(PIECE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
-    return PieceRun(source.file, 0, (TensorPiece(0, number, source.entry, size),))
