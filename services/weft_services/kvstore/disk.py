@@ -183,7 +183,6 @@ class DiskTier:
         self._index = DiskIndex(limits, clock, steady)
         self._space = SegmentSpace(directory, limits, self._index)
         self._retry_at = -math.inf
-        self._has_warned = False  # a warning about oversized blocks was logged
         self._writing = asyncio.Lock()
         self._lock_fd: int | None = None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weft-disk-read")
@@ -200,6 +199,11 @@ class DiskTier:
     def max_bytes(self) -> int:
         """Largest size of all segment files, as configured."""
         return self._limits.max_bytes
+
+    @property
+    def max_block_bytes(self) -> int:
+        """Size of the largest block that a segment can hold."""
+        return self._space.segment_bytes - HEADER_BYTES
 
     async def open(self) -> None:
         """Lock the directory, then load it."""
@@ -274,7 +278,7 @@ class DiskTier:
     async def write(self, records: Sequence[tuple[RecordHeader, memoryview]]) -> int:
         """Append the new, intact records while there is room; return how many. A full or broken disk takes none.
 
-        The memory must not change until this returns. Do not cancel it; shield it.
+        None may exceed `max_block_bytes`. The memory must not change until this returns. Do not cancel it; shield it.
         """
         # writes of an earlier start of the store finish first: files have one writer
         async with self._writing:
@@ -285,7 +289,7 @@ class DiskTier:
             return 0
         num_written = 0
         for header, body in records:
-            if header.fingerprint + header.key in self._index or self._is_too_large(header):
+            if header.fingerprint + header.key in self._index:
                 continue
             try:
                 segment = await self._space.segment_for(header.record_bytes)
@@ -302,20 +306,6 @@ class DiskTier:
             num_written += 1
         self._publish_metrics()
         return num_written
-
-    def _is_too_large(self, header: RecordHeader) -> bool:
-        """Return whether the block exceeds a segment; warn once, as its neighbours are as large."""
-        most = self._space.segment_bytes
-        if header.record_bytes <= most:
-            return False
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "disk blocks skipped size=%d: WEFT_DISK_BYTES=%d allows at most %d",
-                *(header.size_bytes, self._limits.max_bytes, most - HEADER_BYTES),
-            )
-        metrics.TIER_MOVES.labels("lost").inc()
-        return True
 
     async def read(self, fingerprint: bytes, keys: Sequence[bytes], bodies: Sequence[memoryview]) -> int:
         """Fill `bodies` with the leading blocks that are here and intact; return how many.

@@ -229,10 +229,10 @@ class TierMover:
 
     async def _spill_batch(self, batch: Sequence[Spill]) -> int:
         size, half = batch[0].block.size_bytes, STAGING_BYTES // 2
-        if size > half:
+        if size > (most := min(half, self._disk.max_block_bytes)):
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("disk blocks skipped size=%d max=%d reason=staging_area", size, half)
+                logger.warning("disk blocks skipped size=%d max=%d disk_bytes=%d", size, most, self._disk.max_bytes)
             metrics.TIER_MOVES.labels("lost").inc(len(batch))
             return 0
         offsets = [half + slot * size for slot in range(len(batch))]

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.kvstore.disk_records import MIB, RECORD, SIZE, files, opened, read, record, there, written
-from weft import metrics
+from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
 from weft_services.kvstore import disk as disk_module
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
@@ -224,21 +223,6 @@ async def test_what_is_too_old_is_forgotten_also_when_nobody_asks(tmp_path: Path
     now += 61
     disk.sweep()
     assert len(disk) == 10
-    disk.close()
-
-
-async def test_a_block_larger_than_a_segment_is_counted_as_lost_and_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = await opened(tmp_path, max_bytes=16 * RECORD - 1)
-    lost = metrics.TIER_MOVES.labels("lost")._value
-    before = lost.get()
-    for number in range(3):
-        assert await disk.write([record(number)]) == 0
-    assert lost.get() == before + 3
-    assert [entry.message for entry in caplog.records if "disk blocks skipped" in entry.message] == [
-        f"disk blocks skipped size={SIZE}: WEFT_DISK_BYTES={16 * RECORD - 1} allows at most {SIZE - 1}"
-    ]
     disk.close()
 
 

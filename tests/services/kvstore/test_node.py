@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.kvstore.disk_records import MODEL, SIZE, key, record
+from tests.services.kvstore.disk_records import MODEL, RECORD, SIZE, key, record
 from weft import metrics
 from weft.errors import Overloaded
 from weft.kv.store_client_proxy import NO_SPACE, StoreBusy, StoreLost
@@ -264,15 +264,18 @@ async def test_room_is_asked_for_again_and_what_fails_otherwise_is_not(scene: Sc
     assert scene.agent.num_puts == num_puts
 
 
-async def test_blocks_that_do_not_fit_through_the_staging_area_are_counted_as_lost_and_told_once(
-    scene: Scene, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("disk_bytes", "most"), [(1 << 34, STAGING_BYTES // 2), (16 * RECORD, SIZE)])
+async def test_oversized_blocks_count_as_lost_and_are_logged_once(
+    tmp_path: Path, scene: Scene, caplog: pytest.LogCaptureFixture, disk_bytes: int, most: int
 ) -> None:
+    """They do not fit through the staging area, or into a segment of the disk."""
+    scene.mover._disk = DiskTier(tmp_path / "other", DiskLimits(disk_bytes))
     lost = metrics.TIER_MOVES.labels("lost")._value
     before = lost.get()
-    scene.mover.spill(MODEL, [StoredBlock(key(number), 7, STAGING_BYTES // 2 + 1) for number in range(3)])
+    scene.mover.spill(MODEL, [StoredBlock(key(number), 7, most + 1) for number in range(3)])
     spilling = asyncio.create_task(scene.mover.run())
     async with asyncio.timeout(5):
         await scene.mover.until_spilled()
     spilling.cancel()
     assert lost.get() == before + 3
-    assert caplog.text.count("disk blocks skipped") == 1
+    assert caplog.text.count(f"disk blocks skipped size={most + 1} max={most} disk_bytes={disk_bytes}") == 1
