@@ -27,7 +27,7 @@ SHARED = replace(
 )
 
 
-def test_a_machine_is_found_again_from_what_it_takes() -> None:
+def test_fit_recovers_the_machine() -> None:
     besides = SHARED.handoff + SHARED.handoff_token * 100
     alone = [(length, SHARED.prefill(length, 0) + besides) for length in LENGTHS]
     prompts = [
@@ -49,7 +49,7 @@ def test_a_machine_is_found_again_from_what_it_takes() -> None:
         assert got == pytest.approx(expected, rel=0.1)
 
 
-def test_what_clients_wait_between_steps_is_part_of_a_step() -> None:
+def test_time_between_steps_is_part_of_a_step() -> None:
     alone = [(length, SHARED.prefill(length, 0)) for length in LENGTHS]
     steps = [Window(50, SHARED.step(batch, 0), batch, 0, 0.0, 0.0) for batch in (1, 2, 5)]
     found = fit(alone, 0.0005 + SHARED.step(1, 0), [Window(0, 0.0, 0.0, 512, 0.3, 0.0), *steps], SHARED.kv_tokens)
@@ -57,7 +57,7 @@ def test_what_clients_wait_between_steps_is_part_of_a_step() -> None:
     assert found.step_beside == 0.0  # nobody else was at work: nothing is known
 
 
-def test_windows_are_what_was_counted_between_two_looks() -> None:
+def test_windows_are_differences_of_counters() -> None:
     before = WorkerReport(generating_steps=10, generating_seconds=1.0, generated_tokens=20, computed_prompt_tokens=5)
     after = WorkerReport(
         generating_steps=30,
@@ -76,7 +76,7 @@ def test_windows_are_what_was_counted_between_two_looks() -> None:
     assert second.others == pytest.approx(0.45)
 
 
-def test_workers_that_share_a_machine_slow_one_another_while_both_work() -> None:
+def test_workers_on_one_machine_slow_each_other() -> None:
     asked = [Request(number, at, 512, 100, (), b"") for number, at in enumerate((0.0, 0.05))]
     plan = FleetPlan(SHARED, 1, 1)
     alone = Simulation(FleetPlan(replace(SHARED, step_beside=0.0, token_beside=0.0), 1, 1), SimulatedScheduler()).run(

@@ -51,14 +51,14 @@ def run(policy: SimulatedScheduler, requests: list[Request], plan: FleetPlan = P
     return outcome
 
 
-def test_a_request_alone_takes_what_the_machine_takes() -> None:
+def test_single_request_takes_the_machines_time() -> None:
     (job,) = run(SimulatedScheduler(), [request(0, 1.0, prompt=4096, output=101)]).jobs
     handoff = H100.handoff + H100.handoff_token * 4096
     assert job.first_token_at - 1.0 == pytest.approx(H100.prefill(4096, 0) + handoff)
     assert (job.ended_at - job.first_token_at) / 100 == pytest.approx(H100.step(1, 4096), rel=0.02)
 
 
-def test_prompts_on_one_worker_wait_for_each_other_and_answers_run_together() -> None:
+def test_prompts_queue_and_answers_share_steps() -> None:
     plan = FleetPlan(H100, num_prefill=1, num_decode=1)
     jobs = run(SimulatedScheduler(), [request(n, 0.0) for n in range(3)], plan).jobs
     waits = sorted(job.first_token_at for job in jobs)
@@ -68,7 +68,7 @@ def test_prompts_on_one_worker_wait_for_each_other_and_answers_run_together() ->
     assert H100.step(1, 4096) < together[0] < together[-1] < H100.step(3, 3 * 4300)
 
 
-def test_a_worker_of_both_roles_generates_more_slowly_while_it_computes_a_prompt() -> None:
+def test_prefill_slows_decoding_on_the_same_worker() -> None:
     plan = FleetPlan(H100, num_prefill=0, num_decode=0, num_both=1)
     alone = run(SimulatedScheduler(), [request(0, 0.0, output=200)], plan).jobs[0]
     beside = run(SimulatedScheduler(), [request(0, 0.0, output=200), request(1, 0.5, prompt=60_000)], plan).jobs[0]
@@ -80,7 +80,7 @@ def test_every_policy_brings_every_request_to_its_end(policy: SimulatedScheduler
     run(policy, conversations(20, 3))
 
 
-def test_knowing_prefixes_finds_nearly_all_hits_and_keeps_the_load_even() -> None:
+def test_prefix_index_finds_nearly_all_hits() -> None:
     requests, plan = faster(conversations(200, 5), 3.0), FleetPlan(H100, 4, 4, cache_tokens=4_000_000)
     figures = {
         policy.name: summarize(policy.name, requests, run(policy, requests, plan), Targets())
@@ -91,7 +91,7 @@ def test_knowing_prefixes_finds_nearly_all_hits_and_keeps_the_load_even() -> Non
     assert figures["weft"].ttft_mean < figures["blind"].ttft_mean
 
 
-def test_what_the_store_holds_is_a_hit_anywhere() -> None:
+def test_stored_prefix_is_a_hit_on_every_worker() -> None:
     requests = conversations(30, 4)
     plan = FleetPlan(H100, 4, 4, store_tokens=1 << 40)
     figures = summarize("s", requests, run(SimulatedScheduler("s", Signals(store=True)), requests, plan), Targets())
@@ -115,7 +115,7 @@ def test_fetches_take_turns_while_other_prompts_are_computed() -> None:
     assert worker.advance(cpu.prefill(4096, 0) + 1e-6).computed == [other]
 
 
-def test_what_is_fetched_is_there_before_the_rest_is_computed() -> None:
+def test_fetch_ends_before_the_rest_is_computed() -> None:
     keys, others = (tuple(b"%s%d" % (name, n) for n in range(12)) for name in (b"a", b"b"))
     asked = [Request(n, 10.0 * n, 13 * BLOCK_TOKENS, 2, each, b"") for n, each in enumerate((keys, others, keys))]
     # of the first prompt it keeps four blocks
@@ -127,7 +127,7 @@ def test_what_is_fetched_is_there_before_the_rest_is_computed() -> None:
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 7), (7, 1)])
-def test_a_planner_mends_a_fleet_whose_roles_do_not_fit_its_load(num_prefill: int, num_decode: int) -> None:
+def test_role_balancer_raises_goodput_of_a_lopsided_fleet(num_prefill: int, num_decode: int) -> None:
     requests = faster(conversations(300, 5), 1.5)
     plan = FleetPlan(H100, num_prefill, num_decode, cache_tokens=4_000_000)
     planner = RoleBalancer(BalancerLimits(wait_seconds=0.2, itl_seconds=0.015, pause_seconds=5.0))
@@ -145,7 +145,7 @@ def test_the_same_run_twice_is_the_same_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["random", "power of two", "Mooncake conductor"])
-def test_a_rule_draws_ties_by_its_seed_whoever_ran_before(name: str) -> None:
+def test_ties_depend_on_the_seed_only(name: str) -> None:
     requests = conversations(20, 3)
 
     def ends(seed: int) -> list[float]:
@@ -202,7 +202,7 @@ def test_a_scenario_has_the_load_it_names() -> None:
     assert ideal_seconds(requests, H100) / (4 * span) == pytest.approx(0.5)
 
 
-def test_copies_of_a_trace_share_what_the_service_says_and_nothing_else() -> None:
+def test_copies_of_a_trace_share_only_common_blocks() -> None:
     trace = conversations(40, 4)
     both = enlarge(trace, 2, 10_000)
     assert len(both) == 2 * len(trace)
@@ -256,12 +256,12 @@ def test_overload_bar_leaves_loads_below_capacity_alone() -> None:
     assert holds([0.5, 0.8, 0.95], [5.0, 9.0, 1.0])
 
 
-def test_goodput_leaves_out_what_the_backlog_answers() -> None:
+def test_goodput_excludes_answers_after_the_last_arrival() -> None:
     requests = [request(n, 0.001 * n) for n in range(4)]
     assert summarize("weft", requests, run(SimulatedScheduler(), requests), Targets(ttft=1e9)).goodput == 0.0
 
 
-def test_prompts_without_cached_prefix_wait_no_longer_than_by_least_requests() -> None:
+def test_uncached_prompts_wait_no_longer_than_by_least_requests() -> None:
     rng = random.Random(7)
     times = sorted(rng.uniform(0, 60) for _ in range(1500))
     requests = [request(n, at, prompt=int(rng.lognormvariate(8.0, 1.0)) + 1, output=20) for n, at in enumerate(times)]

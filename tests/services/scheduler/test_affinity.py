@@ -74,7 +74,7 @@ async def test_a_bound_session_is_found_again(affinity: AffinityStore) -> None:
     assert await affinity.lookup(MODEL, b"another session") == NO_AFFINITY
 
 
-async def test_of_many_at_once_each_hears_of_its_own_session_whoever_leaves(affinity: AffinityStore) -> None:
+async def test_each_of_many_lookups_gets_its_own_session(affinity: AffinityStore) -> None:
     homes = {number.to_bytes(16): SessionAffinity(f"prefill-{number}", f"decode-{number}") for number in range(700)}
     for session, home in homes.items():
         affinity.bind(MODEL, session, home)
@@ -88,7 +88,7 @@ async def test_of_many_at_once_each_hears_of_its_own_session_whoever_leaves(affi
     assert [found[place] for place in stayed] == [list(homes.values())[place] for place in stayed]
 
 
-async def test_who_waits_when_it_ends_is_told(clock: Clock) -> None:
+async def test_waiting_lookups_end_with_the_store(clock: Clock) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(-1)
         writer.close()
@@ -118,9 +118,7 @@ async def test_a_binding_expires_and_every_use_renews_it(valkey: ValkeyServer, c
         assert 990 <= await client.ttl(name) <= 1000
 
 
-async def test_another_scheduler_hears_of_the_same_starts_of_workers_and_that_it_is_news(
-    valkey: ValkeyServer, clock: Clock
-) -> None:
+async def test_other_scheduler_reads_boot_ids_and_sees_a_foreign_entry(valkey: ValkeyServer, clock: Clock) -> None:
     there = replace(THERE, num_tokens=7, prefill_boot="b1", decode_boot="b2")
     async with (
         running(AffinityStore(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as one,
@@ -136,7 +134,7 @@ async def test_another_scheduler_hears_of_the_same_starts_of_workers_and_that_it
         assert await other.lookup(MODEL, SESSION) == replace(THERE, num_tokens=7, is_foreign=True)
 
 
-async def test_a_failure_forgets_the_session_only_on_the_worker_that_failed(affinity: AffinityStore) -> None:
+async def test_failure_drops_the_session_of_that_worker_only(affinity: AffinityStore) -> None:
     affinity.bind(MODEL, SESSION, THERE)
     affinity.drop(MODEL, SESSION, "decode-7")
     await affinity.flushed()
@@ -204,7 +202,7 @@ async def test_without_a_url_or_a_session_there_is_no_preference(clock: Clock) -
     assert await nowhere.lookup(MODEL, b"") == NO_AFFINITY
 
 
-async def test_an_absent_valkey_is_asked_once_a_second_and_reported_once(
+async def test_absent_valkey_is_tried_once_a_second_and_logged_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="weft.rpc.valkey"):
@@ -260,7 +258,7 @@ async def bound(affinity: AffinityStore, clock: Clock) -> None:
             await affinity.flushed()
 
 
-async def test_what_answers_there_may_be_no_valkey_at_all(clock: Clock) -> None:
+async def test_server_that_is_not_valkey_means_no_affinity(clock: Clock) -> None:
     async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")

@@ -53,7 +53,7 @@ class Mixed(Bench):
     ],
     ids=["like it", "another tenant", "batch", "interactive", "in haste"],
 )
-async def test_who_fits_on_a_smaller_worker_goes_past_who_waits_for_a_larger_one(more: dict[str, Any]) -> None:
+async def test_short_prompt_passes_one_that_waits_for_a_larger_worker(more: dict[str, Any]) -> None:
     mixed = Mixed()
     long = await mixed.fill()
     assert (await mixed.ask("short", SHORT, **more)).done()
@@ -61,7 +61,7 @@ async def test_who_fits_on_a_smaller_worker_goes_past_who_waits_for_a_larger_one
     long.cancel()
 
 
-async def test_who_goes_past_takes_nothing_of_what_is_waited_for() -> None:
+async def test_backfill_leaves_the_awaited_worker_alone() -> None:
     mixed = Mixed()
     long = await mixed.fill()
     for name in ("a", "b"):
@@ -73,7 +73,7 @@ async def test_who_goes_past_takes_nothing_of_what_is_waited_for() -> None:
     assert (await asyncio.wait_for(third, 10)).decode is mixed.large, "nobody waits for that any more"
 
 
-async def test_those_who_wait_already_go_past_as_soon_as_a_smaller_worker_has_room() -> None:
+async def test_waiting_short_prompts_are_backfilled_when_room_appears() -> None:
     mixed = Mixed()
     long = await mixed.fill()
     for name in ("a", "b"):
@@ -86,7 +86,7 @@ async def test_those_who_wait_already_go_past_as_soon_as_a_smaller_worker_has_ro
     long.cancel()
 
 
-async def test_who_waits_for_a_larger_worker_is_first_there_however_much_its_tenant_has_had_since() -> None:
+async def test_request_for_a_larger_worker_keeps_its_place() -> None:
     mixed = Mixed()
     long = await mixed.fill()
     for name in ("a", "b"):
@@ -102,7 +102,7 @@ async def test_who_waits_for_a_larger_worker_is_first_there_however_much_its_ten
     other.cancel()
 
 
-async def test_who_waits_only_for_a_decode_worker_lets_others_have_the_prefill_worker_of_all() -> None:
+async def test_wait_for_a_decode_worker_leaves_the_prefill_worker_free() -> None:
     mixed = Mixed(role=DECODE)
     prefill = mixed.start("prefill", PREFILL, 1000)
     long = await mixed.fill()
@@ -112,7 +112,7 @@ async def test_who_waits_only_for_a_decode_worker_lets_others_have_the_prefill_w
     assert (await asyncio.wait_for(long, 10)).decode is mixed.large
 
 
-async def test_where_prompts_wait_for_too_long_on_the_larger_worker_the_smaller_one_serves_on() -> None:
+async def test_target_exceeded_on_a_large_worker_leaves_the_small_one() -> None:
     mixed = Mixed(SloTargets(SloTarget(wait_seconds=0.1)))
     assert (await mixed.ask("0", LONG)).result().decode is mixed.large
     long = await mixed.ask("long", LONG)
@@ -122,7 +122,7 @@ async def test_where_prompts_wait_for_too_long_on_the_larger_worker_the_smaller_
     assert (await asyncio.wait_for(long, 10)).decode is mixed.large
 
 
-async def test_without_a_smaller_worker_everybody_waits_behind_it() -> None:
+async def test_without_a_smaller_worker_others_wait_behind() -> None:
     mixed = Mixed()
     mixed.dispatcher.report(mixed.small, WorkerReport())
     long = await mixed.fill()
@@ -133,7 +133,7 @@ async def test_without_a_smaller_worker_everybody_waits_behind_it() -> None:
     long.cancel()
 
 
-async def test_a_long_line_of_long_prompts_is_looked_at_once_for_each_size_of_workers(
+async def test_scan_tries_one_prompt_for_each_size_of_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mixed = Mixed()
@@ -163,7 +163,7 @@ def sizes(*num_blocks: int) -> Iterator[Worker]:
         yield ready_worker(f"w{number:02}", BOTH, num_blocks=blocks)
 
 
-def test_each_who_is_passed_leaves_less_and_there_are_not_many() -> None:
+def test_windows_shrink_and_are_bounded_in_number() -> None:
     members = ModelWorkers(sizes(*range(1, 61)))  # up to 959 tokens
     window = UNRESTRICTED
     for tokens in range(900, 900 - 50 * MAX_BYPASSED, -50):
@@ -176,7 +176,7 @@ def test_each_who_is_passed_leaves_less_and_there_are_not_many() -> None:
     assert backfill_window(members, query("a", 100), DECODE, window) is None
 
 
-async def test_who_comes_later_does_not_go_before_who_waits_behind_many_longer_ones() -> None:
+async def test_later_short_prompt_does_not_pass_an_earlier_one() -> None:
     mixed = Mixed(max_waiting=1000)
     longs = [await mixed.fill(), *[await mixed.ask(f"long {number}", LONG) for number in range(70)]]
     for name in ("a", "b"):
@@ -191,7 +191,7 @@ async def test_who_comes_later_does_not_go_before_who_waits_behind_many_longer_o
         asked.cancel()
 
 
-def test_who_is_let_by_need_not_expect_to_wait_for_who_lets_it_by() -> None:
+def test_backfilled_request_expects_no_wait() -> None:
     queue, busy = AdmissionQueue(100, 2.0), Overloaded("full")
     queue.add(query("long", 10_000), 0.0, busy, BackfillWindow({}, 100))
     assert queue.expected_seconds(query("short", 50), 1.5) == 0.0
@@ -202,7 +202,7 @@ def test_who_is_let_by_need_not_expect_to_wait_for_who_lets_it_by() -> None:
 
 
 @pytest.mark.parametrize(("waiting_tokens", "lets_by"), [(SHORT, False), (LONG, True)])
-def test_who_has_gone_before_others_lets_nobody_by_whom_those_are_before(waiting_tokens: int, lets_by: bool) -> None:
+def test_new_window_is_closed_while_others_could_use_it(waiting_tokens: int, lets_by: bool) -> None:
     """Until the next look: seats that became free since the last one are theirs."""
     queue, busy, window = AdmissionQueue(100, 2.0), Overloaded("full"), BackfillWindow({}, SHORT)
     queue.add(query("first", waiting_tokens), 0.0, busy)
@@ -210,7 +210,7 @@ def test_who_has_gone_before_others_lets_nobody_by_whom_those_are_before(waiting
     assert queue.backfill_for(query("late", SHORT)) == (window if lets_by else None)
 
 
-def test_who_lets_others_by_takes_nothing_off_what_those_have_to_wait_for() -> None:
+def test_expected_wait_excludes_a_prompt_that_lets_others_pass() -> None:
     queue, busy = AdmissionQueue(100, 2.0), Overloaded("full")
     queue.add(query("long", 10_000, b"greedy"), 0.0, busy, BackfillWindow({}, 100))
     for number in range(20):
@@ -218,7 +218,7 @@ def test_who_lets_others_by_takes_nothing_off_what_those_have_to_wait_for() -> N
     assert queue.expected_seconds(query("last", 100), 1.0) == pytest.approx(21 * 100 / 10_000)
 
 
-def test_nor_has_anybody_to_wait_for_those_who_wait_behind_who_lets_it_by() -> None:
+def test_expected_wait_excludes_long_prompts_behind_it_too() -> None:
     queue, busy = AdmissionQueue(100, 2.0), Overloaded("full")
     for number in range(10):
         queue.add(query(f"{number}", 10_000), 0.0, busy, BackfillWindow({}, 100) if number == 0 else None)

@@ -95,20 +95,20 @@ class Minute:
 
 
 @pytest.mark.parametrize("max_waiting", [SchedulerConfig().max_queue, 12])
-def test_a_tenant_that_asks_for_less_than_its_share_gets_it_beside_a_flood(max_waiting: int) -> None:
+def test_small_tenant_gets_its_share_next_to_a_flood(max_waiting: int) -> None:
     minute = Minute(default_room(max_waiting), {"flood": Clients(100, b"flood"), "small": Clients(2, b"small")})
     assert minute.placed["small"] >= 0.95 * minute.asked["small"]
     assert minute.placed.total() == pytest.approx(600, abs=5), "no place stays empty for it"
     assert minute.given_up.total() <= 0.1 * minute.placed.total(), "who is let in gets a place"
 
 
-def test_those_who_all_want_more_than_there_is_get_the_same() -> None:
+def test_floods_get_equal_shares() -> None:
     flood = {f"t{number}": Clients(10.0 * (number + 1), b"%d" % number) for number in range(4)}
     placed = Minute(default_room(), flood).placed
     assert max(placed.values()) <= 1.15 * min(placed.values())
 
 
-def test_a_past_of_much_use_while_there_was_room_is_held_against_nobody() -> None:
+def test_use_of_an_idle_fleet_is_not_held_against_a_tenant() -> None:
     queue = default_room()
     for number in range(5000):
         queue.charge(query(str(number), b"old"), 0.0)
@@ -132,7 +132,7 @@ def test_no_priority_starves_under_a_flood_of_a_higher_one(high: Priority, low: 
     assert minute.given_up["low"] <= 0.1 * minute.placed["low"]
 
 
-def test_a_lower_priority_gets_no_more_than_its_turns_however_much_it_asks_for() -> None:
+def test_lower_class_gets_no_more_than_its_share() -> None:
     flood = {
         "interactive": Clients(30, priority=INTERACTIVE),
         "default": Clients(30, priority=DEFAULT),
@@ -143,7 +143,7 @@ def test_a_lower_priority_gets_no_more_than_its_turns_however_much_it_asks_for()
         assert placed[name] / placed.total() == pytest.approx(LOWER_CLASS_SHARE, rel=0.1)
 
 
-def test_within_a_lower_priority_tenants_are_served_fairly_as_well() -> None:
+def test_tenants_of_a_lower_class_are_served_fairly() -> None:
     flood = {
         "default": Clients(30),
         "many": Clients(30, b"many", BATCH),

@@ -175,7 +175,7 @@ async def test_a_silent_announcement_is_given_up() -> None:
         await until_announced(scheduler)
 
 
-def test_no_more_arrivals_are_kept_than_anybody_reads() -> None:
+def test_number_of_loading_workers_is_bounded() -> None:
     arrivals = LoadingWorkers(lambda: 5.0)
     for number in range(MAX_ARRIVALS):
         arrivals.update(arrivals.begin(), LoadingWorker(f"w-{number}", WorkerRole.DECODE, MODEL, "starting"))
@@ -238,7 +238,7 @@ async def test_a_route_beyond_its_bounds_is_refused_by_name(
     assert param in details
 
 
-async def test_settlements_beyond_their_bounds_are_refused_whole(scheduler: Scheduler) -> None:
+async def test_invalid_settlements_are_rejected_as_a_whole(scheduler: Scheduler) -> None:
     good = pb.Settlement(key=common_pb2.RequestKey(request_id="r"), stage=FINISHED)
     for bad in ([good] * 1025, [good, pb.Settlement(key=good.key)], [pb.Settlement(stage=FINISHED)]):
         code, _ = await code_of(scheduler.scheduler.Settle(pb.SettleRequest(settlements=bad)))
@@ -246,7 +246,7 @@ async def test_settlements_beyond_their_bounds_are_refused_whole(scheduler: Sche
     await scheduler.scheduler.Settle(pb.SettleRequest(settlements=[good] * 1024))
 
 
-async def test_a_role_that_nobody_knows_is_refused_and_no_bug(scheduler: Scheduler) -> None:
+async def test_unknown_role_is_an_invalid_argument(scheduler: Scheduler) -> None:
     async with FakeWorker(scheduler, hello("decode-0", "decode", can_change_role=True)) as worker:
         code, details = await code_of(scheduler.fleet.SetRole(pb.SetRoleRequest(worker_id="decode-0", role=9)))  # type: ignore[arg-type]
         assert (code, details) == (

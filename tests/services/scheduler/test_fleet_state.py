@@ -31,7 +31,7 @@ def check(members: ModelWorkers, own: int, weight: float) -> None:
         )
 
 
-def test_a_row_is_what_the_workers_say_one_by_one() -> None:
+def test_table_equals_the_workers_one_by_one() -> None:
     dice, router = random.Random(5), Router(float("inf"))
     names = [f"w{number}" for number in range(12)]
     for number in range(600):
@@ -60,7 +60,7 @@ def test_a_model_without_workers_has_empty_rows() -> None:
     check(ModelWorkers(), 5, 1.0)
 
 
-def test_who_has_left_writes_nothing_into_the_others_rows() -> None:
+def test_worker_that_left_does_not_write_to_the_table() -> None:
     first, second = ready_worker("a"), ready_worker("b")
     ModelWorkers([first, second])
     members = ModelWorkers([second])

@@ -32,13 +32,13 @@ def test_a_worker_of_both_roles_computes_the_prompt_itself() -> None:
     assert place([ready_worker("b0", BOTH)]) == (None, "b0")
 
 
-def test_a_busy_worker_of_both_roles_leaves_the_prompt_to_a_prefill_worker() -> None:
+def test_busy_worker_of_both_roles_leaves_prefill_to_another() -> None:
     both, prefill = ready_worker("b0", BOTH), ready_worker("p0", PREFILL)
     both.reserved.prefill_tokens = 900
     assert place([both, prefill]) == ("p0", "b0")
 
 
-def test_who_has_to_compute_the_prompt_itself_is_chosen_by_both_kinds_of_work() -> None:
+def test_computing_decode_worker_is_chosen_by_both_costs() -> None:
     whole = replace(query(), computes_prompt=True)
     assert place(pair(), whole) == (None, "d0")
     workers = four()
@@ -62,7 +62,7 @@ def test_a_report_counts_as_much_as_a_booking() -> None:
     assert place(workers) == ("p1", "d1")
 
 
-def test_what_was_booked_since_a_report_comes_on_top_of_it() -> None:
+def test_reservations_since_a_report_are_added_to_it() -> None:
     workers = four()
     workers[0].report = WorkerReport(ready=True, num_waiting=3, queued_prefill_tokens=300)
     workers[0].reserved.prefill_tokens = workers[0].unreported.prefill_tokens = 300
@@ -94,7 +94,7 @@ def test_equal_workers_take_turns() -> None:
     assert set(chosen.values()) == {20}
 
 
-def test_idle_workers_take_turns_even_when_one_was_measured_a_little_faster() -> None:
+def test_nearly_equal_workers_take_turns() -> None:
     workers, reservations, chosen = four(), Reservations(), Counter[str]()
     workers[3].decode_token_seconds *= 0.98
     for number in range(20):
@@ -122,7 +122,7 @@ def test_a_session_bears_a_queue_as_long_as_its_cache_saves_more() -> None:
     assert place(workers, query(950), there)[0] == "p0"
 
 
-def test_the_busier_the_fleet_the_longer_a_session_waits_for_its_cache() -> None:
+def test_session_waits_longer_for_its_cache_on_a_busy_fleet() -> None:
     workers = four()
     workers[1].reserved.prefill_tokens, workers[1].reserved.requests = 2000, 20
     for worker in workers:
@@ -135,21 +135,21 @@ def test_the_busier_the_fleet_the_longer_a_session_waits_for_its_cache() -> None
     assert chosen == [workers[0], workers[1]]
 
 
-def test_what_a_worker_holds_need_not_be_computed_and_is_not_booked() -> None:
+def test_cached_tokens_are_not_reserved() -> None:
     workers = four()
     placed = decide(workers, query(900), prefixes=PrefixLocations({workers[1]: 800}))
     assert placed.prefill is workers[1]
     assert (placed.prefill_tokens, placed.cached_tokens) == (100, 800)
 
 
-def test_what_many_hold_draws_nobody_to_a_queue() -> None:
+def test_common_prefix_does_not_attract_requests() -> None:
     workers = four()
     workers[1].reserved.prefill_tokens = 400
     held = {workers[1]: 300}
     assert place(workers, query(900), prefixes=PrefixLocations(held, common_tokens=300))[0] == "p0"
 
 
-def test_what_the_store_holds_makes_all_workers_nearly_alike() -> None:
+def test_stored_prefix_makes_workers_nearly_equal() -> None:
     workers = four()
     workers[1].reserved.prefill_tokens = 400
     held = {workers[1]: 800}
@@ -157,7 +157,7 @@ def test_what_the_store_holds_makes_all_workers_nearly_alike() -> None:
     assert place(workers, query(900), prefixes=PrefixLocations(held, stored_tokens=800))[0] == "p0"
 
 
-def test_what_the_store_has_on_disk_saves_less_than_what_it_has_in_memory() -> None:
+def test_disk_tokens_save_less_than_memory_tokens() -> None:
     def computed(stored_tokens: int, disk_tokens: int) -> int:
         return decide(four(), query(801), prefixes=PrefixLocations({}, stored_tokens, disk_tokens)).prefill_tokens
 
@@ -172,7 +172,7 @@ def test_what_the_store_has_on_disk_saves_less_than_what_it_has_in_memory() -> N
     )
 
 
-def test_a_store_that_has_shown_itself_slow_lets_prompts_wait_for_their_cache() -> None:
+def test_slow_store_makes_prompts_wait_for_their_cache() -> None:
     chosen = []
     for credit in (StoreCredit(0.9, 0.9), StoreCredit(0.1, 0.1)):
         workers = four()
@@ -181,7 +181,7 @@ def test_a_store_that_has_shown_itself_slow_lets_prompts_wait_for_their_cache() 
     assert chosen == ["p0", "p1"]
 
 
-def test_a_busy_fleet_fetches_rather_than_waits_for_who_holds_a_prefix() -> None:
+def test_busy_fleet_fetches_instead_of_waiting() -> None:
     workers = four()
     workers[1].reserved.prefill_tokens, workers[1].reserved.requests = 400, 20
     for worker in workers:
@@ -195,7 +195,7 @@ def test_a_busy_fleet_fetches_rather_than_waits_for_who_holds_a_prefix() -> None
         assert placed.prefill.worker_id == name
 
 
-def test_what_another_models_workers_hold_is_not_known_of_this_one() -> None:
+def test_prefixes_of_another_model_do_not_count() -> None:
     router, keys = Router(float("inf")), [bytes([number]) * 16 for number in range(8)]
     for model in ("a", "b"):
         for worker_id, role in ((f"{model}-p", PREFILL), (f"{model}-d", DECODE)):
@@ -220,7 +220,7 @@ def test_the_index_is_believed_before_the_session() -> None:
     assert place(workers, query(950), there, PrefixLocations({workers[0]: 800}))[0] == "p0"
 
 
-def test_a_session_is_believed_of_what_this_scheduler_cannot_know() -> None:
+def test_foreign_affinity_counts_where_the_index_knows_less() -> None:
     """Another scheduler has served it: here only the system prompt that many share was dispatched."""
     workers, there = four(), SessionAffinity("p1", "d1", num_tokens=900)
     system = PrefixLocations({workers[0]: 100, workers[2]: 100})
@@ -229,14 +229,14 @@ def test_a_session_is_believed_of_what_this_scheduler_cannot_know() -> None:
     assert place(workers, query(950), replace(there, is_foreign=True), PrefixLocations({workers[0]: 800}))[0] == "p0"
 
 
-def test_a_decode_worker_that_holds_nearly_all_computes_the_rest_itself() -> None:
+def test_decode_worker_with_most_of_the_prompt_computes_the_rest() -> None:
     workers = four()
     prefixes = PrefixLocations({workers[2]: 900})
     assert place(workers, query(950), prefixes=prefixes) == (None, "d0")
     assert place(workers, query(999), prefixes=PrefixLocations({workers[2]: 400}))[0] is not None
 
 
-def test_a_busy_decode_worker_leaves_even_the_rest_to_a_prefill_worker() -> None:
+def test_busy_decode_worker_leaves_the_rest_to_prefill() -> None:
     workers = four()
     workers[3].report = WorkerReport(ready=True, active_blocks=99)
     workers[2].report = WorkerReport(ready=True, num_running=60)
@@ -244,7 +244,7 @@ def test_a_busy_decode_worker_leaves_even_the_rest_to_a_prefill_worker() -> None
     assert place(workers, query(950), prefixes=prefixes) == ("p0", "d0")
 
 
-def test_the_predictions_count_what_waits_before_the_prompt() -> None:
+def test_predictions_count_tokens_ahead() -> None:
     workers = pair()
     workers[0].reserved.prefill_tokens, workers[0].reserved.requests = 4000, 8
     placed = decide(workers, query(500))
@@ -252,14 +252,14 @@ def test_the_predictions_count_what_waits_before_the_prompt() -> None:
     assert placed.ttft_seconds == pytest.approx(2.25, abs=0.02)
 
 
-def test_a_short_prompt_is_not_expected_to_wait_for_all_of_long_ones() -> None:
+def test_short_prompt_waits_for_part_of_long_ones() -> None:
     workers = pair()
     workers[0].reserved.prefill_tokens, workers[0].reserved.requests = 4000, 2
     assert decide(workers, query(500)).wait_seconds == pytest.approx(2.0)
     assert decide(workers, query(20)).wait_seconds == pytest.approx(MAX_WAIT_RATIO * 2 * 20 / 2000)
 
 
-def test_a_session_does_not_leave_its_cache_for_long_prompts_that_its_short_turn_overtakes() -> None:
+def test_session_stays_when_its_short_prompt_overtakes_long_ones() -> None:
     workers = four()
     workers[1].reserved.prefill_tokens = 4000
     prefixes = PrefixLocations({workers[1]: 900})

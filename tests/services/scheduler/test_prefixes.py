@@ -85,7 +85,7 @@ class Oracle:
         return ALL
 
 
-async def test_what_kvstore_says_is_known_to_the_next_decision() -> None:
+async def test_located_prefix_counts_for_the_next_decision() -> None:
     router = fleet()
     async with asking(Oracle()) as locator:
         await locator.locate(router.prefixes, query())
@@ -96,7 +96,7 @@ async def test_what_kvstore_says_is_known_to_the_next_decision() -> None:
 
 
 @pytest.mark.parametrize(("num_stored", "num_in_memory"), [(8, 8), (8, 3), (8, 0), (16, 16), (16, 12), (0, 0)])
-def test_the_latest_word_on_the_store_counts_by_tier_and_for_one_model(num_stored: int, num_in_memory: int) -> None:
+def test_latest_store_lookup_counts_by_tier_and_model(num_stored: int, num_in_memory: int) -> None:
     router = fleet()
     for before in (ALL, LocatedPrefix((), 20, 20), LocatedPrefix((), 20, 0)):
         router.prefixes.add_located(DIGEST, KEYS, before)
@@ -107,7 +107,7 @@ def test_the_latest_word_on_the_store_counts_by_tier_and_for_one_model(num_store
         assert prefixes.disk_tokens == 16 * (num_stored - num_in_memory)
 
 
-async def test_a_request_goes_where_kvstore_says_its_prefix_lies() -> None:
+async def test_request_follows_the_located_prefix() -> None:
     router = Router(10.0)
     async with asking(Oracle()) as locator:
         dispatcher = Dispatcher(router, AffinityStore("", 60), locator=locator)
@@ -121,7 +121,7 @@ async def test_a_request_goes_where_kvstore_says_its_prefix_lies() -> None:
         assert (await dispatcher.route(query(0, KEYS[:4]))).decode.worker_id == "both-0"
 
 
-async def test_late_answers_hold_nobody_up_for_long_and_serve_those_after() -> None:
+async def test_late_answers_delay_briefly_and_help_later_requests() -> None:
     router, oracle, clock = fleet(), Oracle(), Clock()
     async with asking(oracle, clock) as locator:
         oracle.may_answer.clear()
@@ -162,7 +162,7 @@ async def test_after_a_failure_it_is_left_alone_for_a_while(error: WeftError, to
         assert router.routing_input(query()).prefixes.stored_tokens == 192
 
 
-async def test_a_real_kvstore_is_asked_dies_and_comes_back() -> None:
+async def test_real_kvstore_may_die_and_return() -> None:
     store, places = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 1), _unheard), PoolIndex()
     store.index.add(DIGEST, [StoredBlock(key, 1, 4096, b"", time.time()) for key in KEYS[:10]])
     places.report(BlockReport("both-1", "both-1-boot", DIGEST, 1, True, KEYS[:6], ()))
@@ -215,7 +215,7 @@ def test_the_longest_prefix_of_each_holder_is_found() -> None:
     assert index.match(chain("other", 3)) == {}
 
 
-def test_a_long_prompt_is_found_whole_by_its_next_turn_and_nearly_whole_by_its_sibling() -> None:
+def test_long_prompt_is_found_by_its_continuation_and_sibling() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     prompt = chain("p", 1000)
     index.add("x", prompt, 0, 10_000)
@@ -225,7 +225,7 @@ def test_a_long_prompt_is_found_whole_by_its_next_turn_and_nearly_whole_by_its_s
     assert 700 * 7 / 8 - 1 <= found <= 700
 
 
-def test_the_least_recently_used_goes_first_and_its_beginning_last() -> None:
+def test_least_recently_used_keys_are_dropped_from_the_end() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     old, new = chain("old", 6), chain("new", 6)
     index.add("x", old, 0, 10)
@@ -237,7 +237,7 @@ def test_the_least_recently_used_goes_first_and_its_beginning_last() -> None:
     assert index.match(old) == {"x": 2}
 
 
-def test_a_worker_that_leaves_is_forgotten_and_what_it_says_of_itself_counts() -> None:
+def test_lost_holder_is_forgotten_and_reports_count() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     index.add("x", chain("a", 4), 0, 10)
     index.add("y", chain("a", 4), 0, 10)
@@ -286,7 +286,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_books_agree_whatever_happens(events: list[tuple[str, int, int, bool]]) -> None:
+def test_counts_agree_after_random_changes(events: list[tuple[str, int, int, bool]]) -> None:
     index: PrefixIndex[str] = PrefixIndex(max_keys=120)
     for holder, name, length, leaves in events:
         keys = chain(str(name), length)
@@ -326,7 +326,7 @@ def holds(index: PrefixIndex[str], holder: str, key: bytes) -> bool:
 
 
 @given(EVENTS)
-def test_a_match_is_what_a_walk_finds(events: list[tuple[str, int, int, bool]]) -> None:
+def test_match_equals_a_linear_walk(events: list[tuple[str, int, int, bool]]) -> None:
     index: PrefixIndex[str] = PrefixIndex(max_keys=120)
     asked = [chain(str(name), length) for name in range(6) for length in (0, 1, 9, 23, 60)]
     for holder, name, length, leaves in events:

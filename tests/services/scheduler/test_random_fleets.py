@@ -122,7 +122,9 @@ async def settle() -> None:
 
 @pytest.mark.parametrize("is_at_once", [True, False], ids=["looks at once", "looks now and then"])
 @pytest.mark.parametrize("seed", range(20))
-async def test_whatever_comes(seed: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_fleet_keeps_order_and_leaves_no_room_unused(
+    seed: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not is_at_once:
         monkeypatch.setattr(DutyCycle, "request", lambda pace: None)
     mesh = Mesh(seed)

@@ -59,7 +59,7 @@ def test_a_fleet_with_time_to_spare_stays_as_it_is() -> None:
     assert wanted_change(ModelWorkers([prefill("p0", 100), decode("d0", 5), decode("d1", 5)]), LIMITS) is None
 
 
-def test_prompts_that_wait_too_long_get_the_decode_worker_with_the_least_to_do() -> None:
+def test_short_prefill_gets_the_least_loaded_decode_worker() -> None:
     busy, idle = decode("d0", 12), decode("d1", 2)
     busy.reserved.decode_tokens = 500
     move = wanted_change(ModelWorkers([prefill("p0", 1500), busy, idle]), LIMITS)
@@ -80,12 +80,12 @@ def test_prefill_workers_that_hardly_rest_are_not_taken_from() -> None:
     assert wanted_change(ModelWorkers(workers, utilization=0.5), LIMITS) is None
 
 
-def test_where_both_are_short_nobody_moves() -> None:
+def test_no_move_when_both_roles_are_short() -> None:
     members = ModelWorkers([prefill("p0", 9000), prefill("p1", 9000), decode("d0", 90), decode("d1", 90)])
     assert wanted_change(members, LIMITS) is None
 
 
-def test_pools_full_of_prompts_that_wait_for_prefill_want_a_prefill_worker() -> None:
+def test_pools_full_of_waiting_prompts_need_a_prefill_worker() -> None:
     full = [decode("d0", 1, held=95), decode("d1", 1, held=95)]
     for worker in full:
         worker.report = replace(worker.report, num_waiting=9)
@@ -108,7 +108,7 @@ AWAY = ["draining", "parked", "asked to drain", "asked to park", "not ready"]
 
 
 @pytest.mark.parametrize("reason", ["both roles", "fixed role", *AWAY])
-def test_who_cannot_or_should_not_change_is_passed_over(reason: str) -> None:
+def test_worker_that_cannot_change_is_not_moved(reason: str) -> None:
     other = decode("d0", 1, can_change_role=reason != "fixed role")
     if reason == "both roles":
         other = ready_worker("b0", BOTH, can_change_role=True)
@@ -119,7 +119,7 @@ def test_who_cannot_or_should_not_change_is_passed_over(reason: str) -> None:
 
 
 @pytest.mark.parametrize("how", AWAY)
-def test_who_takes_no_requests_neither_hides_a_shortage_nor_counts_as_one_who_stays(how: str) -> None:
+def test_worker_that_takes_no_requests_does_not_count(how: str) -> None:
     away = prefill("p1", 0)
     take_away(away, how)
     short = [prefill("p0", 1200), away, decode("d0", 1)]
@@ -189,7 +189,7 @@ fleets = st.lists(drawn, min_size=1, max_size=5)
 
 @settings(deadline=None)
 @given(fleets, fleets, st.floats(0, 1), st.integers(1, 3))
-def test_whatever_the_load_a_move_helps_one_side_and_leaves_the_other_well(
+def test_every_move_helps_one_role_and_spares_the_other(
     prefills: list[Drawn], decodes: list[Drawn], utilization: float, least: int
 ) -> None:
     workers = [prefill(f"p{n}", each.queued) for n, each in enumerate(prefills)]
@@ -221,7 +221,7 @@ def test_whatever_the_load_a_move_helps_one_side_and_leaves_the_other_well(
         assert prefill_now <= prefill_pressure(members, limits, without=1) <= SPARE_PRESSURE
 
 
-def test_the_router_asks_the_worker_and_waits_until_it_says_so() -> None:
+def test_router_requests_the_role_until_the_worker_reports_it() -> None:
     router = Router(float("inf"), planner=RoleBalancer(LIMITS))
     first, spare = (router.join(worker.info, 0.0) for worker in (decode("d0", 1), decode("d1", 1)))
     waits = router.join(prefill("p0", 0).info, 0.0)
@@ -235,7 +235,7 @@ def test_the_router_asks_the_worker_and_waits_until_it_says_so() -> None:
     assert (first.info.role, first.role_requested) == (PREFILL, None)
 
 
-def test_a_worker_that_never_plays_what_it_is_asked_to_is_given_up_and_another_is_asked() -> None:
+def test_ignored_role_change_goes_to_another_worker() -> None:
     router = Router(float("inf"), planner=RoleBalancer(LIMITS))
     deaf, spare = (router.join(worker.info, 0.0) for worker in (decode("d0", 1), decode("d1", 1)))
     waits = router.join(prefill("p0", 0).info, 0.0)
@@ -253,7 +253,7 @@ def test_a_worker_that_never_plays_what_it_is_asked_to_is_given_up_and_another_i
     assert ROLE_CHANGE_TIMEOUTS._value.get() == before + 1
 
 
-def test_a_wish_that_cannot_be_granted_changes_nothing_and_ends_nothing() -> None:
+def test_impossible_role_change_does_not_end_the_sweep() -> None:
     class Eager(RoleBalancer):
         def plan(self, models: Mapping[str, ModelWorkers], now: float) -> list[RoleChange]:
             return [RoleChange(worker, PREFILL, "eager") for worker in models[MODEL].decodes]
@@ -311,7 +311,7 @@ async def test_it_ends_by_itself_at_its_holder_first(valkey: ValkeyServer, clock
         assert not held.is_held
 
 
-async def test_nobody_holds_it_for_long_while_valkey_is_frozen(valkey: ValkeyServer, clock: Clock) -> None:
+async def test_lease_expires_while_valkey_is_frozen(valkey: ValkeyServer, clock: Clock) -> None:
     async with lease(valkey.connection_url, clock, deadline_seconds=0.2) as held:
         while not held.is_held:  # a busy machine may miss the first deadline
             await held.renew()
@@ -351,7 +351,7 @@ async def test_without_valkey_a_scheduler_is_alone(clock: Clock) -> None:
         assert alone.is_held
 
 
-def test_only_the_holder_moves_workers_and_its_successor_begins_with_a_pause() -> None:
+def test_only_the_lease_holder_moves_workers() -> None:
     workers = [ready_worker(f"d{number}", DECODE, can_change_role=True) for number in range(4)]
     short = ready_worker("p0", PREFILL, can_change_role=True)
     short.report = WorkerReport(ready=True, queued_prefill_tokens=9000)

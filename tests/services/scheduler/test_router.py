@@ -49,7 +49,7 @@ def test_after_a_fault_one_request_tries_the_worker_for_all() -> None:
     assert failed in {placed(f"after/{number}", 3.5) for number in range(8)}
 
 
-def test_what_a_gateway_that_died_had_booked_is_given_up_and_what_another_had_is_not() -> None:
+def test_reservations_of_a_dead_gateway_are_released() -> None:
     router = Router(1000.0)
     worker = router.join(worker_info("both-0", WorkerRole.BOTH), 0.0)
     router.report(worker, WorkerReport(ready=True, num_running=2, free_blocks=100), 0.0)
@@ -68,7 +68,7 @@ def test_what_a_gateway_that_died_had_booked_is_given_up_and_what_another_had_is
     assert worker.reserved == ReservedLoad()
 
 
-def test_a_gateway_whose_broken_stream_ends_after_the_next_has_begun_is_there() -> None:
+def test_gateway_with_a_new_stream_is_not_absent() -> None:
     router = Router(1000.0)
     router.gateways.connected("lives")
     router.gateways.connected("lives")
@@ -88,7 +88,7 @@ def _split() -> tuple[Router, PlacementDecision]:
     return router, router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_AFFINITY, 0.0)
 
 
-def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_failed_it() -> None:
+def test_good_end_does_not_clear_the_failed_prefill_worker() -> None:
     router, placed = _split()
     assert placed.prefill is not None
     router.settle(AttemptProgress(RequestKey("r"), RequestStage.DECODING), 0.5)  # and was lost with its last blocks
@@ -100,7 +100,7 @@ def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_faile
     assert reservation.prefill_id == "decode-0", "where the session's cache is"
 
 
-def test_a_fault_that_is_told_again_after_the_answers_end_is_the_same_fault() -> None:
+def test_repeated_fault_report_counts_once() -> None:
     """A gateway that heard no answer repeats all that it had to tell."""
     router, placed = _split()
     assert placed.prefill is not None
@@ -112,7 +112,7 @@ def test_a_fault_that_is_told_again_after_the_answers_end_is_the_same_fault() ->
     assert placed.prefill.num_faults == 2
 
 
-def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_before_failed() -> None:
+def test_restarted_prefill_worker_is_not_blamed() -> None:
     router, placed = _split()
     assert placed.prefill is not None
     router.leave(placed.prefill, "killed")
@@ -122,7 +122,7 @@ def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_b
     assert again.suspect_until == NEVER
 
 
-def test_a_prefill_worker_that_was_started_anew_is_not_trusted_for_what_the_one_before_did_well() -> None:
+def test_restarted_prefill_worker_is_not_credited() -> None:
     router, placed = _split()
     assert placed.prefill is not None
     router.settle(AttemptProgress(RequestKey("r"), RequestStage.DECODING), 0.5)
@@ -133,7 +133,7 @@ def test_a_prefill_worker_that_was_started_anew_is_not_trusted_for_what_the_one_
     assert (again.num_faults, again.suspect_until) == (1, 4.0)
 
 
-def test_a_worker_is_blamed_though_the_next_attempt_was_refused_before_that_was_told() -> None:
+def test_failure_counts_after_a_rejected_retry() -> None:
     """A gateway asks for the next place at once, and tells in a batch."""
     router, placed = _split()
     router.reject(RouteQuery(RequestKey("r", 1), MODEL, 500, 10))
@@ -142,7 +142,7 @@ def test_a_worker_is_blamed_though_the_next_attempt_was_refused_before_that_was_
     assert placed.decode.suspect_until == 3.0
 
 
-def test_an_answer_that_has_begun_goes_on_though_answers_are_usually_longer_than_its_deadline() -> None:
+def test_resumed_answer_continues_past_the_usual_length() -> None:
     router = Router(1000.0)
     worker = router.join(worker_info("both-0", WorkerRole.BOTH), 0.0)
     router.report(worker, WorkerReport(ready=True, num_running=1, free_blocks=100), 0.0)
@@ -153,7 +153,7 @@ def test_an_answer_that_has_begun_goes_on_though_answers_are_usually_longer_than
     assert router.place(moved, NO_AFFINITY, 0.0).decode is worker
 
 
-def test_a_session_does_not_return_to_a_worker_that_was_started_anew() -> None:
+def test_affinity_drops_restarted_workers() -> None:
     """Its cache went with the process."""
     router, placed = _split()
     assert placed.prefill is not None
@@ -166,7 +166,7 @@ def test_a_session_does_not_return_to_a_worker_that_was_started_anew() -> None:
     assert router.drop_restarted(unsaid) is unsaid
 
 
-def test_who_has_waited_while_its_sessions_worker_was_started_anew_is_not_credited_with_what_that_held() -> None:
+def test_worker_restarted_during_the_wait_holds_no_cache() -> None:
     router, placed = _split()
     assert placed.prefill is not None
     prefill, decode = placed.prefill.info.address, placed.decode.info.address
@@ -178,7 +178,7 @@ def test_who_has_waited_while_its_sessions_worker_was_started_anew_is_not_credit
     assert (waited.cached_tokens, waited.prefill_tokens) == (0, 900)
 
 
-def test_a_worker_with_larger_blocks_is_not_taken_to_hold_more_than_it_was_given() -> None:
+def test_worker_with_larger_blocks_holds_no_more_than_given() -> None:
     """Gateways make keys of the first worker's blocks."""
     router = Router(1000.0)
     large = replace(FINGERPRINT, block_tokens=64)

@@ -50,7 +50,7 @@ async def test_a_request_is_placed_booked_and_given_back(pair: Scheduler) -> Non
     assert [worker.booked_requests for worker in await pair.listed()] == [0, 0]
 
 
-async def test_the_prefill_is_absent_when_the_decode_worker_computes_the_prompt(scheduler: Scheduler) -> None:
+async def test_local_prefill_names_no_prefill_worker(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "both-0")
         placed = await scheduler.route("r1")
@@ -58,7 +58,7 @@ async def test_the_prefill_is_absent_when_the_decode_worker_computes_the_prompt(
         assert not placed.HasField("prefill")
 
 
-async def test_the_fleet_is_listed_as_it_introduced_itself_and_reported(scheduler: Scheduler) -> None:
+async def test_list_shows_hello_and_last_report(scheduler: Scheduler) -> None:
     said = hello("decode-0", "decode", metrics_address="127.0.0.1:9")
     async with FakeWorker(scheduler, said) as worker:
         report: dict[str, Any] = {
@@ -74,7 +74,7 @@ async def test_the_fleet_is_listed_as_it_introduced_itself_and_reported(schedule
         assert listed.report_age_ms < 60_000
 
 
-async def test_a_worker_is_gone_with_its_stream_and_its_bookings_with_it(scheduler: Scheduler) -> None:
+async def test_worker_and_its_reservations_end_with_its_stream(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "decode-0")
         async with FakeWorker(scheduler, hello("prefill-0", "prefill")):
@@ -85,7 +85,7 @@ async def test_a_worker_is_gone_with_its_stream_and_its_bookings_with_it(schedul
         assert "no prefill worker" in details
 
 
-async def test_a_worker_that_says_goodbye_ends_its_membership_without_an_error(scheduler: Scheduler) -> None:
+async def test_worker_that_closes_its_stream_leaves_without_error(scheduler: Scheduler) -> None:
     async with FakeWorker(scheduler, hello("decode-0", "decode")) as worker:
         await worker.call.done_writing()
         assert await worker.call.read() == grpc.aio.EOF
@@ -132,7 +132,7 @@ async def test_refusals_have_their_own_codes(scheduler: Scheduler) -> None:
         assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
 
 
-async def test_a_repeated_prompt_returns_to_where_its_blocks_are_and_books_the_rest_only(scheduler: Scheduler) -> None:
+async def test_repeated_prompt_reserves_only_uncached_tokens(scheduler: Scheduler) -> None:
     keys = [bytes([number]) * 16 for number in range(40)]
     async with AsyncExitStack() as stack:
         for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
@@ -180,7 +180,7 @@ async def test_a_wait_without_end_is_refused_when_it_is_over() -> None:
         assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
 
 
-async def test_a_refusal_for_load_says_when_to_come_back_across_the_wire(scheduler: Scheduler) -> None:
+async def test_retry_time_crosses_the_wire(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         # a prompt a worker computes in seconds: the wait is longer than the least one
         big = hello("b", "both", num_blocks=2000, max_context_tokens=32_000)
@@ -192,7 +192,7 @@ async def test_a_refusal_for_load_says_when_to_come_back_across_the_wire(schedul
         assert caught.value.retry_after_seconds > 1.0
 
 
-async def test_a_failure_that_is_told_after_the_retry_still_counts_against_the_worker(scheduler: Scheduler) -> None:
+async def test_late_failure_report_still_marks_the_worker(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0", "decode-1")
         first = (await scheduler.route("r")).decode.worker_id
@@ -204,7 +204,7 @@ async def test_a_failure_that_is_told_after_the_retry_still_counts_against_the_w
             assert (await scheduler.route(f"other-{number}")).decode.worker_id != first
 
 
-async def test_a_prefill_worker_that_did_not_deliver_is_passed_over_although_the_request_goes_on(
+async def test_failed_prefill_worker_is_avoided(
     scheduler: Scheduler,
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -216,7 +216,7 @@ async def test_a_prefill_worker_that_did_not_deliver_is_passed_over_although_the
         await scheduler.settle("r", FINISHED)
 
 
-async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: ValkeyServer) -> None:
+async def test_session_returns_to_its_workers_until_one_fails(valkey: ValkeyServer) -> None:
     affinity = AffinityStore(valkey.connection_url, 60, deadline_seconds=PATIENT_SECONDS)
     async with serving(affinity) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -237,7 +237,7 @@ async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: 
         assert (await scheduler.route("s10", session=SESSION)).decode != first.decode
 
 
-async def test_requests_are_placed_while_valkey_is_frozen_and_after_it_was_killed(valkey: ValkeyServer) -> None:
+async def test_requests_are_placed_without_a_working_valkey(valkey: ValkeyServer) -> None:
     async with serving(AffinityStore(valkey.connection_url, 60)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         await scheduler.route("r0", session=SESSION)
@@ -256,7 +256,7 @@ async def route_many(scheduler: Scheduler, name: str) -> None:
         await scheduler.settle(f"{name}-{number}", FINISHED)
 
 
-async def test_hand_offs_are_told_as_they_were_reported_to_those_who_want_them(scheduler: Scheduler) -> None:
+async def test_hand_offs_are_listed_on_request(scheduler: Scheduler) -> None:
     tally = pb.HandOffTally(prefill_worker_id="prefill-0", num_prompts=4, size_bytes=4096, num_failed=1)
     async with FakeWorker(scheduler, hello("decode-0", "decode")) as worker:
         await worker.report(hand_offs=[tally], computed_prompt_tokens=7)

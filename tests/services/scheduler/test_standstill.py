@@ -83,7 +83,7 @@ async def test_request_keeps_its_wait_over_a_standstill() -> None:
     assert (await asked).decode.worker_id == "decode-0"
 
 
-async def test_refusal_says_that_a_worker_may_return() -> None:
+async def test_rejection_names_the_missing_role() -> None:
     async with ticking(queue_seconds=0.01) as mesh:
         mesh.dispatcher.leave(mesh.workers[WorkerRole.DECODE], "killed")
         with pytest.raises(NoWorker, match="no decode worker"):

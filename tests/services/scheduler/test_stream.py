@@ -52,7 +52,7 @@ async def booked(scheduler: Scheduler) -> int:
     return sum(worker.booked_requests for worker in await scheduler.listed() if worker.hello.role != 1)
 
 
-async def test_a_stream_says_what_calls_say(pair: Scheduler, stream: RouteStream) -> None:
+async def test_stream_answers_like_calls(pair: Scheduler, stream: RouteStream) -> None:
     """The calls are the oracle: placements with their predictions, and refusals with their kinds."""
     changes: list[dict[str, object]] = [
         {},
@@ -83,14 +83,14 @@ async def test_a_stream_says_what_calls_say(pair: Scheduler, stream: RouteStream
     assert fingerprints == {pb.RouteResponse, NotFound, InvalidRequest, PeerLost}
 
 
-async def test_that_a_prompt_is_too_long_is_said_in_the_word_that_clients_know(stream: RouteStream) -> None:
+async def test_too_long_prompt_has_the_reason_clients_know(stream: RouteStream) -> None:
     for change, reason in ({"prompt_tokens": 5000}, "context_length_exceeded"), ({"prompt_tokens": 0}, None):
         with pytest.raises(InvalidRequest) as refused:
             await stream.request(route_request("r", **change))
         assert refused.value.reason == reason
 
 
-async def test_that_a_model_is_being_loaded_is_said_where_nobody_serves_it(scheduler: Scheduler) -> None:
+async def test_loading_model_is_named_if_no_worker_serves_it(scheduler: Scheduler) -> None:
     loading = scheduler.fleet.Announce()
     arrival = pb.WorkerArrival(worker_id="decode-7", role=common_pb2.WORKER_ROLE_DECODE, model=MODEL)
     await loading.write(pb.AnnounceRequest(arrival=arrival))
@@ -118,7 +118,7 @@ async def test_every_request_of_a_burst_is_answered(pair: Scheduler, stream: Rou
     assert all(error.retry_after_seconds >= 1 for error in refused)
 
 
-async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hold_time_reaches_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(AffinityStore("", 60), queue=AdmissionQueue(8, 10.0)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
@@ -135,7 +135,7 @@ async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypat
             task.cancel()
 
 
-async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_withdrawn() -> None:
+async def test_withdrawn_request_leaves_the_queue() -> None:
     async with serving(AffinityStore("", 60), queue=AdmissionQueue(8, 10.0)) as scheduler, AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
@@ -163,7 +163,7 @@ async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_wit
             assert await booked(scheduler) == before
 
 
-async def test_a_key_that_is_asked_again_is_one_request_and_can_be_withdrawn() -> None:
+async def test_repeated_key_is_one_request() -> None:
     begun: list[str] = []
 
     async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[PlacementDecision, float]:
@@ -183,7 +183,7 @@ async def test_a_key_that_is_asked_again_is_one_request_and_can_be_withdrawn() -
     assert not asked._answers.results
 
 
-async def test_an_answer_that_cannot_be_written_is_one_requests_failure() -> None:
+async def test_unwritable_answer_fails_one_request_only() -> None:
     """An exception in its task would end the stream for all."""
     address = WorkerAddress("decode-0", "boot", "127.0.0.1:1")
     fingerprint = ModelFingerprint("w", "bfloat16", 16, 1, "v1")
@@ -201,7 +201,7 @@ async def test_an_answer_that_cannot_be_written_is_one_requests_failure() -> Non
     assert outcomes == [("odd", "refused"), ("even", "placed")]
 
 
-async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gone(
+async def test_reservations_of_a_closed_stream_are_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fleet, "ABSENT_SECONDS", 0.0)
@@ -229,7 +229,7 @@ async def test_more_requests_in_a_message_than_allowed_end_the_stream(scheduler:
         assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_itself() -> None:
+async def test_broken_stream_fails_waiting_requests_and_reopens() -> None:
     nobody = RpcServer([])
     address = await nobody.start("127.0.0.1", 0)
     await nobody.stop(0)
@@ -244,7 +244,7 @@ async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_it
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_broken_stream_reopens_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all that its gateway has under way would be given up."""
     monkeypatch.setattr(scheduler_client, "REOPEN_SECONDS", 0.05)
     async with serving(AffinityStore("", 60), silence_seconds=60.0) as scheduler, AsyncExitStack() as stack:
@@ -264,14 +264,14 @@ async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatc
         assert await booked(scheduler) == 1
 
 
-async def test_long_prompts_that_are_asked_for_together_do_not_break_the_stream(stream: RouteStream) -> None:
+async def test_many_long_prompts_do_not_break_the_stream(stream: RouteStream) -> None:
     keys = [bytes(32)] * 16_384
     asked = (stream.request(route_request(f"r{number}", block_keys=keys, max_tokens=1)) for number in range(80))
     answers = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(answer) for answer in answers} <= {pb.RouteResponse, Overloaded}
 
 
-async def test_who_leaves_before_it_was_sent_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_cancelled_before_it_was_sent_is_not_routed(monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[str] = []
     route = dispatch.Dispatcher.route
 
