@@ -47,7 +47,7 @@ class _Row:
 
 
 class Display:
-    """The Listener of a supervisor; use as a context manager around the start, then go on calling it."""
+    """The Listener of a supervisor. Between `start` and `end_start` a terminal shows live rows, then the log."""
 
     def __init__(self, console: Console, names: Sequence[str], title: str, noise: re.Pattern[str]) -> None:
         self._console = console

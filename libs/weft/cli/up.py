@@ -96,25 +96,18 @@ def _checked(place: str, given: str) -> Path:
         raise UsageError(f"{given}: {error.strerror}") from error
 
 
-def _check_models(options: MeshOptions) -> dict[str, int]:
-    """Check architecture, tokenizer and memory before anything starts; return each worker's planned memory in bytes."""
-    try:
-        for directory in options.models.values():
-            read_config(directory)
-            check_tokenizer(directory)
-        return check_memory(options, os.environ)
-    except (BadCheckpoint, ConfigError, StorageUnavailable) as error:
-        raise UsageError(str(error)) from error
+def _checked_children(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
+    """Return the children after checks of models, memory and settings.
 
-
-def _checked_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
-    """Return the children after a check of their settings. Raises UsageError."""
-    try:
-        specs = mesh_specs(options, at)
-        check_settings(specs)
-    except (BadCheckpoint, ConfigError) as error:
-        raise UsageError(str(error)) from error
-    return specs
+    Raises BadCheckpoint, ConfigError or StorageUnavailable for what would end a child a minute later.
+    """
+    for directory in options.models.values():
+        read_config(directory)
+        check_tokenizer(directory)
+    planned = check_memory(options, os.environ)
+    specs = mesh_specs(options, at)
+    check_settings(specs)
+    return with_memory(specs, planned)
 
 
 def mooncake_trouble() -> str:
@@ -141,10 +134,9 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
     options = replace(options, has_store=not trouble, gpus=usable_gpus(os.environ))
     try:
         at = pick_addresses(options)
-    except PortTaken as error:
+        specs = _checked_children(options, at)
+    except (PortTaken, BadCheckpoint, ConfigError, StorageUnavailable) as error:
         raise UsageError(str(error)) from error
-    planned = _check_models(options)
-    specs = with_memory(_checked_specs(options, at), planned)
     console = Console(soft_wrap=True)
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)
     if trouble:
@@ -190,8 +182,8 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
 
 def _wanting_mooncake(options: MeshOptions) -> str:
     """Return the option that needs Mooncake; empty if none does."""
-    if options.transport == "mooncake":
-        return "--transport mooncake"
+    if options.transport in ("mooncake", "rdma"):
+        return f"--transport {options.transport}"
     return f"--disk {options.disk}" if options.disk is not None else ""
 
 

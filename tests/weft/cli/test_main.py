@@ -138,6 +138,12 @@ def test_a_package_that_up_lacks_is_named(monkeypatch: pytest.MonkeyPatch, missi
     refused(["up", "--model", str(SHIPPED)], says)
 
 
+@pytest.mark.parametrize("option", ["--transport mooncake", "--transport rdma", "--disk kv"])
+def test_up_names_the_option_that_needs_mooncake(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setattr("weft.cli.up.mooncake_trouble", lambda: "Mooncake does not load")
+    refused(["up", "--model", str(SHIPPED), *option.split()], f"{option}: Mooncake does not load")
+
+
 def test_the_version_is_the_packages() -> None:
     assert runner.invoke(app, ["--version"]).stdout.strip() == f"weft {importlib.metadata.version('weft')}"
 
