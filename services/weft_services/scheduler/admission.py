@@ -225,7 +225,7 @@ class AdmissionQueue:
         self._placed_tokens += tokens
 
     def due_shares(self, now: float) -> list[QueuedRequest]:
-        """Return the first request of each lower class whose share of the tokens is due.
+        """Return the first request of each lower class that has a share of the tokens due.
 
         They go before the others, at default priority. Migrated requests go before any share.
         """

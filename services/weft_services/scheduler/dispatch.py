@@ -283,7 +283,7 @@ class Dispatcher:
 
     def _scan_queue(self, queue: AdmissionQueue, now: float) -> float:
         vain_seconds = 0.0
-        for queued in queue.due_shares(now):  # one that finds no room keeps nobody waiting
+        for queued in queue.due_shares(now):  # one that finds no room blocks no other
             vain_seconds += self._try_place(queue, queued, Priority.DEFAULT, UNRESTRICTED, now) or 0.0
         window: BackfillWindow | None = UNRESTRICTED
         for queued in list(queue.waiting):
