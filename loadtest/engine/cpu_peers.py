@@ -4,13 +4,13 @@
     python -m loadtest.engine.cpu_peers --threads 1 --rounds 5 --llama-python VENV/bin/python --json figures.json
 
 llama.cpp and vLLM need environments of their own, which `loadtest/engine/peers.sh` makes. Every engine runs in each
-dtype that it has here, as which one is its best depends on the CPU; `--only` picks some by words of their names.
+dtype that it supports here, because its best depends on the CPU; `--only` picks some by words of their names.
 
 Rounds alternate between the engines, each in a fresh process; the table has medians over the rounds. Decode: the median
 step of a batch in milliseconds. Prefill: tokens per second of one long prompt. First token: seconds from the start of
 the process to the first token of a prompt, imports and loading included. A peer that does not start is named. A peer's
-dtype that its other one beat in everything by a tenth gets no second round. Below the table stands what the engine is
-held to, for each of our dtypes. All of it takes ten minutes on two cores.
+dtype that its other one beats in everything by a tenth gets no second round. A second table has the bars of each of our
+dtypes. All of it takes ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from loadtest.engine.cpu_bars import FIRST_TOKEN, OURS, PREFILL, bars, is_behind, step_of
 from loadtest.engine.cpu_task import Task, add_arguments, to_task
 from loadtest.engine.limits import limits_of, read_bandwidth
 from loadtest.models import make_model
+from loadtest.processes import ROOT
+from loadtest.report import machine, number, table
 from weft.capacity.layout import Gpu
 from weft.capacity.plan import TERA
 from weft.cli.mesh import spin_settings
@@ -44,11 +43,64 @@ from weft.model.config import read_config
 
 ROUND_SECONDS = 1800
 DTYPES = {"fp32": "float32", "f16": "float16", "bf16": "bfloat16"}
+OURS = "weft"
+PREFILL, FIRST_TOKEN = "prefill tok/s", "first token, s"
+MIN_READ_SHARE, MAX_FIRST_TOKEN_SECONDS = 0.85, 3.0
+# batch, peer, and the most that our step may take of the peer's step in its quickest dtype
+STEPS = ((1, "llama.cpp", 1.0), (8, "llama.cpp", 0.85), (32, "vLLM", 0.9))
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """`found` must be at most `bar`, or at least; None was not measured."""
+
+    name: str
+    found: float | None
+    bar: float
+    is_most: bool = True
+
+    @property
+    def verdict(self) -> str:
+        if self.found is None:
+            return "not measured"
+        return "met" if (self.found <= self.bar if self.is_most else self.found >= self.bar) else "short"
+
+
+def step_of(batch: int) -> str:
+    return f"batch {batch}, ms"
+
+
+def bars(ours: str, results: Mapping[str, Figures], least_step_ms: float) -> Iterator[Bar]:
+    """Yield the bars of one of our dtypes. `least_step_ms`: to read the weights, keys and values of batch 1."""
+    mine = results[ours]
+
+    def ratio(batch: int, peer: str = "") -> float | None:
+        """Our step over the best of a peer's dtypes, or of all peers."""
+        peers = [each for name, each in results.items() if name.startswith(peer) and not name.startswith(OURS)]
+        theirs = [figures[step_of(batch)] for figures in peers if step_of(batch) in figures]
+        return mine[step_of(batch)] / min(theirs) if theirs and step_of(batch) in mine else None
+
+    for batch in (1, 8, 32):
+        yield Bar(f"step at batch {batch}, of the quickest peer's", ratio(batch), 1.0)
+    for batch, peer, share in STEPS:
+        yield Bar(f"step at batch {batch}, of {peer}'s", ratio(batch, peer), share)
+    rates = [figures[PREFILL] for name, figures in results.items() if not name.startswith(OURS)]
+    yield Bar("prefill, of the quickest peer's rate", mine[PREFILL] / max(rates) if rates else None, 1.0, False)
+    alone = mine.get(step_of(1))
+    yield Bar("read bandwidth at batch 1", least_step_ms / alone if alone else None, MIN_READ_SHARE, False)
+    yield Bar("process start to first token, s", mine[FIRST_TOKEN], MAX_FIRST_TOKEN_SECONDS)
+
+
+def is_behind(figures: Figures, other: Figures, by: float = 1.1) -> bool:
+    """Return whether an engine is slower by that factor in everything: another round of it shows nothing new."""
+    worse = [other[key] / figures[key] if key == PREFILL else figures[key] / other[key] for key in other]
+    return min(worse) >= by
 
 
 @dataclass
 class Engine:
-    """One contestant in one dtype: how to start it, and what its rounds said."""
+    """One engine in one dtype: how to start it, the figures of its rounds, or the error that ended it."""
 
     name: str
     python: str
@@ -59,48 +111,46 @@ class Engine:
 
     @property
     def full_name(self) -> str:
-        """Of the two."""
         return f"{self.name} {self.dtype}"
 
     def run(self, task: Task) -> None:
-        """One round; after a failure no more are tried."""
+        """Run one round; none after a failure."""
         if self.error:
             return
         command = [self.python, "-m", self.module, *replace(task, dtype=DTYPES[self.dtype]).arguments()]
         # ours waits as a worker of `weft up` does
         waits = spin_settings(os.environ) if self.name == OURS else {}
-        environ = {**os.environ, **waits, "PYTHONPATH": os.pathsep.join(["", *sys.path])[1:]}
-        if self.python != sys.executable:
-            environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(["", *sys.path])[1:] if self.python == sys.executable else str(ROOT)
         started = time.time()
         try:
             done = subprocess.run(
-                command, env=environ, capture_output=True, text=True, timeout=ROUND_SECONDS, check=True
+                command,
+                env={**os.environ, **waits, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                timeout=ROUND_SECONDS,
+                check=True,
             )
             figures = json.loads(done.stdout.strip().splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-            self.error = why(error)
+            self.error = reason_of(error)
             return
         figures["first_token_seconds"] = figures["first_token_at"] - started - figures["making_seconds"]
         self.rounds.append(figures)
 
     def figures(self, task: Task) -> dict[str, float]:
-        """Medians over the rounds."""
-        found = {step_of(batch): self._median(f"decode_ms.{batch}") for batch in task.batches}
+        """Return medians over the rounds."""
+        steps = {step_of(batch): [each["decode_ms"][str(batch)] for each in self.rounds] for batch in task.batches}
+        prefill = statistics.median(each["prefill_seconds"] for each in self.rounds)
         return {
-            **found,
-            PREFILL: task.prefill_tokens / self._median("prefill_seconds"),
-            FIRST_TOKEN: self._median("first_token_seconds"),
+            **{name: statistics.median(values) for name, values in steps.items()},
+            PREFILL: task.prefill_tokens / prefill,
+            FIRST_TOKEN: statistics.median(each["first_token_seconds"] for each in self.rounds),
         }
 
-    def _median(self, path: str) -> float:
-        first, *rest = path.split(".")
-        values = [figures[first][rest[0]] if rest else figures[first] for figures in self.rounds]
-        return float(statistics.median(values))
 
-
-def why(error: Exception) -> str:
-    """A round has no figures. What a process said last is the reason only where it ended by itself."""
+def reason_of(error: Exception) -> str:
+    """Return why a round has no figures: the last line of a process only if it ended by itself."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"it did not end within {ROUND_SECONDS} s"
     if isinstance(error, subprocess.CalledProcessError):
@@ -112,12 +162,12 @@ def why(error: Exception) -> str:
 
 
 def compare(engines: list[Engine], task: Task, rounds: int) -> float:
-    """Rounds of all engines in turn; returns what memory could be read at, measured before each, in bytes a second."""
+    """Run rounds of all engines in turns; return the median read bandwidth, measured before each, in bytes a second."""
     bandwidths = []
     for index in range(rounds):
         bandwidths.append(read_bandwidth("cpu"))
         for engine in engines:
-            if index and any(_is_behind(engine, other, task) for other in engines):
+            if index and any(_is_beaten_by(other, engine, task) for other in engines):
                 continue
             print(f"round {index + 1}/{rounds}: {engine.full_name}", file=sys.stderr, flush=True)
             engine.run(task)
@@ -125,58 +175,48 @@ def compare(engines: list[Engine], task: Task, rounds: int) -> float:
     return statistics.median(bandwidths)
 
 
-def _is_behind(engine: Engine, other: Engine, task: Task) -> bool:
-    """Two dtypes of one peer, the first of no interest any more."""
+def _is_beaten_by(other: Engine, engine: Engine, task: Task) -> bool:
+    """Two dtypes of one peer, the second far behind."""
     is_pair = engine is not other and engine.name == other.name != OURS and engine.rounds and other.rounds
     return bool(is_pair) and is_behind(engine.figures(task), other.figures(task))
 
 
-def print_table(engines: list[Engine], task: Task, title: str) -> dict[str, dict[str, float]]:
-    """Figures with their ratio to ours of the same dtype, or the first of ours; and what is missing."""
+def print_figures(engines: list[Engine], task: Task) -> dict[str, dict[str, float]]:
+    """Print figures, a peer's with the ratio to ours in the same dtype or our first; and engines without figures."""
     results = {engine.full_name: engine.figures(task) for engine in engines if engine.rounds}
-    console = Console(width=140)
-    table = Table("engine", *next(iter(results.values()), {}), title=title)
+    mine = {each.dtype: results[each.full_name] for each in engines if each.name == OURS and each.rounds}
+    rows = []
     for engine in engines:
-        figures, ours = results.get(engine.full_name, {}), results.get(_ours(engine, engines), {})
-        is_peer = ours and engine.name != OURS
-        cells = [
-            f"{value:.4g}" + (f"  ({value / ours[key]:.2f}x)" if is_peer else "") for key, value in figures.items()
-        ]
-        if cells:
-            table.add_row(engine.full_name, *cells)
-    console.print(table)
+        figures = results.get(engine.full_name, {})
+        ours = mine.get(engine.dtype, next(iter(mine.values()), {})) if engine.name != OURS else {}
+        if figures:
+            ratios = [f"  ({value / ours[key]:.2f}x)" if ours else "" for key, value in figures.items()]
+            cells = [number(value) + ratio for value, ratio in zip(figures.values(), ratios, strict=True)]
+            rows.append([engine.full_name, *cells])
+    print(table(("engine", *next(iter(results.values()), {})), rows))
     for engine in engines:
         if engine.error:
-            console.print(f"missing: {engine.full_name}: {engine.error}", markup=False)
+            print(f"missing: {engine.full_name}: {engine.error}")
     return results
 
 
-def _ours(engine: Engine, engines: list[Engine]) -> str:
-    """What it is compared with."""
-    ours = [each for each in engines if each.name == OURS and each.rounds]
-    return next((each.full_name for each in ours if each.dtype == engine.dtype), ours[0].full_name if ours else "")
-
-
 def print_bars(engines: list[Engine], task: Task, results: dict[str, dict[str, float]], bandwidth: float) -> None:
-    """Of each of our dtypes, with the limits that the planner gives for the bandwidth."""
+    """Print the bars of each of our dtypes; the planner derives the limits from the bandwidth."""
     config, memory = read_config(task.model), Gpu("CPU", 0.0, bandwidth / TERA, 1e6, 1e6)
-    table = Table("bar", "dtype", "found", "wanted", "", title=f"memory reads {bandwidth / 1e9:.1f} GB/s")
+    context, rows = task.prompt_tokens + task.new_tokens // 2, []
     for engine in engines:
-        if engine.name != OURS or engine.full_name not in results:
-            continue
-        context = task.prompt_tokens + task.new_tokens // 2
-        least = 1e3 / limits_of(config, memory, DTYPES[engine.dtype], context, task.prompt_tokens).decode(1)
-        for bar in bars(engine.full_name, results, least):
-            found = "" if bar.found is None else f"{bar.found:.3g}"
-            wanted = f"{'<=' if bar.is_most else '>='} {bar.bar:g}"
-            table.add_row(bar.name, engine.dtype, found, wanted, bar.verdict)
-        table.add_section()
-    Console(width=140).print(table)
+        if engine.name == OURS and engine.full_name in results:
+            limits = limits_of(config, memory, DTYPES[engine.dtype], context, task.prompt_tokens)
+            for bar in bars(engine.full_name, results, 1e3 / limits.decode(1)):
+                wanted = f"{'<=' if bar.is_most else '>='} {bar.bar:g}"
+                rows.append((bar.name, engine.dtype, number(bar.found), wanted, bar.verdict))
+    print(f"\nmemory reads {bandwidth / 1e9:.1f} GB/s")
+    print(table(("bar", "dtype", "found", "wanted", ""), rows))
 
 
 def print_agreement(engines: list[Engine]) -> None:
-    """How many of the first prompt's new tokens are ours in fp32: others in fp32 must agree in all."""
-    ours = next((each for each in engines if each.name == OURS and each.dtype == "fp32" and each.rounds), None)
+    """Print how many of the first prompt's tokens equal ours in fp32; others in fp32 must agree in all."""
+    ours = next((each for each in engines if each.full_name == f"{OURS} fp32" and each.rounds), None)
     tokens: list[int] = ours.rounds[0]["tokens"] if ours else []
     for engine in engines:
         if tokens and engine.rounds and engine is not ours:
@@ -186,7 +226,7 @@ def print_agreement(engines: list[Engine]) -> None:
 
 
 def contestants(options: argparse.Namespace) -> list[Engine]:
-    """Those whose names have one of the words of `--only`."""
+    """Return the engines whose names have one of the words of `--only`."""
     llama, vllm = options.llama_python or "python with llama_cpp", options.vllm_python or "python with vllm"
     known = (
         (OURS, sys.executable, "cpu_ours", ("fp32", "bf16")),
@@ -204,7 +244,6 @@ def contestants(options: argparse.Namespace) -> list[Engine]:
 
 
 def main() -> None:
-    """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir()) / "weft-bench-213m")
     parser.add_argument("--llama-python", default="", help="a python with llama-cpp-python and gguf")
@@ -219,19 +258,16 @@ def main() -> None:
     engines = contestants(options)
     torch.set_num_threads(task.threads)
     bandwidth = compare(engines, task, options.rounds)
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    title = (
-        f"{num_parameters / 1e6:.0f}M, {task.threads} threads of {os.cpu_count()}, {task.clock_name} time, load {load}"
-    )
-    results = print_table(engines, task, f"{title}, {platform.processor() or platform.machine()}")
+    title = f"{num_parameters / 1e6:.0f}M, {task.threads} threads, {task.clock_name} time; {machine()}"
+    print(title)
+    results = print_figures(engines, task)
     if task.clock_name == "wall":
         print_bars(engines, task, results, bandwidth)
     print_agreement(engines)
     if options.json:
         rounds = {engine.full_name: engine.rounds for engine in engines}
-        options.json.write_text(
-            json.dumps({"title": title, "read_bytes_s": bandwidth, "medians": results, "rounds": rounds}, indent=1)
-        )
+        record = {"title": title, "read_bytes_s": bandwidth, "medians": results, "rounds": rounds}
+        options.json.write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

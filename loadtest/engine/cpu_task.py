@@ -1,4 +1,4 @@
-"""What every engine gets in the CPU comparison, and what it reports. Standard library only: peers run it as well."""
+"""What every engine does in the CPU comparison, and what it reports. Standard library only: peers run it as well."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 VOCAB_SIZE = 32_000
 
@@ -27,21 +29,21 @@ class Task:
     dtype: str = "float32"
 
     def clock(self) -> float:
-        """Seconds of the wall, or of this process' own work: that holds on a busy machine too, with one thread."""
+        """Return seconds of the wall clock or of this process's own work, which holds for one thread if it is busy."""
         return time.process_time() if self.clock_name == "cpu" else time.perf_counter()
 
     def prompts(self, batch: int) -> list[list[int]]:
-        """The same ones for every engine; no two begin alike."""
+        """Return the prompts of a batch, the same for every engine; no two begin alike."""
         source = random.Random(batch)
         return [[source.randrange(3, VOCAB_SIZE) for _ in range(self.prompt_tokens)] for _ in range(batch)]
 
     def long_prompt(self) -> list[int]:
-        """The one to be read only."""
+        """Return the prompt of the prefill measurement."""
         source = random.Random(0)
         return [source.randrange(3, VOCAB_SIZE) for _ in range(self.prefill_tokens)]
 
     def arguments(self) -> list[str]:
-        """What `read_task` reads."""
+        """Return the command line that `read_task` reads."""
         return [
             *("--model", str(self.model), "--threads", str(self.threads)),
             *("--batches", ",".join(map(str, self.batches)), "--prompt-tokens", str(self.prompt_tokens)),
@@ -50,8 +52,18 @@ class Task:
         ]
 
 
+class Contestant(Protocol):
+    """An engine of the comparison."""
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[float], list[int]]:
+        """Return the seconds of each decode step of the whole batch, and the first prompt's new tokens."""
+
+    def warm_up_prefill(self) -> None:
+        """Do what must not count in the time of the long prompt."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The task's own options, with the values of the issue's bar."""
+    """Add the task's options, with the values of the published comparison."""
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -63,14 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_task(options: argparse.Namespace, model: Path) -> Task:
-    """From parsed arguments."""
     batches = tuple(int(each) for each in options.batches.split(","))
     sizes = options.prompt_tokens, options.new_tokens, options.prefill_tokens
     return Task(model, options.threads, batches, *sizes, options.clock)
 
 
 def read_task() -> Task:
-    """In the process of one engine."""
+    """Return the task of this process, that of one engine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")
@@ -79,25 +90,27 @@ def read_task() -> Task:
     return replace(to_task(options, options.model), dtype=options.dtype)
 
 
-class Report:
-    """One engine's figures, printed as one line of JSON at the end."""
+def run_task(task: Task, open_engine: Callable[[], Contestant], making_seconds: float = 0.0) -> None:
+    """Run the task and print its figures as a line of JSON.
 
-    def __init__(self) -> None:
-        self.first_token_at = 0.0
-        # spent before that on a file that later rounds find
-        self.making_seconds = 0.0
-        self.decode_ms: dict[int, float] = {}
-        self.prefill_seconds = 0.0
-        self.tokens: list[int] = []
-
-    def saw_first_token(self) -> None:
-        """Of the process: the clock of the whole machine, as the process' start is known outside only."""
-        self.first_token_at = self.first_token_at or time.time()
-
-    def decoded(self, batch: int, step_seconds: list[float]) -> None:
-        """The times of the steps of one batch."""
-        self.decode_ms[batch] = statistics.median(step_seconds) * 1e3
-
-    def print(self) -> None:
-        """To the process that compares."""
-        print(json.dumps(vars(self)), flush=True)
+    `making_seconds` were spent on a file that later rounds find. The first token's time is that of the machine's clock,
+    because only the parent knows when this process started.
+    """
+    engine = open_engine()
+    engine.generate(task.prompts(1), 1)
+    first_token_at, decode_ms, first_tokens = time.time(), {}, list[int]()
+    for batch in task.batches:
+        times, tokens = engine.generate(task.prompts(batch), task.new_tokens)
+        decode_ms[batch] = statistics.median(times) * 1e3
+        first_tokens = tokens if batch == 1 else first_tokens
+    engine.warm_up_prefill()
+    start = task.clock()
+    engine.generate([task.long_prompt()], 1)
+    figures = {
+        "first_token_at": first_token_at,
+        "making_seconds": making_seconds,
+        "decode_ms": decode_ms,
+        "prefill_seconds": task.clock() - start,
+        "tokens": first_tokens,
+    }
+    print(json.dumps(figures), flush=True)

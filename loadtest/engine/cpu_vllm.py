@@ -12,14 +12,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from loadtest.engine.cpu_task import Report, Task, read_task
+from loadtest.engine.cpu_task import Task, read_task, run_task
 
 PRELOADED = ("{prefix}/lib/libiomp5.so", "/usr/lib/*/libtcmalloc_minimal.so.4")
 MARK = "WEFT_BENCH_VLLM_IS_PRELOADED"
 
 
 def environment(prefix: str, threads: int) -> dict[str, str]:
-    """The libraries, of an environment at `prefix`, and settings that vLLM's manual asks for, on so many cores."""
+    """Return the preloaded libraries of an environment at `prefix`, and the settings of vLLM's manual for CPUs."""
     libraries = [path for pattern in PRELOADED for path in glob.glob(pattern.format(prefix=prefix))]
     return {
         "LD_PRELOAD": ":".join(libraries),
@@ -32,13 +32,13 @@ def environment(prefix: str, threads: int) -> dict[str, str]:
 
 
 def start_again(threads: int) -> None:
-    """The same process with what vLLM needs around it, its engine in this process."""
+    """Replace this process with one that has these settings, and the engine in it."""
     settings = {**environment(sys.prefix, threads), MARK: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.execve(sys.executable, [sys.executable, "-m", "loadtest.engine.cpu_vllm", *sys.argv[1:]], os.environ | settings)
 
 
 class Vllm:
-    """An engine with room for the task's largest batch, whose steps are called one by one."""
+    """An engine for the task's largest batch, stepped by its caller."""
 
     def __init__(self, task: Task) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -59,7 +59,7 @@ class Vllm:
         self.num_requests = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[float], list[int]]:
-        """Seconds of each step in which all sequences generate, and the first prompt's tokens."""
+        """Return the seconds of each step in which all sequences generate, and the first prompt's tokens."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -79,24 +79,15 @@ class Vllm:
                 times.append(took)
         return times, tokens[names[0]]
 
+    def warm_up_prefill(self) -> None:
+        """Nothing is left to warm up."""
+
 
 def main() -> None:
-    """All of the task; figures on standard output."""
-    task, report = read_task(), Report()
+    task = read_task()
     if MARK not in os.environ:
         start_again(task.threads)
-    vllm = Vllm(task)
-    vllm.generate(task.prompts(1), 1)
-    report.saw_first_token()
-    for batch in task.batches:
-        times, tokens = vllm.generate(task.prompts(batch), task.new_tokens)
-        report.decoded(batch, times)
-        if batch == 1:
-            report.tokens = tokens
-    start = task.clock()
-    vllm.generate([task.long_prompt()], 1)
-    report.prefill_seconds = task.clock() - start
-    report.print()
+    run_task(task, lambda: Vllm(task))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""An engine with random weights under load: through its public face, times from what its listener hears.
+"""An engine with random weights under load, through its public interface, with times from its listener.
 
-Decode begins at any context at once: the KV of the prompts is claimed to be there already, in a pool of random numbers.
+Decode begins at any context at once: the prompts' KV counts as present, in a pool of random numbers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ RESERVE_BYTES = 6 * GIB  # of a GPU, for activations and libraries
 
 @dataclass(frozen=True)
 class Settings:
-    """How the engine runs. `kv_gib` 0: what the GPU has left. `is_resident`: with F12 weights.
+    """How the engine runs.
 
-    `mixed_tokens`: of a step in which others generate, 0: as many as of any.
+    `kv_gib`: 0 takes what the GPU has left. `is_resident`: F12 weights. `mixed_tokens`: prompt tokens of a step in
+    which others generate, 0 for as many as in any step.
     """
 
     device: str
@@ -48,14 +49,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Heard:
-    """One step: when the listener heard of it, and the number of new tokens of each sequence that had any."""
+    """One step: its time, and the number of new tokens of each sequence that had any."""
 
     at: float
     tokens: dict[str, int]
 
 
 class Bench:
-    """One engine, used for one point after the other."""
+    """One engine that measures one point after the other."""
 
     def __init__(self, shape: Shape, settings: Settings) -> None:
         self.config = shape.config()
@@ -93,11 +94,11 @@ class Bench:
         self.engine.start()
 
     def close(self) -> None:
-        """Its memory is free once nobody holds it."""
+        """Stop the engine."""
         self.engine.stop()
 
     def lacks(self, batch: int, tokens: int) -> str:
-        """Why so many sequences of so many tokens cannot run at once; empty: they can."""
+        """Return why `batch` sequences of `tokens` cannot run at once, or ""."""
         if batch > self.settings.max_seqs:
             return f"{batch} sequences, the engine takes {self.settings.max_seqs}"
         if tokens >= self.config.max_positions:
@@ -108,24 +109,24 @@ class Bench:
         return ""
 
     def kv_bytes(self, batch: int, tokens: int) -> int:
-        """At most, in whole pages; one more for each sequence that grows."""
+        """Return the most KV in whole pages; one more for each sequence that grows."""
         paging: PagingPolicy = self.paging
         return batch * (paging.max_pages(tokens) + len(paging.spans)) * self.page_bytes
 
     def decode(self, batch: int, context: int, steps: int) -> list[float]:
-        """Seconds of each of `steps` steps in which all sequences generate a token."""
+        """Return the seconds of each of `steps` steps in which all sequences generate a token."""
         self._claim(batch, context, steps + 2)
         full = [heard.at for heard in self._listen(batch) if len(heard.tokens) == batch]
         return [end - start for start, end in pairwise(full)]
 
     def prefill(self, tokens: int) -> float:
-        """Seconds from asking to the one token that follows."""
+        """Return the seconds from submitting to the next token."""
         start = time.perf_counter()
         self.engine.submit(self._spec(tokens, 1))
         return self._listen(1)[-1].at - start
 
     def mixed(self, batch: int, context: int, prompt: int, steps: int) -> tuple[list[float], float, int]:
-        """Decodes while prompts arrive one behind the other: gaps between tokens, seconds, prompts that were read."""
+        """Decode while prompts arrive one after the other; return gaps between tokens, seconds, and prompts read."""
         self._claim(batch, context, steps)
         prompts: set[str] = set()
         last: dict[str, float] = {}
@@ -151,7 +152,7 @@ class Bench:
         return gaps, seconds, num_read
 
     def memory_bytes(self) -> int:
-        """The most that was taken so far: of the GPU by torch, else by the process."""
+        """Return the peak so far: of torch on the GPU, else of the process."""
         if self.settings.device != "cpu":
             return int(torch.cuda.max_memory_reserved(self.settings.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -163,7 +164,7 @@ class Bench:
         return max(free - weight_bytes(self.config) - RESERVE_BYTES, GIB)
 
     def _claim(self, batch: int, context: int, new_tokens: int) -> None:
-        """Sequences whose prompts are there; they start together, once all have their pages."""
+        """Start sequences whose prompts count as computed, together once all have their pages."""
         for _ in range(batch):
             self.engine.submit(self._spec(context, new_tokens, wait_for_kv=True))
         reserved: list[Reserved] = []
@@ -176,12 +177,12 @@ class Bench:
         name = f"bench-{next(self._names)}"
         token_ids = tuple(self._source.choices(range(self.config.vocab_size), k=prompt))
         sampling = SamplingParams(new_tokens, ignore_eos=True)
-        salt = name.encode()  # no prefix is found from an earlier point
+        salt = name.encode()  # hits no prefix of an earlier point
         mode = SequenceMode.GENERATE
         return SequenceSpec(RequestKey(name), token_ids, sampling, mode, salt, wait_for_kv=wait_for_kv)
 
     def _listen(self, num_open: int) -> list[Heard]:
-        """Until so many sequences have ended."""
+        """Return the steps until `num_open` sequences have ended."""
         found = []
         while num_open:
             at, output = self._hear()
@@ -197,7 +198,7 @@ class Bench:
 
 
 class _Device:
-    """Memory of a GPU by its address, as torch takes it from other libraries."""
+    """Memory of a GPU by its address, in the form in which torch takes it from other libraries."""
 
     def __init__(self, memory: PoolMemory, num_items: int) -> None:
         self.__cuda_array_interface__ = {
@@ -209,7 +210,7 @@ class _Device:
 
 
 def fill_with_noise(memory: PoolMemory, settings: Settings) -> None:
-    """Zeros would be no numbers for a cache: they cost less power, and so more clock, than real ones."""
+    """Fill the pool: zeros cost less power than real numbers, and so allow a higher clock."""
     num_items = memory.block_bytes * memory.num_blocks // 4
     if settings.device == "cpu":
         raw = (ctypes.c_char * (4 * num_items)).from_address(memory.address)

@@ -6,7 +6,7 @@
 
 Measures the device's own limits, attention alone, then decode, prefill and mixed load of the 8B, 70B, Scout and Kimi
 shapes, and transformers beside it where it is installed. After every point everything is in results/: results.json,
-results.md, sweep.svg. A second run goes on where the first one ended.
+results.md; `python -m loadtest.engine.results results` draws sweep.svg. A second run continues the first one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from loadtest.engine.attention import sweep_attention
 from loadtest.engine.drive import Settings
 from loadtest.engine.hf_peers import run_peers
 from loadtest.engine.limits import measure
-from loadtest.engine.report import write_report
-from loadtest.engine.results import Results
+from loadtest.engine.results import Results, write_report
 from loadtest.engine.shapes import SHAPES, Shape, weight_bytes
 from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, ShapeFailed, Sweep, facts
 from weft.capacity.layout import GIB, Gpu

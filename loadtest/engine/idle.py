@@ -1,6 +1,7 @@
-"""How long the device has nothing to do in a step of decoding.
+"""How long the device is idle in a decode step.
 
-On a GPU: the gaps between its kernels, as its own profiler times them. On a CPU: what its threads' cores did not work.
+On a GPU: the gaps between its kernels, as its profiler times them. On a CPU: the time in which the threads' cores did
+something else.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from dataclasses import dataclass
 
 import torch
 
-# Of the traced time, what is left out at either end: the first steps warm up, the last ones run dry.
+# share of the traced time that is left out at either end: the first steps warm up, the last ones run dry
 LEFT_OUT = 0.25
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Seconds of a step; None, with a reason, where nothing could be traced."""
+    """Seconds of a step; None, with a reason, when the profiler saw nothing."""
 
     seconds: float | None
     reason: str = ""
 
 
 def measure_idle(device: str, decode: Callable[[], list[float]]) -> Idle:
-    """`decode` runs steps that are all alike and returns the seconds of each."""
+    """Measure equal steps; `decode` runs them and returns the seconds of each."""
     return _cpu_idle(decode) if device == "cpu" else _gpu_idle(decode)
 
 
 def idle_share(intervals: list[tuple[float, float]]) -> float:
-    """Of the time from the first start to the last end, without its edges, the share in no interval."""
+    """Return the share of the time between the edges that is in no interval."""
     begin, end = min(start for start, _ in intervals), max(stop for _, stop in intervals)
     first, last = begin + LEFT_OUT * (end - begin), end - LEFT_OUT * (end - begin)
     idle, reached = 0.0, first
@@ -40,7 +41,7 @@ def idle_share(intervals: list[tuple[float, float]]) -> float:
 
 
 def _cpu_idle(decode: Callable[[], list[float]]) -> Idle:
-    """Of all that `decode` does, its steps have a share as they have of its time."""
+    """Attribute idle time to the steps by their share of the time of `decode`."""
     wall, work = time.perf_counter(), time.process_time()
     steps = decode()
     wall, work = time.perf_counter() - wall, time.process_time() - work

@@ -1,4 +1,4 @@
-"""What this device delivers, measured in the same run as everything that is compared with it.
+"""The device's limits, measured in the same run as everything that is compared with them.
 
 Bandwidth: the faster of reading and of copying a buffer that no cache holds. Operations: one large matrix product.
 """
@@ -23,7 +23,7 @@ CPU_SIZE, GPU_SIZE = 1536, 8192
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int = 7) -> list[float]:
-    """Of each call, after two to warm up."""
+    """Return the seconds of each call, after two to warm up."""
     times = []
     for index in range(repeats + 2):
         synchronize(device)
@@ -36,25 +36,25 @@ def seconds(call: Callable[[], object], device: str, repeats: int = 7) -> list[f
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that was asked of the device."""
+    """Wait for the device."""
     if device != "cpu":
         torch.cuda.synchronize(device)
 
 
 def read_bandwidth(device: str) -> float:
-    """Bytes a second of adding up a buffer that no cache holds; the best of several times."""
+    """Return the bytes a second of summing a buffer that no cache holds; the best of several times."""
     source = torch.zeros((CPU_BYTES if device == "cpu" else GPU_BYTES) // 4, device=device)
     return source.nbytes / min(seconds(source.sum, device))
 
 
 def measure(device: str, of_products: str | None = None) -> Gpu:
-    """As the planner takes it. Products are of float32 on a CPU, of bfloat16 on a GPU, unless asked for otherwise."""
+    """Return the device for the planner. Products are float32 on a CPU, bfloat16 on a GPU, unless given."""
     is_cpu = device == "cpu"
     dtype = DTYPES[of_products or ("float32" if is_cpu else "bfloat16")]
     size = CPU_SIZE if is_cpu else GPU_SIZE
     source = torch.zeros((CPU_BYTES if is_cpu else GPU_BYTES) // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
-    # the best call of all: a limit is what the device can do, whoever else is busy
+    # the best call: a limit is what the device can do without other load
     copying = min(seconds(lambda: target.copy_(source), device))
     bandwidth = max(read_bandwidth(device), 2 * source.nbytes / copying)
     left, right = torch.randn(2, size, size, device=device).to(dtype)
@@ -67,6 +67,6 @@ def measure(device: str, of_products: str | None = None) -> Gpu:
 
 
 def limits_of(config: ModelConfig, gpu: Gpu, dtype: str, context: int, chunk_tokens: int) -> Roofline:
-    """The planner's rooflines on measured rates. On a CPU weights are read in the dtype in which they are stored."""
+    """Return the planner's rooflines on measured rates. A CPU reads weights in the dtype in which they are stored."""
     plan = make_plan(config, Layout(), Demand(gpu, 1, context, dtype, chunk_tokens))
     return replace(plan.roofline, weights=footprint(config))

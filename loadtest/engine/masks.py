@@ -1,6 +1,6 @@
-"""`python -m loadtest.engine.masks`: what following a grammar costs a step of the engine, with weft-nano.
+"""The cost of grammar masks for a step of the engine, with weft-nano: `python -m loadtest.engine.masks`.
 
-Every sequence of the batch answers by a JSON schema of its own, and then none does, in turns; and one mask alone.
+Every sequence of the batch follows a JSON schema of its own, and then none does, in turns; and one mask alone.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import queue
 import statistics
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from safetensors.torch import load_file
 
+from loadtest.report import ROOT, machine, table, verdict
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import Constraint, SequenceMode, SequenceSpec, StepOutput
@@ -28,7 +27,7 @@ from weft.model.config import read_config
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey, SamplingParams
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "weft-nano"
+MODEL = ROOT / "models" / "weft-nano"
 PROMPT_TOKENS, TOKENS, BLOCK_TOKENS = 32, 160, 16
 DEADLINE_SECONDS = 120.0
 # of a step, for one sequence's mask
@@ -37,7 +36,7 @@ Outputs = queue.Queue[StepOutput]
 
 
 def schema(number: int) -> dict[str, Any]:
-    """Of a list that does not end before the run does; no two are the same grammar."""
+    """Return the schema of a list that outlasts the run; no two are the same grammar."""
     item = {
         "type": "object",
         "properties": {
@@ -53,12 +52,12 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def constraint(grammars: Grammars, number: int) -> Constraint:
-    """At its beginning."""
+    """Return a constraint at its beginning."""
     return grammars.compile(json.dumps({"grammars": [{"json_schema": schema(number)}]}))
 
 
 def open_engine(outputs: Outputs, threads: int) -> Engine:
-    """weft-nano as a CPU worker runs it."""
+    """Start weft-nano as a CPU worker runs it."""
     torch.set_num_threads(threads)
     config = read_config(MODEL)
     limits = EngineConfig(
@@ -76,7 +75,7 @@ def open_engine(outputs: Outputs, threads: int) -> Engine:
 
 
 def steps(engine: Engine, outputs: Outputs, name: str, constraints: list[Constraint | None]) -> list[float]:
-    """Seconds of each step in which all of them had a token."""
+    """Return the seconds of each step in which every sequence had a token."""
     for number, each in enumerate(constraints):
         sampling = SamplingParams(TOKENS, temperature=1.0, seed=number, ignore_eos=each is None)
         prompt = tuple(100 + (number * 31 + place) % 900 for place in range(PROMPT_TOKENS))
@@ -93,7 +92,7 @@ def steps(engine: Engine, outputs: Outputs, name: str, constraints: list[Constra
 
 
 def follow(one: Constraint, vocab_size: int, tokens: int) -> list[float]:
-    """Seconds of each mask of an answer, and of going on by a token that it allows; ends where the answer must."""
+    """Return the seconds of each mask of an answer and of accepting a token that it allows, until the answer ends."""
     words, seconds = np.zeros(-(-vocab_size // 32), dtype=np.int32), []
     dice = np.random.default_rng(1)
     for _ in range(tokens):
@@ -111,7 +110,6 @@ def follow(one: Constraint, vocab_size: int, tokens: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.engine.masks", description=__doc__)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
@@ -130,13 +128,15 @@ def main() -> None:
     engine.stop()
     step, constrained = statistics.median(free) * 1e3, statistics.median(masked) * 1e3
     mask = statistics.median(follow(constraint(grammars, 0), config.vocab_size, TOKENS)) * 1e3
-    print(f"load of the machine {psutil.getloadavg()[0]:.1f}, {options.threads} threads\n")
-    print(f"| batch {options.batch}, weft-nano, float32 | |\n| --- | --- |")
-    print(f"| a step, nobody constrained | {step:.2f} ms |")
-    print(f"| a step, everybody by a schema of his own | {constrained:.2f} ms ({constrained / step - 1:+.1%}) |")
     share = (constrained - step) / options.batch / step
-    print(f"| for each of them | {share:.2%} of a step (bar {BAR:.0%}: {'met' if share <= BAR else 'MISSED'}) |")
-    print(f"| one mask and going on by a token, alone | {mask * 1000:.0f} us, {mask / step:.2%} of a step |")
+    rows = [
+        ("a step without constraints", f"{step:.2f} ms"),
+        ("a step with a schema for each sequence", f"{constrained:.2f} ms ({constrained / step - 1:+.1%})"),
+        ("for each sequence", f"{share:.2%} of a step ({verdict(share <= BAR, f'{BAR:.0%}')})"),
+        ("one mask and the next token, alone", f"{mask * 1000:.0f} us, {mask / step:.2%} of a step"),
+    ]
+    print(f"{machine()}, {options.threads} threads\n")
+    print(table((f"batch {options.batch}, weft-nano, float32", ""), rows))
 
 
 if __name__ == "__main__":

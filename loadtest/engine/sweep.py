@@ -20,9 +20,9 @@ import torch
 from loadtest.engine.drive import Bench, Settings
 from loadtest.engine.idle import measure_idle
 from loadtest.engine.limits import limits_of, measure
-from loadtest.engine.report import write_report
-from loadtest.engine.results import Point, Results
+from loadtest.engine.results import Point, Results, write_report
 from loadtest.engine.shapes import SHAPES, Shape
+from loadtest.report import percentile
 from weft.capacity.layout import GIB, Gpu
 from weft.capacity.sizes import RequestedSizes, choose_sizes
 
@@ -136,10 +136,9 @@ class Sweep:
         prompt_chunk = min(point.prompt, chunk)
         prefill = limits_of(self.bench.config, self.gpu, self.settings.dtype, point.prompt, prompt_chunk).prefill()
         least = (len(gaps) + batch) / decode + num_read * point.prompt / prefill
-        ordered = sorted(gaps)
         return {
             "ms": statistics.median(gaps) * 1e3,
-            "p99_ms": ordered[int(0.99 * (len(ordered) - 1))] * 1e3,
+            "p99_ms": percentile(gaps, 99) * 1e3,
             "tok_s": len(gaps) / seconds,
             "prompt_tok_s": num_read * point.prompt / seconds,
             "of_limit": least / seconds,

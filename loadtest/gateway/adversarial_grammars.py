@@ -1,8 +1,7 @@
-"""Grammars, expressions and schemas that would take seconds to compile, or all memory.
+"""Grammars that would take seconds to compile, or all memory: `python -m loadtest.gateway.adversarial_grammars`.
 
-`python -m loadtest.gateway.adversarial_grammars` sends each to a gateway over HTTP, one at a time. The table has the
-median and longest time to the rejection; the bar is 50 ms. An accepted grammar must be harmless: the table has its
-longest mask.
+Each goes to a gateway over HTTP, one at a time. The table has the median and longest time to the rejection; the bar is
+50 ms. An accepted grammar must be harmless: the table has its longest mask.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 
 import httpx
 import orjson
-import psutil
 
 from loadtest.engine.masks import follow
 from loadtest.gateway.stacks import MODEL, Stack, weft
 from loadtest.processes import Processes
+from loadtest.report import machine, table, verdict
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import ServedModel, load_model
@@ -28,13 +27,13 @@ ANSWER_TOKENS = 128
 
 
 def doubling(start: str, sign: str, name: str) -> str:
-    """A text of two to the sixtieth letters."""
+    """Return a grammar of a text of 2^60 letters."""
     rules = "\n".join(f"{name}{i}{sign} {name}{i + 1} {name}{i + 1}" for i in range(60))
     return f'{start}{name}0\n{rules}\n{name}60{sign} "x"'
 
 
 def unions(width: int, depth: int) -> dict[str, Any]:
-    """Every combination of properties."""
+    """Return a schema with every combination of properties."""
     either = [
         {"anyOf": [{"properties": {f"p{i}{j}": {"type": "integer"}}} for j in range(width)]} for i in range(depth)
     ]
@@ -42,7 +41,7 @@ def unions(width: int, depth: int) -> dict[str, Any]:
 
 
 def nested(levels: int) -> dict[str, Any]:
-    """A schema in a schema in a schema."""
+    """Return a schema nested `levels` deep."""
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -78,7 +77,7 @@ BOMBS: dict[str, dict[str, Any]] = {
 
 
 def ask(client: httpx.Client, stack: Stack, fields: dict[str, Any]) -> tuple[int, float]:
-    """Status, and milliseconds to it."""
+    """Return the status, and milliseconds to it."""
     body = {"model": stack.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **fields}
     began = time.perf_counter()
     status = client.post("/v1/chat/completions", json=body).status_code
@@ -86,7 +85,7 @@ def ask(client: httpx.Client, stack: Stack, fields: dict[str, Any]) -> tuple[int
 
 
 def longest_mask(model: ServedModel, fields: dict[str, Any]) -> float:
-    """Milliseconds, over an answer of some tokens."""
+    """Return the milliseconds of the longest mask over an answer."""
     body = orjson.dumps({"model": model.name, "messages": [{"role": "user", "content": "hi"}], **fields})
     prepared = prepare(parse_chat(body), model, None, model.max_context_tokens)
     grammar = prepared.sequences[0].sampling.grammar
@@ -94,33 +93,31 @@ def longest_mask(model: ServedModel, fields: dict[str, Any]) -> float:
     return max(follow(model.grammars.compile(grammar.text), model.vocabulary_size, ANSWER_TOKENS)) * 1000
 
 
-def measure(stack: Stack, times: int) -> list[str]:
-    """Rows of the table."""
-    rows, model = [], load_model(MODEL, MODEL.name)
+def measure(stack: Stack, times: int) -> list[tuple[str, ...]]:
+    """Return the rows of the table."""
+    rows, model = list[tuple[str, ...]](), load_model(MODEL, MODEL.name)
     with httpx.Client(base_url=f"http://127.0.0.1:{stack.port}", timeout=60) as client:
         ask(client, stack, {"guided_regex": "a"})
         for name, fields in BOMBS.items():
             answers = [ask(client, stack, fields) for _ in range(times)]
             statuses = ", ".join(str(status) for status in sorted({status for status, _ in answers}))
             took = [milliseconds for _, milliseconds in answers]
-            verdict = "yes" if statuses == "400" and statistics.median(took) <= BAR_MS else "NO"
+            found = "yes" if statuses == "400" and statistics.median(took) <= BAR_MS else "NO"
             if statuses == "200":
-                verdict = f"harmless: a mask takes {longest_mask(model, fields):.2f} ms at most"
-            rows.append(f"| {name} | {statuses} | {statistics.median(took):.1f} ms | {max(took):.1f} ms | {verdict} |")
+                found = f"harmless: a mask takes {longest_mask(model, fields):.2f} ms at most"
+            rows.append((name, statuses, f"{statistics.median(took):.1f} ms", f"{max(took):.1f} ms", found))
     return rows
 
 
 def main() -> None:
-    """Send and print."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.adversarial_grammars", description=__doc__)
     parser.add_argument("--times", type=int, default=10)
     options = parser.parse_args()
     with Processes() as processes:
         rows = measure(weft(1)(processes, 100.0), options.times)
-    print(f"load of the machine {psutil.getloadavg()[0]:.1f}\n")
-    print(f"| {options.times} times | status | median | longest | refused within {BAR_MS:.0f} ms |")
-    print("| --- | --- | --- | --- | --- |", *rows, sep="\n")
-    print("\nMISSED" if any("| NO |" in row for row in rows) else "\nmet")
+    headings = (f"{options.times} times", "status", "median", "longest", f"rejected within {BAR_MS:.0f} ms")
+    print(f"{machine()}\n\n{table(headings, rows)}\n")
+    print(verdict(all(row[-1] != "NO" for row in rows), f"{BAR_MS:.0f} ms"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`python -m loadtest.gateway.adversarial_requests`: hostile requests, each sent many times.
+"""Hostile requests, each sent many times: `python -m loadtest.gateway.adversarial_requests`.
 
-For each: the status that it gets and the one that it should, how long that takes, how long others wait meanwhile for
-`/health`, and what the gateway's memory does: its most, and what is left when it is over.
+For each: the status that it gets and should get, how long that takes, how long `/health` takes others meanwhile, and
+the gateway's memory: its peak, and what is left at the end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import psutil
 import uvloop
 
 from loadtest.gateway.stacks import MODEL, Stack, weft
 from loadtest.processes import Processes
-from loadtest.report import verdict
+from loadtest.report import machine, table, verdict
 
 MIB = 1024 * 1024
 ANSWER_SECONDS, PROBE_SECONDS = 60.0, 0.02
@@ -35,8 +34,7 @@ LEFT_MIB = 100
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """What is written on a connection, or sent as the message of a gRPC call of `method`; `expected` is the status that
-    should come back."""
+    """Bytes for a connection, or the message of a gRPC call of `method`, and the status that should come back."""
 
     name: str
     expected: int
@@ -46,7 +44,7 @@ class Attack:
 
 @dataclass(slots=True)
 class Outcome:
-    """Over all its repetitions. Times in milliseconds, memory in bytes above what the gateway held before."""
+    """Over all repetitions. Times in milliseconds, memory in bytes above the gateway's memory before."""
 
     statuses: set[int] = field(default_factory=set)
     slowest: float = 0.0
@@ -56,36 +54,36 @@ class Outcome:
 
 
 def post(body: bytes, path: bytes = PATH) -> bytes:
-    """A POST with its length."""
+    """Return a POST with its length."""
     return b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (path, JSON, len(body), body)
 
 
 def many(path: bytes, field: bytes, each: bytes) -> bytes:
-    """A POST with a million of these in a list of that name."""
+    """Return a POST with a list of a million equal elements."""
     listed = (b"%b," % each * 10**6)[:-1]
     return post(b'{"model":"%b","max_tokens":1,"%b":[%b]}' % (MODEL.name.encode(), field, listed), path)
 
 
 def chunked(body: bytes) -> bytes:
-    """The same without a length."""
+    """Return a POST without a length."""
     pieces = [body[at : at + 65536] for at in range(0, len(body), 65536)]
     told = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     return b"POST %b HTTP/1.1\r\nhost: x\r\n%btransfer-encoding: chunked\r\n\r\n%b0\r\n\r\n" % (PATH, JSON, told)
 
 
 def chat(content: bytes, more: bytes = b"") -> bytes:
-    """A chat with this JSON as its only message's content, and further fields."""
+    """Return a chat with this JSON as its only message's content, and further fields."""
     return b'{"model":"%b","messages":[{"role":"user","content":%b}]%b}' % (MODEL.name.encode(), content, more)
 
 
 def ids(count: int) -> bytes:
-    """A DetokenizeRequest with so many token ids of one byte, packed."""
+    """Return a DetokenizeRequest with `count` packed token ids of one byte."""
     length = bytes([count >> shift & 0x7F | 0x80 for shift in (0, 7, 14)]) + bytes([count >> 21])
     return b"\x12" + length + b"\1" * count
 
 
 def head(fields: bytes) -> bytes:
-    """A request without a body."""
+    """Return a request without a body."""
     return b"GET /health HTTP/1.1\r\nhost: x\r\n%b\r\n" % fields
 
 
@@ -103,7 +101,7 @@ ATTACKS = [
     Attack("10^6 parts of a message", 400, lambda: post(chat(b"[%b]" % (b"{}," * 10**6)[:-1]))),
     Attack("10^6 stop strings", 400, lambda: post(chat(b'""', b',"stop":[%b]' % (b'"x",' * 10**6)[:-1]))),
     Attack("lists in lists, 10^6 deep", 400, lambda: post(chat(b"[" * 10**6))),
-    Attack("objects in objects, a field nobody knows", 400, lambda: post(chat(b'""', b',"x":' + b'{"a":' * 10**6))),
+    Attack("objects in objects, in an unknown field", 400, lambda: post(chat(b'""', b',"x":' + b'{"a":' * 10**6))),
     Attack("10^6 empty messages, Anthropic's", 400, lambda: many(b"/v1/messages", b"messages", b"{}")),
     Attack("10^6 messages to be counted", 400, lambda: many(b"/v1/messages/count_tokens", b"messages", b'{"a":1}')),
     Attack("10^6 items of /v1/responses", 400, lambda: many(b"/v1/responses", b"input", b'{"a":1}')),
@@ -130,7 +128,7 @@ ATTACKS = [
 
 
 async def call(stack: Stack, method: str, message: bytes) -> int:
-    """How a gRPC call ends."""
+    """Return the status of a gRPC call."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.grpc_port}") as channel:
         try:
             ask: Any = channel.unary_stream(f"{SERVICE}/{method}")
@@ -142,7 +140,7 @@ async def call(stack: Stack, method: str, message: bytes) -> int:
 
 
 async def strike(stack: Stack, data: bytes) -> int:
-    """The status of the answer, which may come before all is written. 0: none came."""
+    """Return the answer's status, which may come before all is written; 0 if none came."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
     with contextlib.suppress(OSError):
         writer.write(data)
@@ -157,7 +155,7 @@ async def strike(stack: Stack, data: bytes) -> int:
 
 
 async def watch(stack: Stack, outcome: Outcome, before: int) -> None:
-    """Until cancelled: the most memory, and the longest wait of somebody else."""
+    """Record the peak memory and the longest `/health` until cancelled."""
     (process,) = stack.measured
     while True:
         began = time.perf_counter()
@@ -169,7 +167,7 @@ async def watch(stack: Stack, outcome: Outcome, before: int) -> None:
 
 
 async def attack(stack: Stack, what: Attack, times: int) -> Outcome:
-    """So often, four at a time."""
+    """Attack `times` times, four at a time."""
     (process,) = stack.measured
     outcome, data, before = Outcome(), what.make(), int(process.memory_info().rss)
     watcher = asyncio.get_running_loop().create_task(watch(stack, outcome, before))
@@ -187,33 +185,32 @@ async def attack(stack: Stack, what: Attack, times: int) -> Outcome:
     return outcome
 
 
-async def run(stack: Stack, times: int) -> tuple[list[str], int]:
-    """Rows of the table, and bytes that the gateway holds more when all is over."""
+async def run(stack: Stack, times: int) -> tuple[list[tuple[str, ...]], int]:
+    """Return the rows, and the gateway's growth in bytes at the end."""
     await attack(stack, Attack("to warm up", 400, lambda: post(b"{}")), 40)
     (process,) = stack.measured
-    at_first, rows = int(process.memory_info().rss), []
+    at_first, rows = int(process.memory_info().rss), list[tuple[str, ...]]()
     for what in ATTACKS:
         outcome = await attack(stack, what, times)
         shown = ", ".join(map(str, sorted(outcome.statuses)))
         wrong = "" if outcome.statuses == {what.expected} else f" (expected {what.expected})"
-        memory = f"{outcome.peak / MIB:+.0f} MiB | {outcome.left / MIB:+.0f} MiB"
-        rows.append(f"| {what.name} | {shown}{wrong} | {outcome.slowest:.0f} ms | {outcome.others:.0f} ms | {memory} |")
+        memory = (f"{outcome.peak / MIB:+.0f} MiB", f"{outcome.left / MIB:+.0f} MiB")
+        rows.append((what.name, f"{shown}{wrong}", f"{outcome.slowest:.0f} ms", f"{outcome.others:.0f} ms", *memory))
     grown = int(process.memory_info().rss) - at_first
-    rows.append(f"| all of them | | | | | {grown / MIB:+.0f} MiB on {at_first / MIB:.0f} |")
+    rows.append(("all of them", "", "", "", "", f"{grown / MIB:+.0f} MiB on {at_first / MIB:.0f}"))
     return rows, grown
 
 
 def main() -> int:
-    """Attack and print. Returns the exit status."""
+    """Attack and print; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.adversarial_requests", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="each, four at a time")
     options = parser.parse_args()
     with Processes() as processes:
         rows, grown = uvloop.run(run(weft(1)(processes, 100.0), options.times))
-    print(f"load of the machine {psutil.getloadavg()[0]:.1f}\n")
-    print(f"| {options.times} times | status | slowest answer | others waited at most | memory, most | memory, left |")
-    print("| --- | --- | --- | --- | --- | --- |", *rows, sep="\n")
-    is_right, is_flat = not any("(expected" in row for row in rows), grown <= LEFT_MIB * MIB
+    headings = (f"{options.times} times", "status", "slowest", "others waited at most", "memory, peak", "memory, left")
+    print(f"{machine()}\n\n{table(headings, rows)}")
+    is_right, is_flat = not any("(expected" in row[1] for row in rows), grown <= LEFT_MIB * MIB
     print("\nevery status is right" if is_right else "\nMISSED: a status is wrong")
     print(f"memory that is left, {grown / MIB:+.0f} MiB, {verdict(is_flat, f'{LEFT_MIB} MiB')}")
     return 0 if is_right and is_flat else 1

@@ -1,7 +1,7 @@
-"""`python -m loadtest.gateway.client`: clients that cost little, so that what they talk to is the one that is busy.
+"""A client that costs little, so that the server it talks to is the busy one: `python -m loadtest.gateway.client`.
 
-Each connection asks again and again, and looks at no more of an answer than it must: where it ends, what it counts.
-Prints what it saw as JSON.
+Each connection sends requests one after another and looks only at the end of an answer and its token count. Prints what
+it saw as JSON.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ QUESTION = "What is a mesh of small services, and why would somebody build one?"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Who asks whom for what. `requests` in all, by turns over the connections. `per_second`: each connection asks at
-    set times, so many requests a second over all of them, or at once where an answer came later; 0: always at once."""
+    """`requests` in all, in turns over the connections.
 
-    port: int
-    model: str
+    With `per_second` each connection sends at set times, that many requests a second over all of them, or at once where
+    an answer came later; with 0 each sends as soon as it is answered.
+    """
+
     connections: int
     requests: int
-    max_tokens: int
-    stream: bool
+    max_tokens: int = 1
+    stream: bool = False
     per_second: float = 0.0
 
     @property
@@ -43,7 +44,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """What came of it. Times in seconds, those of requests in no order."""
+    """What the client saw. Times in seconds, latencies in no order."""
 
     seconds: float = 0.0
     client_cpu: float = 0.0
@@ -53,27 +54,28 @@ class Seen:
     errors: list[str] = field(default_factory=list)
 
 
-def request_bytes(load: Load) -> bytes:
-    """The same for everybody; the question is short."""
+def request_bytes(model: str, max_tokens: int, stream: bool, **more: Any) -> bytes:
+    """Return a chat completion with a short question as HTTP/1.1."""
     fields: dict[str, Any] = {
-        "model": load.model,
+        "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": load.max_tokens,
+        "max_tokens": max_tokens,
         "ignore_eos": True,
         "temperature": 0,
+        **more,
     }
-    if load.stream:
+    if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps(fields).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{load.port}\r\nauthorization: Bearer none\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer none\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
 
 class Asker(asyncio.Protocol):
-    """One connection. `ended` is set when there is nothing more to ask."""
+    """One connection; `ended` is set when no request is left."""
 
     def __init__(self, load: Load, question: bytes, left: list[int], seen: Seen) -> None:
         self.ended = asyncio.get_running_loop().create_future()
@@ -85,7 +87,7 @@ class Asker(asyncio.Protocol):
         self._transport = transport
 
     def begin(self, due: float) -> None:
-        """The first request at that time of the loop's."""
+        """Send the first request at a time of the loop."""
         self._due = due
         asyncio.get_running_loop().call_at(due, self._ask)
 
@@ -130,12 +132,12 @@ class Asker(asyncio.Protocol):
         self._transport.close()
 
 
-async def drive(load: Load) -> Seen:
-    """All requests, and what was seen of them."""
+async def run(port: int, model: str, load: Load) -> Seen:
+    """Send all requests."""
     loop, seen, left = asyncio.get_running_loop(), Seen(), [load.requests]
-    question, askers = request_bytes(load), []
+    question, askers = request_bytes(model, load.max_tokens, load.stream), []
     for _ in range(min(load.connections, load.requests)):
-        _, asker = await loop.create_connection(lambda: Asker(load, question, left, seen), "127.0.0.1", load.port)
+        _, asker = await loop.create_connection(lambda: Asker(load, question, left, seen), "127.0.0.1", port)
         askers.append(asker)
     start, began, own = loop.time(), time.perf_counter(), time.process_time()
     for place, asker in enumerate(askers):
@@ -146,16 +148,12 @@ async def drive(load: Load) -> Seen:
 
 
 def main() -> None:
-    """Options, drive, print."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.client", description=__doc__)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--model", default="weft-nano")
-    parser.add_argument("--connections", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--max-tokens", type=int, default=1)
-    parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--per-second", type=float, default=0.0, help="over all connections; 0: as fast as answered")
-    print(json.dumps(asdict(uvloop.run(drive(Load(**vars(parser.parse_args())))))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("port", type=int)
+    parser.add_argument("model")
+    parser.add_argument("load", type=json.loads, help="fields of Load as JSON")
+    options = parser.parse_args()
+    print(json.dumps(asdict(uvloop.run(run(options.port, options.model, Load(**options.load))))))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`python -m loadtest.gateway.constrained --count 1000`: random JSON schemas through a whole mesh, answers judged.
+"""Random JSON schemas through a whole mesh: `python -m loadtest.gateway.constrained --count 1000`.
 
-Half of them are streamed. Each that came to its end has to validate with `jsonschema`; those that were cut off at
-`--max-tokens` are counted, and not judged. Without `--url` a mesh of its own is started.
+Half of the answers are streamed. A finished answer must validate with `jsonschema`; answers that `--max-tokens` cut off
+are counted and not judged. Without `--url` it starts a mesh.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from random import Random
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
-import psutil
 from openai import AsyncOpenAI, OpenAIError
 from tests.grammars.schemas import random_schema
 
 from loadtest.local_mesh import LocalMesh
+from loadtest.report import machine, table, verdict
 
 CONCURRENCY = 16
 QUESTIONS = ("Where does the river go?", "Tell me about Ann and her dog.", "Give me some JSON.")
 
 
 async def ask(client: AsyncOpenAI, model: str, number: int, schema: dict[str, Any], max_tokens: int) -> tuple[str, str]:
-    """The answer and why it ended; every second one is streamed."""
+    """Return the answer and its finish reason; every second one is streamed."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     fields: dict[str, Any] = {
         "model": model,
@@ -48,7 +48,7 @@ async def ask(client: AsyncOpenAI, model: str, number: int, schema: dict[str, An
 
 
 async def judge(client: AsyncOpenAI, model: str, number: int, options: argparse.Namespace) -> str:
-    """What came of one schema."""
+    """Return the outcome of one schema."""
     schema = random_schema(Random(f"{options.seed}-{number}"))
     try:
         text, reason = await ask(client, model, number, schema, options.max_tokens)
@@ -66,7 +66,7 @@ async def judge(client: AsyncOpenAI, model: str, number: int, options: argparse.
 
 
 async def run(url: str, options: argparse.Namespace) -> Counter[str]:
-    """All of them, some at a time."""
+    """Ask with all schemas, CONCURRENCY at a time; return the outcomes."""
     places, counts = asyncio.Semaphore(CONCURRENCY), Counter[str]()
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         model = (await client.models.list()).data[0].id
@@ -81,7 +81,7 @@ async def run(url: str, options: argparse.Namespace) -> Counter[str]:
 
 @contextlib.contextmanager
 def mesh_at(url: str) -> Iterator[str]:
-    """The mesh that is named, or one of our own."""
+    """Yield the given URL, or that of a new mesh."""
     if url:
         yield url
         return
@@ -90,7 +90,7 @@ def mesh_at(url: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Ask, judge, print; 1 when an answer is invalid or failed."""
+    """Ask, judge and print; exit with 1 when an answer is invalid or failed."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.constrained", description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
@@ -101,12 +101,13 @@ def main() -> None:
         began = time.perf_counter()
         counts = asyncio.run(run(url, options))
     finished = counts["valid"] + counts["INVALID"]
-    print(f"load of the machine {psutil.getloadavg()[0]:.1f}, {time.perf_counter() - began:.0f} s\n")
-    print("| schemas | finished | of these valid (bar: 100 %) | cut off | failed |\n| --- | --- | --- | --- | --- |")
     share = counts["valid"] / max(1, finished)
-    print(f"| {options.count} | {finished} | {share:.2%} | {counts['cut off']} | {counts['failed']} |")
-    print("\nmet" if share == 1 and not counts["failed"] else "\nMISSED")
-    raise SystemExit(int(share < 1 or counts["failed"] > 0))
+    row = (options.count, finished, f"{share:.2%}", counts["cut off"], counts["failed"])
+    print(f"{machine()}, {time.perf_counter() - began:.0f} s\n")
+    print(table(("schemas", "finished", "of these valid", "cut off", "failed"), [row]))
+    is_met = share == 1 and not counts["failed"]
+    print(f"\n{verdict(is_met, '100 %')}")
+    raise SystemExit(not is_met)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""An OpenAI server without a model, for routers with HTTP on both sides: `python -m loadtest.gateway.fake_openai`.
+"""An OpenAI server without a model, behind the other routers: `python -m loadtest.gateway.fake_openai`.
 
-The counterpart of `fake_worker`: one chunk per token at a set pace, or as fast as the connection takes them. The
-benchmark does not count its cost.
+It writes a chunk per token at a set pace, or as fast as the connection takes them. The benchmark does not count its
+cost, but a slow server would slow the router on the same cores; so it is a bare protocol.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import httptools
 import uvloop
 
-# what a router may ask of a worker before it sends anything to it
+# what routers ask of a worker before they send requests
 FACTS: dict[str, Any] = {
     "object": "list",
     "data": [{"id": "mock", "object": "model", "created": 1, "owned_by": "mock"}],
@@ -27,7 +27,7 @@ FACTS: dict[str, Any] = {
     "dp_size": 1,
 }
 COMMON = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1, "model": "mock", "system_fingerprint": None}
-# one behind the other, as LiteLLM takes a model that repeats itself for broken
+# different words, because LiteLLM takes a model that repeats itself for broken
 WORDS = " the river runs past an old mill and then a town before it meets the sea".split(" ")[1:]
 
 
@@ -46,13 +46,13 @@ TOKENS = [frame(choices=[choice({"content": f" {word}"})], usage=None) for word 
 
 
 def ending(num_tokens: int) -> bytes:
-    """What comes behind the tokens."""
+    """Return the events after the tokens."""
     usage = {"prompt_tokens": 20, "completion_tokens": num_tokens, "total_tokens": 20 + num_tokens}
     return frame(choices=[choice({}, "length")], usage=None) + frame(choices=[], usage=usage) + b"data: [DONE]\n\n"
 
 
 def whole(num_tokens: int) -> bytes:
-    """An answer in one piece."""
+    """Return an answer that is not streamed."""
     message = {"role": "assistant", "content": " token" * num_tokens}
     usage = {"prompt_tokens": 20, "completion_tokens": num_tokens, "total_tokens": 20 + num_tokens}
     choices = [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
@@ -60,7 +60,7 @@ def whole(num_tokens: int) -> bytes:
 
 
 def chunked(data: bytes) -> bytes:
-    """As HTTP sends parts of a body whose length nobody knows."""
+    """Return an HTTP chunk."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(head + opening)
         chunks, due, said = [chunked(token) for token in TOKENS], time.monotonic(), 0
         while said < num_tokens:
-            # where nothing sets the pace, several at once
+            # without a pace, several at once
             now = 1 if self._step_seconds else min(num_tokens - said, len(chunks))
             self._transport.write(b"".join(chunks[place % len(chunks)] for place in range(said, said + now)))
             said += now
@@ -133,14 +133,13 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(port: int, steps_per_second: float) -> None:
-    """Until the process is ended."""
+    """Serve until the process ends."""
     step_seconds = 1 / steps_per_second if steps_per_second else 0.0
     server = await asyncio.get_running_loop().create_server(lambda: Connection(step_seconds), "127.0.0.1", port)
     await server.serve_forever()
 
 
 def main() -> None:
-    """Options, then serve."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.fake_openai", description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--steps-per-second", type=float, default=0.0, help="0: as fast as they are taken")

@@ -1,7 +1,7 @@
-"""`python -m loadtest.gateway.fake_worker`: a worker without a model. It joins a scheduler, and answers in step frames.
+"""A worker without a model, which joins a scheduler and answers in step frames: `loadtest.gateway.fake_worker`.
 
-Below the gateway's seam: token ids come out at a set pace, or as fast as the gateway takes them. It says what a text
-says, from its beginning again and again, whatever it is asked. What its frames held is to be read at `--metrics-port`.
+Token ids come at a set pace, or as fast as the gateway takes them. Every answer is the same text, again and again.
+`--metrics-port` serves counters of the frames and the tokens in them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
 @dataclass(slots=True)
 class Speaker:
-    """A sequence under way: its next token, and how many are still to come."""
+    """A running sequence: the place of its next token, and the number of tokens left."""
 
     key: common_pb2.RequestKey
     num_left: int
@@ -45,7 +45,7 @@ class Speaker:
 
 
 class Stage:
-    """Who speaks to one gateway; `begun` while some have not said anything yet, `is_under_way` since the first step."""
+    """The sequences of one gateway: `begun` is set while some have no token, `is_under_way` since the first step."""
 
     def __init__(self) -> None:
         self.speakers: dict[str, Speaker] = {}
@@ -54,32 +54,32 @@ class Stage:
         self._fresh: list[str] = []
 
     def enter(self, start: pb.StartSequence) -> None:
-        """What was said elsewhere counts."""
+        """Start a sequence behind the tokens that it resumes from."""
         said, name = start.resumed_tokens, start.key.request_id
         self.speakers[name] = Speaker(start.key, start.sampling.max_tokens - said, said)
         self._fresh.append(name)
         self.begun.set()
 
     async def has_begun(self, until: float) -> bool:
-        """Before it is `until` in the loop's time."""
+        """Wait for a new sequence until a time of the loop; return whether one came."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 return await self.begun.wait()
         return False
 
     def take_fresh(self) -> list[str]:
-        """Those who have not said anything yet."""
+        """Return the names of sequences without a token."""
         fresh, self._fresh = self._fresh, []
         self.begun.clear()
         return fresh
 
 
 class Source(decode_service_pb2_grpc.DecodeServiceServicer):
-    """DecodeService out of thin air: a step gives every sequence of a gateway one token."""
+    """DecodeService without a model: a step gives every sequence of a gateway one token."""
 
     def __init__(self, token_ids: list[int], step_seconds: float, at_once: int) -> None:
-        """`step_seconds` 0: a step whenever the stream takes a frame. Who has begun waits with the first step until
-        there are `at_once` sequences, those of all gateways counted."""
+        """With `step_seconds` 0 a step runs whenever the stream takes a frame. The first step waits for `at_once`
+        sequences over all gateways."""
         self._token_ids = token_ids
         self._step_seconds = step_seconds
         self._at_once = at_once
@@ -88,11 +88,11 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
 
     @property
     def num_running(self) -> int:
-        """Sequences under way."""
+        """Running sequences of all gateways."""
         return sum(len(stage.speakers) for stage in self._stages)
 
     async def Attach(self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any) -> None:  # type: ignore[override]
-        """One gateway."""
+        """Serve one gateway."""
         stage = Stage()
         self._stages.append(stage)
         async with asyncio.TaskGroup() as group:
@@ -106,7 +106,7 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
             writer.cancel()
 
     async def _write(self, stage: Stage, context: Any) -> None:
-        """First tokens come at once, as they come from prefill; the others by steps."""
+        """Write first tokens at once, as prefill does, and the others by steps."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -119,7 +119,7 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
             elif not stage.is_under_way:
                 await self._gather()
                 stage.is_under_way = True
-                continue  # first tokens of those who came meanwhile go before the step
+                continue  # new sequences get their first tokens before the step
             else:
                 due += self._step_seconds
                 frame = self._step(stage.speakers, list(stage.speakers))
@@ -129,7 +129,7 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
                 await context.write(frame)
 
     async def _gather(self) -> None:
-        """Until there are enough, or no more seem to come."""
+        """Wait for `at_once` sequences, or for GATHER_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GATHER_SECONDS):
                 while self.num_running < self._at_once:
@@ -158,7 +158,7 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
 
 
 async def be_member(scheduler: str, address: str, model: str, source: Source) -> None:
-    """Join, and report for as long as the process lives."""
+    """Join the scheduler and report without end."""
     hello = scheduler_pb.WorkerHello(
         worker=scheduler_pb.WorkerAddress(worker_id=WORKER_ID, boot_id=BOOT_ID, address=address),
         role=common_pb2.WORKER_ROLE_BOTH,
@@ -178,7 +178,7 @@ async def be_member(scheduler: str, address: str, model: str, source: Source) ->
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Until a signal."""
+    """Serve until a signal arrives."""
     tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
     token_ids = tokenizer.encode((ROOT / "docs" / "bundles.md").read_text(), add_special_tokens=False).ids
     rpc = RpcServer([SERVICE])
@@ -193,7 +193,6 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Options, then serve."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.fake_worker", description=__doc__)
     parser.add_argument("--scheduler", required=True, help="host:port")
     parser.add_argument("--model", required=True, help="directory of the tokenizer")

@@ -1,4 +1,4 @@
-"""What is measured, each before something that costs next to nothing: Weft's gateway, and other people's routers."""
+"""Weft's gateway and other routers, each in front of a backend without a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.cli.layout import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "weft-nano"
-# sequences in a step of the source where nothing sets the pace: as many as there are clients
+# sequences in a step of the fake worker without a pace: as many as there are clients
 AT_ONCE = 32
 NGINX_CONF = """
 worker_processes 1;
@@ -49,9 +49,11 @@ general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}
 
 @dataclass(slots=True)
 class Stack:
-    """Something that answers at `port`; `measured` is what its CPU is counted of, `beside` what works with it by name,
-    `client_cores` where clients are to stay; none: anywhere. `private_ports`: where each of Weft's gateways counts;
-    `source_port`: where the worker without a model does; `grpc_port`: Weft's other face."""
+    """A router that answers at `port`.
+
+    The CPU of `measured` counts; `beside` has the other processes by name. Clients keep to `client_cores`, if any.
+    `private_ports` serve the metrics of each of Weft's gateways, `source_port` those of the worker without a model.
+    """
 
     port: int
     model: str
@@ -68,14 +70,14 @@ Starter = Callable[[Processes, float], Stack]
 
 
 def weft(num_gateways: int = 1, gateway_cores: Sequence[int] = (), other_cores: Set[int] = frozenset()) -> Starter:
-    """A real scheduler, gateways that share their ports, each on one of the cores by turns, and the source in place of
-    a worker."""
+    """Return a starter of a scheduler, gateways that share their ports, each on one of the cores, and a fake worker."""
 
     def start(processes: Processes, steps_per_second: float) -> Stack:
         scheduler_port, port, grpc_port, source_port, *private_ports = free_ports(4 + num_gateways)
         scheduler = f"127.0.0.1:{scheduler_port}"
         quiet = {"WEFT_LOG_LEVEL": "WARNING", "GRPC_VERBOSITY": "ERROR"}
-        own = {"WEFT_PORT": str(scheduler_port)}
+        # no SLO: bursts of 128 requests measure the gateway, not admission
+        own = {"WEFT_PORT": str(scheduler_port), "WEFT_SLO": "0/0"}
         placing = processes.start([sys.executable, "-m", "weft_services.scheduler"], quiet | own, other_cores)
         source = [sys.executable, "-m", "loadtest.gateway.fake_worker", "--scheduler", scheduler, "--name", MODEL.name]
         source += ["--model", str(MODEL), "--steps-per-second", str(steps_per_second)]
@@ -106,7 +108,7 @@ def weft(num_gateways: int = 1, gateway_cores: Sequence[int] = (), other_cores: 
 
 
 def bare(processes: Processes, steps_per_second: float) -> Stack:
-    """The mock server that stands behind other people's routers, asked without any of them."""
+    """Start the mock server alone."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "loadtest.gateway.fake_openai", "--port", str(port)]
     backend = processes.start([*command, "--steps-per-second", str(steps_per_second)])
@@ -115,7 +117,7 @@ def bare(processes: Processes, steps_per_second: float) -> Stack:
 
 
 def router(command: Callable[[int, int], list[str]], ready: str) -> Starter:
-    """One that a command starts, given its port and the backend's."""
+    """Return a starter for a command that takes the router's port and the backend's."""
 
     def start(processes: Processes, steps_per_second: float) -> Stack:
         backend, (port,) = bare(processes, steps_per_second).port, free_ports(1)
@@ -127,7 +129,7 @@ def router(command: Callable[[int, int], list[str]], ready: str) -> Starter:
 
 
 def nginx(binary: str) -> Starter:
-    """A plain proxy: the floor."""
+    """Return a plain proxy, the lower bound."""
 
     def command(port: int, backend: int) -> list[str]:
         folder = Path(tempfile.mkdtemp(prefix="weft-nginx-"))
@@ -138,7 +140,7 @@ def nginx(binary: str) -> Starter:
 
 
 def sglang(python: str) -> Starter:
-    """sglang-router, with the policy that looks at prefixes."""
+    """Return sglang-router with its prefix-aware policy."""
 
     def command(port: int, backend: int) -> list[str]:
         where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_ports(1)[0])]
@@ -148,7 +150,7 @@ def sglang(python: str) -> Starter:
 
 
 def vllm(python: str) -> Starter:
-    """vllm-router, likewise."""
+    """Return vllm-router with its prefix-aware policy."""
 
     def command(port: int, backend: int) -> list[str]:
         where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_ports(1)[0])]
@@ -162,7 +164,7 @@ def _worker(backend: int) -> list[str]:
 
 
 def litellm(python: str) -> Starter:
-    """LiteLLM's proxy, one worker process."""
+    """Return LiteLLM's proxy with one worker process."""
 
     def command(port: int, backend: int) -> list[str]:
         config = Path(tempfile.mkdtemp(prefix="weft-litellm-")) / "config.yaml"
@@ -181,7 +183,7 @@ PEERS: dict[str, Callable[[str], Starter]] = {
 
 
 def find_peers(folder: Path | None) -> dict[str, Starter | None]:
-    """Those that are here, as `peers.sh` made them; the others have None. nginx is a program of the system."""
+    """Return starters of the routers that `peers.sh` installed, None for the others. nginx is the system's."""
     found: dict[str, Starter | None] = {}
     for name, make in PEERS.items():
         program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin") if name == "nginx" else None

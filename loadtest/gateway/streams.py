@@ -1,193 +1,132 @@
-"""`python -m loadtest.gateway.streams`: ten thousand streams on one gateway that hardly say anything, and clients that
-do not read.
+"""Ten thousand quiet streams on one gateway, and clients that do not read: `python -m loadtest.gateway.streams`.
 
-First: what a stream takes of the gateway's memory while it waits, and whether each has all its tokens in the end. Then:
-how far apart tokens come for clients that read, alone and beside clients that have stopped reading.
+First: the gateway's memory for a waiting stream, and whether each stream has all its tokens in the end. Then: how far
+apart tokens arrive at clients that read, alone and beside clients that have stopped reading.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import statistics
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
-import psutil
 import uvloop
 
-from loadtest.gateway.client import COUNT, QUESTION
+from loadtest.gateway.client import COUNT, TAIL_BYTES, request_bytes
 from loadtest.gateway.stacks import Stack, weft
 from loadtest.processes import Processes, cpu_seconds
+from loadtest.report import machine, percentile, table
 from weft.file_descriptors import raise_fd_limit
 
 # idle streams: a token every ten seconds
 IDLE_STEP_SECONDS, IDLE_TOKENS = 10.0, 13
 OPENED_AT_A_TIME = 64
-# readers: 200 tokens a second for each; whoever does not read asks for many choices, to fill what lies between sooner
+# 200 tokens a second for each reader; a client that does not read asks for many choices, to fill the buffers sooner
 BUSY_STEPS, BUSY_TOKENS, NUM_READERS = 200.0, 1500, 16
 STALLED_CHOICES = 16
+READ_BYTES = 1 << 16
 WAIT_SECONDS = 300.0
 
 
-@dataclass(slots=True)
-class Told:
-    """What one client saw; `gaps` in seconds."""
+class Stream:
+    """One stream that has begun; `gaps` are seconds between two pieces."""
 
-    num_events: int = 0
-    num_tokens: int = 0
-    is_whole: bool = False
-    last_words: bytes = b""
-    gaps: list[float] = field(default_factory=list)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes) -> None:
+        self._reader, self.writer, self._tail = reader, writer, first
+        self.gaps: list[float] = []
 
+    async def read(self) -> None:
+        """Read to the end."""
+        last = time.perf_counter()
+        while not self._tail.endswith(b"0\r\n\r\n") and (data := await self._reader.read(READ_BYTES)):
+            now = time.perf_counter()
+            self.gaps.append(now - last)
+            last, self._tail = now, (self._tail + data)[-TAIL_BYTES:]
+        self.writer.close()
 
-class Listener(asyncio.Protocol):
-    """One stream. One that does not read asks, and takes nothing from its socket after the first piece."""
-
-    def __init__(self, question: bytes, reads: bool = True) -> None:
-        loop = asyncio.get_running_loop()
-        self.told, self.begun, self.ended = Told(), loop.create_future(), loop.create_future()
-        self._question, self._reads = question, reads
-        self._tail, self._last = b"", 0.0
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        transport.write(self._question)
-
-    def data_received(self, data: bytes) -> None:
-        now, count = time.perf_counter(), data.count(b"data: ")
-        if count and self._last:
-            self.told.gaps.append(now - self._last)
-        self._last = now if count else self._last
-        self.told.num_events += count
-        self._tail = (self._tail + data)[-1024:]
-        if not self.begun.done():
-            self.begun.set_result(None)
-        if not self._reads:
-            self._transport.pause_reading()
-        elif self._tail.endswith(b"0\r\n\r\n"):
-            self.told.is_whole = b"data: [DONE]" in self._tail
-            self.told.num_tokens = int((COUNT.findall(self._tail) or [b"0"])[-1])
-            self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """It is over, whatever it has seen."""
-        self.told.last_words = self._tail
-        for future in (self.begun, self.ended):
-            if not future.done():
-                future.set_result(None)
-        self._transport.close()
+    def lacks(self, num_tokens: int) -> str:
+        """Return the end of a stream that has not ended with so many tokens, or ""."""
+        is_whole = b"data: [DONE]" in self._tail and COUNT.findall(self._tail)[-1:] == [b"%d" % num_tokens]
+        return "" if is_whole else repr(self._tail[-200:])
 
 
-def question(stack: Stack, max_tokens: int, choices: int = 1) -> bytes:
-    """A streamed chat."""
-    fields = {
-        "model": stack.model,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "n": choices,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    body = json.dumps(fields).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
-    return head + b"%d\r\n\r\n%b" % (len(body), body)
+async def open_stream(stack: Stack, max_tokens: int, choices: int = 1) -> Stream:
+    """Send a request and wait for the first piece."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(request_bytes(stack.model, max_tokens, stream=True, n=choices))
+    return Stream(reader, writer, await asyncio.wait_for(reader.read(READ_BYTES), WAIT_SECONDS))
 
 
-async def listen(stack: Stack, max_tokens: int, reads: bool = True) -> Listener:
-    """A stream that has begun."""
-    asked = question(stack, max_tokens, 1 if reads else STALLED_CHOICES)
-    loop = asyncio.get_running_loop()
-    _, listener = await loop.create_connection(lambda: Listener(asked, reads), "127.0.0.1", stack.port)
-    await asyncio.wait_for(asyncio.shield(listener.begun), WAIT_SECONDS)
-    return listener
+async def open_streams(stack: Stack, count: int, max_tokens: int) -> list[Stream]:
+    """Open streams, some at a time."""
+    slots = asyncio.Semaphore(OPENED_AT_A_TIME)
 
-
-async def listen_all(stack: Stack, count: int, max_tokens: int) -> list[Listener]:
-    """So many streams, opened some at a time."""
-    places = asyncio.Semaphore(OPENED_AT_A_TIME)
-
-    async def one() -> Listener:
-        async with places:
-            return await listen(stack, max_tokens)
+    async def one() -> Stream:
+        async with slots:
+            return await open_stream(stack, max_tokens)
 
     return await asyncio.gather(*(one() for _ in range(count)))
 
 
-def rss(stack: Stack) -> int:
-    """Bytes that the gateway holds."""
-    return sum(int(process.memory_info().rss) for process in stack.measured)
+async def read_all(streams: list[Stream]) -> None:
+    await asyncio.wait_for(asyncio.gather(*(stream.read() for stream in streams)), WAIT_SECONDS)
+
+
+def rss_mib(stack: Stack) -> float:
+    """Return the gateway's memory."""
+    return sum(int(process.memory_info().rss) for process in stack.measured) / 2**20
 
 
 async def idle_streams(stack: Stack, count: int) -> list[tuple[str, str]]:
-    """All of them at once; rows of a table."""
-    for listener in await listen_all(stack, OPENED_AT_A_TIME, 1):
-        await listener.ended
-    before, began = rss(stack), time.perf_counter()
-    listeners = await listen_all(stack, count, IDLE_TOKENS)
-    opened = time.perf_counter() - began
-    at_once = sum(not listener.ended.done() for listener in listeners)
-    held, cpu, began = rss(stack), cpu_seconds(stack.measured), time.perf_counter()
-    await asyncio.wait_for(asyncio.gather(*(listener.ended for listener in listeners)), WAIT_SECONDS)
+    """Return the rows of the first part."""
+    await read_all(await open_streams(stack, OPENED_AT_A_TIME, 1))
+    before, began = rss_mib(stack), time.perf_counter()
+    streams = await open_streams(stack, count, IDLE_TOKENS)
+    opened, held = time.perf_counter() - began, rss_mib(stack)
+    cpu, began = cpu_seconds(stack.measured), time.perf_counter()
+    await read_all(streams)
     load = (cpu_seconds(stack.measured) - cpu) / (time.perf_counter() - began)
-    broken = [each.told for each in listeners if not each.told.is_whole or each.told.num_tokens != IDLE_TOKENS]
-    for told in broken[:5]:
-        print(f"not whole: {told.num_tokens} tokens, {told.num_events} events, ... {told.last_words[-200:]!r}")
+    broken = [end for stream in streams if (end := stream.lacks(IDLE_TOKENS))]
+    for end in broken[:5]:
+        print(f"not whole: ... {end}")
+    per_stream = f"{(held - before) / count * 1024:.1f} KiB"
     return [
         ("streams opened", f"{count:,} in {opened:.1f} s"),
-        ("open at once", f"{at_once:,}"),
         ("dropped, or not whole in the end (bar: 0)", f"{len(broken):,}"),
-        (
-            "gateway's memory before / with all / a stream",
-            f"{_mib(before)} / {_mib(held)} / {(held - before) / count / 1024:.1f} KiB",
-        ),
-        ("gateway's memory after", _mib(rss(stack))),
+        ("gateway's memory before / with all / a stream", f"{before:.0f} MiB / {held:.0f} MiB / {per_stream}"),
+        ("gateway's memory after", f"{rss_mib(stack):.0f} MiB"),
         ("gateway's CPU while they wait", f"{load:.0%} of a core"),
     ]
 
 
 async def slow_readers(stack: Stack, num_stalled: int) -> list[tuple[str, str]]:
-    """Readers alone, then beside clients that do not read."""
+    """Return rows of readers alone, and beside clients that do not read."""
     rows = []
     for stalled in (0, num_stalled):
-        silent = [await listen(stack, BUSY_TOKENS, reads=False) for _ in range(stalled)]
-        readers = await listen_all(stack, NUM_READERS, BUSY_TOKENS)
-        await asyncio.wait_for(asyncio.gather(*(reader.ended for reader in readers)), WAIT_SECONDS)
-        gaps = sorted(gap * 1000 for reader in readers for gap in reader.told.gaps)
-        whole = sum(reader.told.is_whole for reader in readers)
-        shown = f"p50 {statistics.median(gaps):.1f} ms, p99 {gaps[int(0.99 * len(gaps))]:.1f} ms, {whole} whole"
+        silent = [await open_stream(stack, BUSY_TOKENS, STALLED_CHOICES) for _ in range(stalled)]
+        readers = await open_streams(stack, NUM_READERS, BUSY_TOKENS)
+        await read_all(readers)
+        gaps = [gap * 1000 for reader in readers for gap in reader.gaps]
+        whole = sum(not reader.lacks(BUSY_TOKENS) for reader in readers)
+        shown = f"p50 {percentile(gaps, 50):.1f} ms, p99 {percentile(gaps, 99):.1f} ms, {whole} whole"
         rows.append((f"between two pieces, {NUM_READERS} readers beside {stalled} that do not read", shown))
-        for listener in silent:
-            listener.close()
+        for stream in silent:
+            stream.writer.transport.abort()
     return rows
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
-
-
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.streams", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--stalled", type=int, default=4, help="clients that do not read")
     options = parser.parse_args()
     if (hard := raise_fd_limit()) < options.streams + 1000:
         parser.error(f"--streams {options.streams}: this user may have {hard} files open (ulimit -n)")
-    rows = []
     with Processes() as processes:
-        rows += uvloop.run(idle_streams(weft(1)(processes, 1 / IDLE_STEP_SECONDS), options.streams))
+        rows = uvloop.run(idle_streams(weft(1)(processes, 1 / IDLE_STEP_SECONDS), options.streams))
     with Processes() as processes:
         rows += uvloop.run(slow_readers(weft(1)(processes, BUSY_STEPS), options.stalled))
-    print(f"load of the machine {psutil.getloadavg()[0]:.1f}\n\n| | |\n| --- | --- |")
-    for name, value in rows:
-        print(f"| {name} | {value} |")
+    print(f"{machine()}\n\n{table(('', ''), rows)}")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loadtest.kernels.ahead import compile_ahead
 from loadtest.kernels.roofline import GIGA, TERA, Roofline, Work, measure
 from weft_kernels.cuda_graphs import seconds_in_graph
 from weft_kernels.packed import F12, pack_f12
@@ -45,6 +48,9 @@ GOALS = {(1, 64): 1.20, (128, 128): 1.05, (256, 1024): 0.85}
 STD = 0.02
 ESCAPE = 1e-9
 ESCAPES_EVERY = 3000
+# rows of weights of a compiled tile: too few for each program to have a tile
+COMPILED_OUTPUTS = 256
+Job = tuple[int, int, dict[str, int]]
 # several times what a cache holds, in twelve bits
 COPIED_BYTES = 300 << 20
 
@@ -154,6 +160,53 @@ def table(found: list[Line]) -> Iterator[str]:
         logs = [math.log(line.theirs / line.ours) for line in found if least <= line.rows <= most]
         mean = math.exp(sum(logs) / len(logs))
         yield f"- {least} to {most} rows: {mean:.2f} times as fast, geometric mean of {len(logs)} (goal {goal:.2f})"
+
+
+def compile_ahead(sizes: Iterable[tuple[int, int]]) -> None:
+    """Compile the tiles to try for (columns, rows), on all processors, into Triton's cache.
+
+    The GPU would wait for them one by one.
+    """
+    began = time.monotonic()
+    jobs = _jobs(sizes)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(len(jobs), (os.cpu_count() or 1) - 1)), spawn) as pool:
+        failed = [said for said in pool.map(_compile, jobs) if said]
+    seconds = time.monotonic() - began
+    print(f"{len(jobs)} tiles compiled in {seconds:.0f} s, {len(failed)} refused", file=sys.stderr, flush=True)
+
+
+def _jobs(sizes: Iterable[tuple[int, int]]) -> list[Job]:
+    """Return the slowest compilations first; the number of programs that share a product makes no other kernel."""
+    from weft_kernels.packed import hopper, tuning
+
+    found: dict[str, Job] = {}
+    for columns, rows in sorted(set(sizes), reverse=True):
+        usual = tuning.candidates("F12", rows) if rows <= 128 else []
+        for_hopper = hopper.candidates(rows) if rows <= hopper.MOST_ROWS else []
+        for tiles in (*for_hopper, *usual):
+            kept = {name: size for name, size in tiles.items() if name not in ("programs", "EVEN")}
+            is_any_width = hopper.is_hopper_tiles(tiles)
+            found.setdefault(f"{is_any_width or columns} {sorted(kept.items())}", (columns, rows, kept))
+    return sorted(found.values(), key=lambda job: not hopper.is_hopper_tiles(job[2]))
+
+
+def _compile(job: Job) -> str:
+    """Return the error of a refused tile, or ""."""
+    from weft_kernels.packed import hopper, pack_f12
+    from weft_kernels.packed.linear import gemm
+    from weft_kernels.packed.tuning import REFUSALS
+
+    columns, rows, tiles = job
+    weight = pack_f12(torch.randn(COMPILED_OUTPUTS, columns, device="cuda").bfloat16())
+    x = torch.randn(rows, columns, device="cuda").bfloat16()
+    if hopper.is_hopper_tiles(tiles) and not hopper.can_run(x, weight):
+        return ""
+    try:
+        gemm(x, weight, None, dict(tiles))
+    except REFUSALS as error:  # tuning leaves these out
+        return str(error)
+    return ""
 
 
 def main() -> int:

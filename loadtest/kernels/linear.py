@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
+from loadtest.report import table
 from weft_kernels.linear import linear, pack
 from weft_kernels.native import CHOICE, native
 
@@ -82,24 +81,19 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=1024)
     parser.add_argument("--matrices", type=int, default=12)
     options = parser.parse_args()
-    console = Console(width=140)
     weights = [torch.randn(options.outputs, options.inputs).bfloat16() for _ in range(options.matrices)]
     kernels = "C++" if native() else "torch"
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
-        title = (
-            f"{options.matrices} x [{options.outputs}, {options.inputs}] bf16, {threads} threads, {kernels} ({CHOICE})"
-        )
-        table = Table(
-            "rows", "way", "ms", "GFLOP/s", "GB/s", title=f"{title}; memory reads {read_bandwidth():.1f} GB/s"
-        )
+        title = f"{options.matrices} x [{options.outputs}, {options.inputs}] bf16, {threads} threads, {kernels}"
+        print(f"{title} ({CHOICE}); memory reads {read_bandwidth():.1f} GB/s")
+        rows: list[tuple[str, ...]] = []
         for num_rows in map(int, options.rows.split(",")):
             for way, (seconds, num_bytes) in measure(weights, num_rows).items():
                 flops = 2 * num_rows * sum(weight.numel() for weight in weights)
                 rates = f"{flops / seconds / 1e9:.0f}", f"{num_bytes / seconds / 1e9:.1f}"
-                table.add_row(str(num_rows), way, f"{seconds * 1e3:.2f}", *rates)
-            table.add_section()
-        console.print(table)
+                rows.append((f"{num_rows} rows, {way}", f"{seconds * 1e3:.2f}", *rates))
+        print(table(("", "ms", "GFLOP/s", "GB/s"), rows))
 
 
 if __name__ == "__main__":

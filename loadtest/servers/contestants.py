@@ -84,7 +84,7 @@ def vllm(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
 def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
     """Return llama.cpp's server, which lies beside `python`, with a slot for each client; converts to GGUF first."""
     made = subprocess.run(
-        [str(python), "-m", "loadtest.servers.to_gguf", str(model), dtype],
+        [str(python), "-m", "loadtest.engine.gguf_model", str(model), dtype],
         cwd=ROOT,
         capture_output=True,
         text=True,

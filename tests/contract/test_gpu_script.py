@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from loadtest.engine.idle import idle_share
+from loadtest.engine.results import Results, panels
+from loadtest.plots import save_plot
 
 ROOT = Path(__file__).parents[2]
 # What Weft needs elsewhere, and a machine with nothing but torch and triton has not.
@@ -60,8 +62,11 @@ def test_the_gpu_benchmark_runs_on_torch_alone_and_goes_on_where_it_ended(tmp_pa
     text = (tmp_path / "results.md").read_text()
     assert "## weft, Kimi: decode" in text
     assert "transformers is not on this machine" in text
-    plot = ElementTree.parse(tmp_path / "sweep.svg").getroot()
-    assert len([each for each in plot.iter() if each.tag.endswith("polyline")]) == 8  # two contexts, two shapes
+    drawn = panels(Results.open(tmp_path / "results.json", 0.0))
+    assert [(len(panel.lines), len(panel.limits)) for panel in drawn] == [(2, 2), (2, 2)]  # two contexts, two shapes
+    save_plot(tmp_path / "sweep.svg", drawn)
+    ids = [each.get("id", "") for each in ElementTree.parse(tmp_path / "sweep.svg").getroot().iter()]
+    assert {"axes_1", "axes_2"} <= set(ids)
 
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
