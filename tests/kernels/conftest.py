@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.device import ISAS
+from weft_kernels.native import CHOICE
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -16,6 +19,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(params=ISAS or [""])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every instruction set that this machine has."""
+    if not request.param:
+        pytest.skip("no build for this processor")
+    monkeypatch.setenv(CHOICE, request.param)
+    return str(request.param)
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.test_linear import ISAS
 from tests.kernels.test_paged_attention import BATCHES, NUM_BLOCKS, NUM_LAYERS, make_batch
 from weft_kernels.latent_attention import latent_attention, latent_attention_reference
-from weft_kernels.native import CHOICE
 from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
 from weft_kernels.paged_attention.cpu import make_cpu_batch
 
@@ -16,14 +14,7 @@ SPANS = [FULL, KeySpan(1), KeySpan(6), KeySpan(0, 5), KeySpan(3, 8)]
 SHAPES = [((4, 4), 16), ((6, 2), 64), ((7, 1), 80), ((8, 2), 128), ((5, 1), 32), ((6, 2), 10), ((40, 1), 24)]
 MIXED = [(1, 17), (3, 9), (1, 3), (8, 30), (20, 21), (1, 5), (9, 9)]
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no build for this processor")
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every instruction set that this machine has."""
-    monkeypatch.setenv(CHOICE, request.param)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @pytest.mark.parametrize("span", SPANS)

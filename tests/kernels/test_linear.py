@@ -10,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.device import ISAS
 from weft_kernels.linear import linear, linear_reference, pack
 from weft_kernels.native import CHOICE, load, processor
-from weft_kernels.native.build import FLAGS
 from weft_kernels.native.processor import most_isa
 
-ISAS = list(FLAGS)[: list(FLAGS).index(most_isa()) + 1] if most_isa() in FLAGS else []
 DTYPES = [torch.float32, torch.bfloat16]
 COLUMNS = (1, 7, 31, 33, 257)
 
 
 @pytest.fixture(params=[*ISAS, "torch"])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every way of computing that this machine has."""
     monkeypatch.setenv(CHOICE, request.param)
     return str(request.param)
@@ -38,7 +37,7 @@ def close(out: Tensor, x: Tensor, weight: Tensor, tolerance: float = 1e-6) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_odd_shapes_come_out_as_the_exact_product_of_the_widened_weights(
-    isa: str, columns: int, dtype: torch.dtype
+    way: str, columns: int, dtype: torch.dtype
 ) -> None:
     for num_outputs in COLUMNS:
         weight = torch.randn(num_outputs, columns).to(dtype)
@@ -49,14 +48,14 @@ def test_odd_shapes_come_out_as_the_exact_product_of_the_widened_weights(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_inputs_that_are_taken_in_several_turns(isa: str, dtype: torch.dtype) -> None:
+def test_rows_and_inputs_that_are_taken_in_several_turns(way: str, dtype: torch.dtype) -> None:
     """More rows than caches hold, more inputs than one slice has, and outputs that end within a panel."""
     for num_rows, columns in ((97, 1030), (251, 300), (517, 520)):
         weight, x = torch.randn(75, columns).to(dtype), torch.randn(num_rows, columns)
         packed = pack(weight, torch.float32)
         out = linear(x, packed)
         close(out, x, weight)
-        if isa != "torch":  # sums run over the inputs in one order, whatever rows stand beside
+        if way != "torch":  # sums run over the inputs in one order, whatever rows stand beside
             assert torch.equal(out[40:43], linear(x[40:43], packed))
 
 
@@ -84,7 +83,7 @@ def near(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     assert ((out - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * scale).all()
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_bfloat16_activations_are_rounded_once_at_the_end(has_bias: bool) -> None:
     for num_rows, inputs, outputs in (
@@ -98,19 +97,6 @@ def test_bfloat16_activations_are_rounded_once_at_the_end(has_bias: bool) -> Non
         x, weight = torch.randn(num_rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
         bias = torch.randn(outputs).bfloat16() if has_bias else None
         near(linear(x, pack(weight, torch.bfloat16), bias), x, weight, bias)
-
-
-@pytest.mark.parametrize("name", ISAS)
-def test_a_row_of_bfloat16_comes_out_the_same_whatever_rows_stand_beside_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CHOICE, name)
-    for num_rows, columns in ((26, 33), (97, 1030), (517, 520)):
-        packed = pack(torch.randn(75, columns).bfloat16(), torch.bfloat16)
-        x = torch.randn(num_rows, columns).bfloat16()
-        out = linear(x, packed)
-        for count in (1, 3, 17):
-            assert torch.equal(out[9 : 9 + count], linear(x[9 : 9 + count], packed))
 
 
 @settings(max_examples=40, deadline=None)
@@ -144,7 +130,7 @@ def test_floats_come_out_the_same_bit_for_bit_where_the_processor_multiplies_bfl
             assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("way")
 def test_rows_of_any_stride_and_dimensions_are_taken() -> None:
     weight = torch.randn(40, 33)
     packed = pack(weight, torch.float32)
@@ -156,10 +142,9 @@ def test_rows_of_any_stride_and_dimensions_are_taken() -> None:
     torch.testing.assert_close(linear(x, pack(transposed.T, torch.float32)), x @ transposed, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_number_of_threads_changes_nothing(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHOICE, name)
+def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
     weight = torch.randn(700, 513).bfloat16()
     before = torch.get_num_threads()
     try:
@@ -174,31 +159,31 @@ def test_the_number_of_threads_changes_nothing(name: str, dtype: torch.dtype, mo
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "columns"), [(40, 333, 600), (26, 75, 33), (97, 75, 1030), (517, 75, 520)]
+)
 def test_a_row_comes_out_the_same_whatever_rows_stand_beside_it(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, outputs: int, columns: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setenv(CHOICE, name)
-    packed = pack(torch.randn(333, 600).bfloat16(), dtype)
-    x = torch.randn(40, 600).to(dtype)
+    packed, x = pack(torch.randn(outputs, columns).bfloat16(), dtype), torch.randn(num_rows, columns).to(dtype)
     whole = linear(x, packed)
-    for num_rows in range(1, 15):
-        assert torch.equal(linear(x[:num_rows], packed), whole[:num_rows])
+    for first in (0, 9):
+        for count in (*range(1, 15), 17):
+            assert torch.equal(linear(x[first : first + count], packed), whole[first : first + count])
 
 
-@pytest.mark.parametrize("name", ISAS)
-def test_bfloat16_weights_are_kept_once_in_two_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHOICE, name)
+@pytest.mark.usefixtures("isa")
+def test_bfloat16_weights_are_kept_once_in_two_bytes() -> None:
     weight = torch.randn(64, 96).bfloat16()
     assert pack(weight, torch.float32).num_bytes == 2 * weight.numel()
     assert pack(weight.float(), torch.float32).num_bytes == 4 * weight.numel()
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_and_infinity_pass_through(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHOICE, name)
+def test_nan_and_infinity_pass_through(dtype: torch.dtype) -> None:
     weight = torch.randn(70, 20).bfloat16()
     weight[69, 3], weight[5, 0] = float("nan"), float("inf")
     out = linear(torch.ones(3, 20, dtype=dtype), pack(weight, dtype))
@@ -233,11 +218,10 @@ def test_without_a_compiler_torch_does_the_work(
         load.cache_clear()
 
 
-@pytest.mark.parametrize("name", ISAS)
-def test_a_library_is_built_once(name: str) -> None:
-    library = load(name)
+def test_a_library_is_built_once(isa: str) -> None:
+    library = load(isa)
     assert isinstance(library, ctypes.CDLL)
-    assert load(name) is library
+    assert load(isa) is library
 
 
 def test_the_processor_is_seen_as_torch_sees_it() -> None:

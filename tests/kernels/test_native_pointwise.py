@@ -6,22 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_linear import ISAS
 from weft_kernels.kv_write import kv_write, kv_write_reference
-from weft_kernels.native import CHOICE
 from weft_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from weft_kernels.rope import rope, rope_reference
 from weft_kernels.rope_kv import ROTATED, rope_kv, rope_kv_reference
 from weft_kernels.silu_mul import silu_mul, silu_mul_reference
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no build for this processor")
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every instruction set that this machine has."""
-    monkeypatch.setenv(CHOICE, request.param)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @pytest.mark.parametrize("size", [16, 48, 1024, 33])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.test_linear import ISAS
+from tests.kernels.device import ISAS
 from weft_kernels.linear import linear, pack
 from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import CHOICE, load

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.test_linear import ISAS
+from tests.kernels.device import ISAS
 from weft_kernels.native import build
 
 ROUNDS = 400

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
@@ -46,6 +47,12 @@ class Heard:
     reserved: Reserved | None = None
     progress: list[PromptProgress] = field(default_factory=list)
     failure: SequenceFailed | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were cached; known with the first token."""
+        assert self.counts is not None
+        return self.counts.num_cached_tokens
 
 
 class Driver:
@@ -126,6 +133,12 @@ class Driver:
         """Listen to what the next step says."""
         self._hear(self._outputs.get(timeout=DEADLINE_SECONDS))
 
+    def pool(self) -> torch.Tensor:
+        """The bytes of all blocks as float32, a row for each."""
+        memory = self.engine.pool_memory
+        raw = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
+        return torch.frombuffer(raw, dtype=torch.float32).view(memory.num_blocks, -1)
+
     def assert_all_blocks_are_back(self) -> None:
         """Nothing runs, and every block is free or cached."""
         self.wait(lambda: self.load.active_tokens == 0 and self.load.active_blocks == 0)
@@ -190,3 +203,16 @@ def prefill(driver: Driver, name: str, prompt: list[int], **changes: Any) -> tup
     driver.wait(lambda: bool(heard.tokens))
     logprobs = heard.logprobs[0] if heard.logprobs else None
     return FirstToken(heard.tokens[0], logprobs), heard.progress[-1].page_ranges
+
+
+def handed_off(
+    source: Driver, target: Driver, prompt: list[int], num_tokens: int, name: str = "a", **changes: Any
+) -> Heard:
+    """A sequence of `target` whose prompt `source` computes, to its end."""
+    key = target.submit(name, prompt, num_tokens, wait_for_kv=True, **changes)
+    reserved = target.wait_reserved(key)
+    first, lent = prefill(source, name, prompt, **changes)
+    hand_over(source, lent, target, reserved, len(prompt))
+    source.engine.release(key)
+    target.engine.complete_kv(key, len(prompt), first)
+    return target.wait_end(key)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
-from tests.weft.engine.harness import Driver, hand_over, prefill
+from tests.weft.engine.harness import Driver, handed_off
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.engine.messages import StepOutput
 from weft.engine.sequence import Sequence
@@ -102,9 +100,7 @@ def test_tokens_are_exact_in_mixed_batches_with_prefix_hits(name: str, limits: d
         for turn in ("cold", "warm"):
             keys = [driver.submit(f"{turn}-{i}", prompt, count) for i, prompt in enumerate(prompts)]
             assert [driver.wait_end(key).tokens for key in keys] == [tokens[:count] for tokens in expected]
-        counts = driver.heard[keys[-1]].counts
-        assert counts is not None
-        assert counts.num_cached_tokens >= 32
+        assert driver.heard[keys[-1]].num_cached >= 32
         driver.assert_all_blocks_are_back()
 
 
@@ -115,9 +111,7 @@ def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
     monkeypatch.setattr(Latent, "min_expanded_rows", 9)
     tiny, prompts, expected = cases(name)
     with Driver(tiny, num_blocks=10 * len(kv_groups(tiny.config).spans), chunk_tokens=16) as driver:
-        memory = driver.engine.pool_memory
-        pool = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
-        torch.frombuffer(pool, dtype=torch.float32).fill_(float("nan"))
+        driver.pool().fill_(float("nan"))
         keys = [driver.submit(str(i), prompt, FEW_NEW) for i, prompt in enumerate(prompts)]
         assert [driver.wait_end(key).tokens for key in keys] == [tokens[:FEW_NEW] for tokens in expected]
 
@@ -141,11 +135,6 @@ def test_tokens_are_exact_after_a_hand_off(name: str, cases: Cases) -> None:
     count = NUM_NEW if IS_LONG else FEW_NEW
     with Driver(tiny) as source, Driver(tiny) as target:
         for number, prompt in enumerate(prompts):
-            key = target.submit(str(number), prompt, count, wait_for_kv=True)
-            reserved = target.wait_reserved(key)
-            first, lent = prefill(source, str(number), prompt)
-            hand_over(source, lent, target, reserved, len(prompt))
-            source.engine.release(key)
-            target.engine.complete_kv(key, len(prompt), first)
-            assert target.wait_end(key).tokens == expected[number][:count]
+            heard = handed_off(source, target, prompt, count, str(number))
+            assert heard.tokens == expected[number][:count]
         assert target.load.computed_prompt_tokens == 0

@@ -5,7 +5,6 @@ On a CPU a graph is run again instead of replayed; everything around that is wha
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +76,7 @@ def test_tokens_are_those_of_the_plain_path_and_of_transformers(
     found = []
     for has_graphs in (False, True):
         with Driver(tiny, decode_graphs=has_graphs, **few) as driver:
-            poison(driver)
+            driver.pool().fill_(float("nan"))
             keys = [
                 driver.submit(str(i), prompt, num, temperature=i % 2, logit_bias=((5, 0.5),) if i == 3 else ())
                 for i, (prompt, num) in enumerate(zip(prompts, NUM_NEW, strict=True))
@@ -97,7 +96,7 @@ def test_padding_writes_nothing_that_is_anybodys(grouped: Tiny, sizes_run: Sizes
     pools = []
     for has_graphs in (False, True):
         with Driver(grouped, decode_graphs=has_graphs, num_blocks=24, max_num_seqs=4) as driver:
-            pool = poison(driver)
+            pool = driver.pool().fill_(float("nan"))
             keys = [driver.submit(str(i), prompt, 12) for i, prompt in enumerate(prompts_of([5, 18, 33], 100))]
             assert all(len(driver.wait_end(key).tokens) == 12 for key in keys)
             driver.assert_all_blocks_are_back()
@@ -161,13 +160,6 @@ def test_where_a_capture_fails_steps_go_on_without(
         "cuda graph capture failed, launching kernel by kernel from now on error="
         "operation not permitted when stream is capturing"
     ]
-
-
-def poison(driver: Driver) -> torch.Tensor:
-    """NaN in all of the pool; what is returned lies in it."""
-    memory = driver.engine.pool_memory
-    array = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
-    return torch.frombuffer(array, dtype=torch.float32).fill_(float("nan"))
 
 
 def test_a_window_and_a_chunk_have_tables_of_their_own(family_of: Callable[[str], TinyFamily]) -> None:

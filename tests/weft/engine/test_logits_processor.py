@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.weft.engine.harness import Driver, hand_over, prefill
+from tests.weft.engine.harness import Driver, hand_over, handed_off, prefill
 from tests.weft.tiny_llama import Tiny
 from weft.errors import InvalidRequest
 from weft.request import FinishReason
@@ -95,12 +95,7 @@ def test_text_goes_on_after_a_hand_off_and_elsewhere(grouped: Tiny, params: dict
     prompt = PROMPT + expected[:num_resumed]
     fields = {**params, "resumed_tokens": num_resumed}
     with Driver(grouped) as source, Driver(grouped) as target:
-        key = target.submit("a", prompt, 20, wait_for_kv=True, **fields)
-        reserved = target.wait_reserved(key)
-        first, lent = prefill(source, "a", prompt, **fields)
-        hand_over(source, lent, target, reserved, len(prompt))
-        target.engine.complete_kv(key, len(prompt), first)
-        assert expected[:num_resumed] + target.wait_end(key).tokens == expected
+        assert expected[:num_resumed] + handed_off(source, target, prompt, 20, **fields).tokens == expected
 
 
 def test_no_end_before_min_tokens_wherever_they_were_generated(grouped: Tiny) -> None:

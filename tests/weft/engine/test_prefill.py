@@ -23,8 +23,7 @@ def test_progress_is_told_after_every_chunk_and_the_token_after_the_last(grouped
         assert len(heard.progress[0].page_ranges[0].blocks) == 5
         assert heard.tokens == grouped.greedy(PROMPT, 1)
         assert heard.reason is None
-        assert heard.counts is not None
-        assert heard.counts.num_cached_tokens == 0
+        assert heard.num_cached == 0
 
 
 def test_hits_are_told_before_anything_is_computed(grouped: Tiny) -> None:
@@ -34,8 +33,7 @@ def test_hits_are_told_before_anything_is_computed(grouped: Tiny) -> None:
         heard = driver.heard[key]
         driver.wait(lambda: bool(heard.tokens))
         assert [each.num_ready_tokens for each in heard.progress] == [48, 80]
-        assert heard.counts is not None
-        assert heard.counts.num_cached_tokens == 48
+        assert heard.num_cached == 48
 
 
 @pytest.mark.parametrize(("num_filled", "told"), [(64, [64, 80]), (80, [79, 80]), (0, [80])])
@@ -47,8 +45,7 @@ def test_a_prefill_that_waits_for_kv_computes_the_rest(grouped: Tiny, num_filled
         heard = driver.heard[key]
         driver.wait(lambda: bool(heard.tokens))
         assert [each.num_ready_tokens for each in heard.progress] == told
-        assert heard.counts is not None
-        assert heard.counts.num_cached_tokens == min(num_filled, 79)
+        assert heard.num_cached == min(num_filled, 79)
 
 
 def test_held_blocks_stay_until_released_and_are_cache_afterwards(grouped: Tiny) -> None:
@@ -60,8 +57,7 @@ def test_held_blocks_stay_until_released_and_are_cache_afterwards(grouped: Tiny)
         driver.engine.release(RequestKey("a"))
         driver.assert_all_blocks_are_back()
         heard = driver.generate([*PROMPT, 9], 1, "again")
-        assert heard.counts is not None
-        assert heard.counts.num_cached_tokens == 80
+        assert heard.num_cached == 80
 
 
 def test_a_prompt_that_waits_for_blocks_does_not_stop_those_who_run(grouped: Tiny) -> None:
@@ -106,8 +102,7 @@ def test_beyond_the_bound_blocks_are_published_and_told_when_others_are_answered
         driver.generate(PROMPT, 2, "one", retention=Retention(60))
         assert [each.block_key for each in driver.sealed] == keys[:2]
         heard = driver.generate(PROMPT, 2, "two")
-        assert heard.counts is not None
-        assert heard.counts.num_cached_tokens == 64
+        assert heard.num_cached == 64
         driver.engine.unpin([driver.sealed[0].block])
         driver.wait(lambda: len(driver.sealed) == 3)
         driver.engine.unpin([each.block for each in driver.sealed[1:]])
@@ -136,8 +131,7 @@ def test_filled_blocks_are_sealed_only_after_filled(grouped: Tiny) -> None:
         key = driver.submit("a", PROMPT, 2, wait_for_kv=True)
         driver.wait_reserved(key)
         early = driver.generate(PROMPT, 1, "early", cache_salt=b"")
-        assert early.counts is not None
-        assert early.counts.num_cached_tokens == 0
+        assert early.num_cached == 0
         assert len(driver.sealed) == 5
         other = driver.submit("b", PROMPT[::-1], 2, wait_for_kv=True)
         driver.wait_reserved(other)

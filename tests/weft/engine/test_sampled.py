@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.weft.engine.harness import Driver, hand_over, prefill
+from tests.weft.engine.harness import Driver, hand_over, handed_off, prefill
 from tests.weft.tiny_llama import Tiny
 
 PROMPT = list(range(3, 43))
@@ -56,12 +56,7 @@ def test_a_preempted_sequence_continues_the_same_text(grouped: Tiny, sampling: d
 def test_a_handed_off_sequence_continues_the_same_text(grouped: Tiny, sampling: dict[str, Any]) -> None:
     with Driver(grouped) as source, Driver(grouped) as target:
         whole = source.generate(PROMPT, 24, "whole", **sampling).tokens
-        key = target.submit("a", PROMPT, 24, wait_for_kv=True, **sampling)
-        reserved = target.wait_reserved(key)
-        first, lent = prefill(source, "a", PROMPT, **sampling)
-        hand_over(source, lent, target, reserved, len(PROMPT))
-        target.engine.complete_kv(key, len(PROMPT), first)
-        assert target.wait_end(key).tokens == whole
+        assert handed_off(source, target, PROMPT, 24, **sampling).tokens == whole
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.weft.engine.harness import Driver, copy_blocks, hand_over, prefill
+from tests.weft.engine.harness import Driver, copy_blocks, hand_over, handed_off, prefill
 from tests.weft.tiny_llama import Tiny
 from weft.engine.runner import ModelRunner
 from weft.engine.sampler import LaunchedStep
@@ -61,16 +60,10 @@ def test_tokens_are_exact_after_a_hand_off(tiny: Tiny, chunk_tokens: int) -> Non
     prompts = prompts_of(LENGTHS, tiny.config.vocab_size)
     with Driver(tiny, chunk_tokens=chunk_tokens) as source, Driver(tiny, chunk_tokens=chunk_tokens) as target:
         for number, prompt in enumerate(prompts):
-            key = target.submit(str(number), prompt, 20, wait_for_kv=True)
-            heard = target.heard[key]
-            reserved = target.wait_reserved(key)
-            first, lent = prefill(source, str(number), prompt)
-            hand_over(source, lent, target, reserved, len(prompt))
-            source.engine.release(key)
-            target.engine.complete_kv(key, len(prompt), first)
-            assert target.wait_end(key).tokens == tiny.greedy(prompt, 20)
+            heard = handed_off(source, target, prompt, 20, str(number))
+            assert heard.tokens == tiny.greedy(prompt, 20)
+            assert heard.num_cached == len(prompt)
             assert heard.counts is not None
-            assert heard.counts.num_cached_tokens == len(prompt)
             assert heard.counts.compute_ms == 0
         source.assert_all_blocks_are_back()
         target.assert_all_blocks_are_back()
@@ -88,8 +81,7 @@ def test_what_was_not_filled_is_computed_here(grouped: Tiny, num_ready: int) -> 
         target.engine.complete_kv(key, num_ready)
         heard = target.wait_end(key)
         assert heard.tokens == grouped.greedy(prompt, 20)
-        assert heard.counts is not None
-        assert heard.counts.num_cached_tokens == min(num_ready, 48)
+        assert heard.num_cached == min(num_ready, 48)
         assert target.load.computed_prompt_tokens == 49 - min(num_ready, 48)
 
 
@@ -106,8 +98,7 @@ def test_suspect_blocks_are_not_trusted_and_not_reused(grouped: Tiny) -> None:
         target.engine.complete_kv(key, 70, first, suspect)
         heard = target.wait_end(key)
         assert heard.tokens == grouped.greedy(prompt, 20)
-        assert heard.counts is not None
-        assert heard.counts.num_cached_tokens == 32
+        assert heard.num_cached == 32
         assert target.load.quarantined_blocks == 2
         target.engine.unquarantine(suspect)
         target.wait(lambda: target.load.quarantined_blocks == 0)
@@ -134,8 +125,7 @@ def test_a_second_turn_hits_the_blocks_of_the_answer_too(grouped: Tiny) -> None:
         follow_up = prompt + first.tokens + [5, 6, 7]
         second = driver.generate(follow_up, 10, "two")
         assert second.tokens == grouped.greedy(follow_up, 10)
-        assert second.counts is not None
-        assert second.counts.num_cached_tokens == 64  # 69 tokens have KV: the last one of the answer has none
+        assert second.num_cached == 64  # 69 tokens have KV: the last one of the answer has none
 
 
 def test_another_salt_finds_nothing(grouped: Tiny) -> None:
@@ -143,21 +133,14 @@ def test_another_salt_finds_nothing(grouped: Tiny) -> None:
     with Driver(grouped) as driver:
         for salt, cached in ((b"a", 0), (b"b", 0), (b"a", 32)):
             heard = driver.generate(prompt, 2, salt.hex() + str(cached), cache_salt=salt)
-            assert heard.counts is not None
-            assert heard.counts.num_cached_tokens == cached
+            assert heard.num_cached == cached
 
 
 def test_a_block_that_held_nan_does_not_spoil_its_next_owner(grouped: Tiny) -> None:
     (prompt,) = prompts_of([20], grouped.config.vocab_size)
     with Driver(grouped, num_blocks=3) as driver:
-        memory = driver.engine.pool_memory
-        poison = torch.full((memory.num_blocks * memory.block_bytes // 4,), float("nan"))
-        torch.frombuffer(_view(memory.address, poison.nbytes), dtype=torch.float32).copy_(poison)
+        driver.pool().fill_(float("nan"))
         assert driver.generate(prompt, 20).tokens == grouped.greedy(prompt, 20)
-
-
-def _view(address: int, num_bytes: int) -> Any:
-    return (ctypes.c_char * num_bytes).from_address(address)
 
 
 @pytest.mark.gpu

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from tests.weft.engine.harness import Driver, hand_over, prefill
+from tests.weft.engine.poison import Poison
 from tests.weft.tiny_families import TinyFamily
 from weft.capacity.layout import GPUS, Demand, Layout
 from weft.capacity.plan import make_plan
-from weft.kv.block_pool import BlockPool
 from weft.model.kv_layout import group_size, kv_groups
 
 NAMES = ["mistral-window", "qwen2-window", "llama4"]
@@ -36,42 +34,22 @@ def cases(family_of: Family) -> Callable[[str], Case]:
     return cache(make)
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], None]:
-    """From now on every page of an engine that becomes free is filled with NaN at once."""
-    release = BlockPool.release
-
-    def watch(driver: Driver) -> None:
-        memory = driver.engine.pool_memory
-        raw = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
-        pool = torch.frombuffer(raw, dtype=torch.float32).view(memory.num_blocks, -1)
-        pool.fill_(float("nan"))
-
-        def release_and_poison(books: BlockPool, blocks: Sequence[int]) -> None:
-            release(books, blocks)
-            for block in blocks:
-                if block in books._free:
-                    pool[block] = float("nan")
-
-        monkeypatch.setattr(BlockPool, "release", release_and_poison)
-
-    return watch
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_exact_with_every_page_poisoned_that_goes_back(
-    name: str, chunk_tokens: int, cases: Callable[[str], Case], poisoned: Callable[[Driver], None]
+    name: str, chunk_tokens: int, cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, prompts, expected = cases(name)
     # room for about two of the five: the others wait, are preempted, and take over pages that were others'
     num_blocks = 40 * len(kv_groups(tiny.config).spans)
     with Driver(tiny, block_tokens=4, chunk_tokens=chunk_tokens, num_blocks=num_blocks) as driver:
-        poisoned(driver)
+        poison = Poison(monkeypatch)
+        poison.blocks = driver.pool().fill_(float("nan"))
         for turn in ("cold", "warm"):
             keys = [driver.submit(f"{turn}-{i}", prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
             assert [driver.wait_end(key).tokens for key in keys] == expected
         driver.assert_all_blocks_are_back()
+        assert poison.num_poisoned
 
 
 @pytest.mark.parametrize("block_tokens", [4, 16])
@@ -126,9 +104,8 @@ def test_a_second_turn_goes_on_from_pages_that_only_the_last_tokens_saw(
         follow_up = prompts[3] + expected[3] + [5, 6, 7]
         heard = driver.generate(follow_up, 10, "two")
         assert heard.tokens == tiny.greedy(follow_up, 10)
-        assert heard.counts is not None
         # the last token of the answer has no KV
-        assert heard.counts.num_cached_tokens == (40 + NUM_NEW - 1) // 4 * 4
+        assert heard.num_cached == (40 + NUM_NEW - 1) // 4 * 4
 
 
 @pytest.mark.parametrize("num_prompt", [5, 24, 60])

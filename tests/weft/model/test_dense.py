@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_linear import ISAS
+from tests.kernels.device import ISAS
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
 from weft.model.decoder import Decoder, DecoderLayer
