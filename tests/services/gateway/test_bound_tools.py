@@ -139,10 +139,11 @@ async def test_free_text_may_be_annotated(bench: MakeBench, own: dict[str, Any])
         ({}, None),
     ],
 )
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "lfm2"])
 async def test_format_that_no_grammar_has_is_enforced_by_none(
-    bench: MakeBench, fields: dict[str, Any], param: str | None
+    bench: MakeBench, family: str, fields: dict[str, Any], param: str | None
 ) -> None:
-    async with bench(context=2048, tool_format="deepseek-v3.2") as b:
+    async with bench(context=2048, tool_format=family) as b:
         body = {"model": MODEL_NAME, "messages": [USER], "tools": [NOW], **fields}
         answer = await b.http.post("/v1/chat/completions", json=body)
         assert answer.status_code == (200 if param is None else 400), answer.text

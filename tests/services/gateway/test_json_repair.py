@@ -22,6 +22,9 @@ FRAMES = {
     "mistral-args": "[TOOL_CALLS]add[ARGS]%s",
     "deepseek-v3": SEEK.format("function<｜tool▁sep｜>add\n```json\n%s\n```"),
     "deepseek-v3.1": SEEK.format("add<｜tool▁sep｜>%s"),
+    "nemotron-v2": '<TOOLCALL>[{"name": "add", "arguments": %s}]</TOOLCALL>',
+    "command-r": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "add", "parameters": %s}]<|END_ACTION|>',
+    "functionary": "<function=add>%s</function>",
     "kimi": "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
 }
 # what models write, and what it means

@@ -55,6 +55,13 @@ WRITTEN = {
         '{"a": 1}',
         "<|tool_call_end|><|tool_calls_section_end|>",
     ),
+    "nemotron-v2": ('<TOOLCALL>[{"name": "now", "arguments": ', '{"a": 1}', "}]</TOOLCALL>"),
+    "command-r": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": ',
+        '{"a": 1}',
+        "}\n]<|END_ACTION|>",
+    ),
+    "functionary": ("<function=now>", '{"a": 1}', "</function>"),
     "glm": (
         "<tool_call>now\n",
         "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",

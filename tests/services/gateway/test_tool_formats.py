@@ -32,12 +32,16 @@ WRITTEN_CALLS = {
     + NAMED_PARAMETERS.replace("PRE", "｜DSML｜").replace("TYPE", ' string="true"')
     + "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
 }
-OTHER_CALLS = {
-    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
+WRITTEN_CALLS |= {
+    "nemotron-v2": '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": ' + JSON_ARGUMENTS + "}]</TOOLCALL>",
+    "command-r": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
     + JSON_ARGUMENTS
-    + "}]",
+    + "}\n]<|END_ACTION|>",
     "functionary": "<function={{ f.name }}>" + JSON_ARGUMENTS + "</function>",
-    "nemotron": '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": ' + JSON_ARGUMENTS + "}]</TOOLCALL>",
+    "lfm2": "<|tool_call_start|>[{{ f.name }}(city='{{ f.arguments.city }}')]<|tool_call_end|>",
+}
+OTHER_CALLS = {
+    "granite 3": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": ' + JSON_ARGUMENTS + "}]",
     "a list": '[{"name": "{{ f.name }}", "parameters": ' + JSON_ARGUMENTS + "}]",
     "left out": "",
 }

@@ -174,6 +174,40 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "Sure.",
         BOTH,
     ),
+    "nemotron": (
+        "nemotron-v2",
+        f'So.\n\n<TOOLCALL>[{{"name": "get_weather", "arguments": {ROME}}}, '
+        f'{{"name": "add", "arguments": {ADD}}}]</TOOLCALL>',
+        "So.",
+        BOTH,
+    ),
+    "nemotron, no call": ("nemotron-v2", "a <TOOLCALL> b <TOOLCALL>[1]", "a <TOOLCALL> b <TOOLCALL>[1]", []),
+    "command r": (
+        "command-r",
+        f'Hm.<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ROME}}},\n'
+        f'    {{"tool_call_id": "1", "tool_name": "add", "parameters": {ADD}}}\n]<|END_ACTION|>',
+        "Hm.",
+        BOTH,
+    ),
+    "functionary": (
+        "functionary",
+        f"So.\n<function=get_weather>{ROME}</function><function=add>{ADD}</function>",
+        "So.",
+        BOTH,
+    ),
+    "functionary, no call": ("functionary", "a <function=NAME> and so on", "a <function=NAME> and so on", []),
+    "lfm2": (
+        "lfm2",
+        "So. <|tool_call_start|>[add(a=1, b=[True, None, 'x)]']), get_weather()]<|tool_call_end|>",
+        "So.",
+        [("add", '{"a": 1, "b": [true, null, "x)]"]}'), ("get_weather", "{}")],
+    ),
+    "lfm2, no call": (
+        "lfm2",
+        "a <|tool_call_start|>[open('x')]<|tool_call_end|> b",
+        "a <|tool_call_start|>[open('x')]<|tool_call_end|> b",
+        [],
+    ),
     "deepseek v3": (
         "deepseek-v3",
         "Now. " + SEEK.format(SEEK_V3.format("get_weather", ROME) + "\n" + SEEK_V3.format("add", ADD)),

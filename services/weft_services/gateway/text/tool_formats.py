@@ -252,11 +252,47 @@ DEEPSEEK_V32 = ToolFormat(
     tags=_DSML_TAGS,
     is_enforceable=False,
 )
+NEMOTRON = ToolFormat(
+    "nemotron-v2",
+    _always(tool_parsers.object_list("<TOOLCALL>", "</TOOLCALL>")),
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
+    call=_OBJECT,
+    opening=("<TOOLCALL>", "["),
+    between=(", ",),
+    closing=("]", "</TOOLCALL>"),
+)
+_ACTION = ("<|START_ACTION|>", "<|END_ACTION|>")
+COMMAND_R = ToolFormat(
+    "command-r",
+    _always(tool_parsers.object_list(*_ACTION)),
+    markers=_ACTION,
+    call=('{"tool_call_id": "', NUMBER, '", "tool_name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
+    opening=("<|START_ACTION|>", "[\n    "),
+    between=(",\n    ",),
+    closing=("\n]", "<|END_ACTION|>"),
+)
+FUNCTIONARY = ToolFormat(
+    "functionary",
+    _always(tool_parsers.functionary),
+    markers=("<function=", "</function>"),
+    call=("<function=", NAME, ">", ARGUMENTS, "</function>"),
+)
+_LFM_CALLS = ("<|tool_call_start|>", "<|tool_call_end|>")
+LFM2 = ToolFormat(
+    "lfm2",
+    lambda schemas: tool_parsers.python_list(*_LFM_CALLS, frozenset(schemas)),
+    markers=_LFM_CALLS,
+    call=(NAME, "(", ARGUMENTS, ")"),
+    opening=("<|tool_call_start|>", "["),
+    between=(", ",),
+    closing=("]", "<|tool_call_end|>"),
+    is_enforceable=False,  # its arguments are Python
+)
 FORMATS = {
     each.name: each
     for each in (
         *(HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, KIMI),
-        *(GLM, HY, MINIMAX, SEED, LLAMA),
+        *(GLM, HY, MINIMAX, SEED, NEMOTRON, COMMAND_R, FUNCTIONARY, LFM2, LLAMA),
     )
 }
 

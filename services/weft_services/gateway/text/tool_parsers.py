@@ -55,15 +55,41 @@ def mistral(buffer: TextBuffer, parts: Parts) -> Parse[None]:
         if buffer.text[:1] != "[":
             yield from _named_call(buffer, parts, "[TOOL_CALLS]", ("[ARGS]",), _mistral_name)
             continue
-        buffer.take(1)
-        if (yield from next_letter(buffer)) not in ("{", "]"):
-            parts.text("[TOOL_CALLS][")
-        while (yield from next_letter(buffer)) == "{":
-            yield from _object_or_text(buffer, parts, "")
-            if (yield from next_letter(buffer)) == ",":
-                buffer.take(1)
-        if buffer.text.startswith("]"):
-            buffer.take(1)
+        yield from _objects(buffer, parts, "[TOOL_CALLS]")
+
+
+def object_list(opening: str, closing: str) -> Parser:
+    """Nemotron 2 and Command R: a list of objects with name and arguments between two tags, with text around."""
+
+    def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
+        while (yield from copy_until(buffer, (opening,), parts.text)):
+            if (yield from peek_letter(buffer)) == "[":
+                yield from next_letter(buffer)
+                yield from _objects(buffer, parts, opening)
+                yield from begins_with(buffer, closing)
+            else:
+                parts.text(opening)
+
+    return parse
+
+
+def functionary(buffer: TextBuffer, parts: Parts) -> Parse[None]:
+    """Functionary: `<function=name>{...}</function>`, with text around and between."""
+    while (yield from copy_until(buffer, ("<function=",), parts.text)):
+        yield from _named_call(buffer, parts, "<function=", (">",), lambda header: (header, ""))
+        yield from begins_with(buffer, "</function>")
+
+
+def python_list(opening: str, closing: str, names: frozenset[str]) -> Parser:
+    """LFM2: a list of Python calls between two tags, with text around. Only calls of known tools count."""
+
+    def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
+        while (yield from copy_until(buffer, (opening,), parts.text)):
+            written: list[str] = []
+            end = yield from copy_until(buffer, (closing,), written.append)
+            _say_python_calls(parts, "".join(written), names, opening, end or "")
+
+    return parse
 
 
 def deepseek(buffer: TextBuffer, parts: Parts) -> Parse[None]:
@@ -108,6 +134,19 @@ def llama(names: frozenset[str]) -> Parser:
     return parse
 
 
+def _objects(buffer: TextBuffer, parts: Parts, opening: str) -> Parse[None]:
+    """Read a list of call objects, whose bracket comes next. If it begins with something else, its opening is text."""
+    buffer.take(1)
+    if (yield from next_letter(buffer)) not in ("{", "]"):
+        parts.text(f"{opening}[")
+    while (yield from next_letter(buffer)) == "{":
+        yield from _object_or_text(buffer, parts, "")
+        if (yield from next_letter(buffer)) == ",":
+            buffer.take(1)
+    if buffer.text.startswith("]"):
+        buffer.take(1)
+
+
 def _object_or_text(buffer: TextBuffer, parts: Parts, opening: str, names: frozenset[str] | None = None) -> Parse[bool]:
     """Read a JSON object as a call. If it is not one, emit it and the marker before it as text."""
     buffer.mark()
@@ -141,6 +180,7 @@ def _object(buffer: TextBuffer, parts: Parts, names: frozenset[str] | None) -> P
             buffer.take(1)
             continue
         key = yield from _key(buffer)
+        key = "name" if key == "tool_name" else key  # Command R's word
         if names is not None and "name" not in fields and key not in FIELDS:
             raise Malformed
         is_it = key in ("arguments", "parameters") and "name" in fields and not is_begun
@@ -283,10 +323,15 @@ def _python_calls(buffer: TextBuffer, parts: Parts, names: frozenset[str]) -> Pa
         return
     held: list[str] = []
     yield from copy_until(buffer, ("<|python_end|>",), held.append)
+    _say_python_calls(parts, "".join(held), names)
+
+
+def _say_python_calls(parts: Parts, text: str, names: frozenset[str], opening: str = "", closing: str = "") -> None:
+    """Emit the calls; if the text is no list of calls, emit it with its tags as text."""
     try:
-        calls = _python("".join(held), names)
+        calls = _python(text, names)
     except (Malformed, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        parts.text("".join(held))
+        parts.text(opening + text + closing)
         return
     for name, arguments in calls:
         _say_call(parts, name, "", arguments)
