@@ -251,10 +251,10 @@ class VisibleStops:
                 self._visible.finish()
                 continue
             num_before = self._visible.num_held
-            told, stop = self._visible.push(part.text)
+            sent, stop = self._visible.push(part.text)
             if stop is not None:
                 num_later = sum(len(later.text) for later in parts[place + 1 :])
-                num_behind = num_before + len(part.text) - len(told) + num_later
+                num_behind = num_before + len(part.text) - len(sent) + num_later
                 return self._release(num_behind + self._reader.num_held), stop
         return self._release(self._visible.num_held + self._reader.num_held) if parts else "", None
 

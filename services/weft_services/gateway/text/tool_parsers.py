@@ -135,7 +135,7 @@ def llama(names: frozenset[str]) -> Parser:
 
 
 def _objects(buffer: TextBuffer, parts: Parts, opening: str) -> Parse[None]:
-    """Read a list of call objects, whose bracket comes next. If it begins with something else, its opening is text."""
+    """Read a list of call objects from its bracket on. If it begins with something else, its opening is text."""
     buffer.take(1)
     if (yield from next_letter(buffer)) not in ("{", "]"):
         parts.text(f"{opening}[")
