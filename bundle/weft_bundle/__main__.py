@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from weft.config import CpuKernels, Settings, read_config
+from weft.config import Settings, read_config
 from weft.errors import ConfigError, StorageUnavailable, WeftError
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
 from weft.file_io import TRANSIENT, with_filename
+from weft.options import CpuKernels
 from weft.weights.formats import BUNDLE_SUFFIX
 from weft_bundle import convert
 from weft_bundle.format import read_bundle_header

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from weft.addresses import MAX_PORT
+from weft.options import MAX_PORT
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")

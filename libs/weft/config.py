@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 
-from weft.addresses import MAX_PORT, check_addresses, redact_credentials
 from weft.errors import ConfigError
+from weft.options import MAX_PORT, check_addresses, redact_credentials
 
 # Limit for torch and reader threads: more than any machine has cores, fewer than a process may have threads.
 MAX_THREADS = 1024
@@ -47,19 +46,6 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Threads = Annotated[int, Field(ge=0, le=MAX_THREADS)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Address = Annotated[str, AfterValidator(_check_addresses)]
-
-
-class CpuKernels(StrEnum):
-    """CPU kernel variants. `weft_kernels.native` reads the variable itself, but late.
-
-    Declared here so that a typo fails at startup instead of at first use.
-    """
-
-    AMX = "amx"
-    AVX512_BF16 = "avx512_bf16"
-    AVX512 = "avx512"
-    AVX2 = "avx2"
-    TORCH = "torch"
 
 
 def variable_name(field: str) -> str:

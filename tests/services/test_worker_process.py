@@ -23,10 +23,10 @@ from weft.asyncio_compat import background_tasks
 from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed
 from weft.model.config import read_config
+from weft.options import WeightFormat
 from weft.request import SamplingParams, WorkerAddress
 from weft.rpc.health_service import SERVING
 from weft.rpc.server import RpcServer
-from weft.worker.config import WeightFormat
 from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc

@@ -15,13 +15,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.weft.tiny_llama import Tiny
 from weft.capacity.sizes import BLOCK_TOKENS
+from weft.options import TransportChoice
 from weft.request import WorkerAddress
 from weft.rpc.client import open_channel
 from weft.rpc.health_service import SERVING
 from weft.rpc.server import RpcServer
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Image, write_image
-from weft.worker.config import TransportChoice, WorkerConfig
+from weft.worker.config import WorkerConfig
 from weft.worker.process import RoleService, serve_worker
 from weft_mesh.v1 import scheduler_service_pb2 as fleet_pb2
 from weft_mesh.v1 import scheduler_service_pb2_grpc, weights_service_pb2_grpc

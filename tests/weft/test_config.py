@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import Address, Count, CpuKernels, Port, Settings, model_name, read_config, read_models
+from weft.config import Address, Count, Port, Settings, model_name, read_config, read_models
 from weft.errors import ConfigError
+from weft.options import CpuKernels
 from weft.worker.config import WorkerConfig
 from weft_kernels.native.build import FLAGS
 from weft_services.weights.config import WeightsConfig as WeightsConfig

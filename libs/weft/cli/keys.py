@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.addresses import redact_credentials
 from weft.api_keys import (
     LEAST_URGENT,
     MOST_URGENT,
@@ -34,6 +33,7 @@ from weft.api_keys import (
     make_secret,
 )
 from weft.errors import ConfigError
+from weft.options import redact_credentials
 
 if TYPE_CHECKING:
     import redis

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.addresses import MAX_PORT
 from weft.capacity.host_limits import granted_cores
+from weft.options import MAX_PORT
 
 LOOPBACK = "127.0.0.1"
 # below the range that the kernel hands out to connections, so that a restarted child finds its port free;

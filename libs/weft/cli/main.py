@@ -12,11 +12,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from weft.addresses import check_addresses
 from weft.cli.keys import app as keys_app
-from weft.cli.up_command import DTypeOption, WeightFormatOption, up
+from weft.cli.up_command import up
 from weft.errors import ConfigError
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
+from weft.options import Dtype, WeightFormat, check_addresses
 
 app = typer.Typer(
     name="weft",
@@ -178,10 +178,10 @@ def plan(
     tp: Annotated[int, typer.Option(min=0, help="GPUs that share each matrix; 0: all that divide.")] = 0,
     pp: Annotated[int, typer.Option(min=0, help="Pipeline stages; 0: all that divide.")] = 0,
     ep: Annotated[int, typer.Option(min=0, help="GPUs that share the experts; 0: all that divide.")] = 0,
-    dtype: Annotated[DTypeOption, typer.Option(help="Of weights and KV cache; auto: bfloat16.")] = DTypeOption.AUTO,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: bfloat16.")] = Dtype.AUTO,
     weight_format: Annotated[
-        WeightFormatOption, typer.Option(help="Weights in memory: as stored, or packed to 12 bits.")
-    ] = WeightFormatOption.PLAIN,
+        WeightFormat, typer.Option(help="Weights in memory: as stored, or packed to 12 bits.")
+    ] = WeightFormat.PLAIN,
     context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences that generate at once.")] = 32,
     chunk_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Prompt tokens in one step.")] = 2048,

@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from weft.addresses import check_addresses, is_loopback
 from weft.cli.child import ChildFailed, ChildSpec
 from weft.cli.display import Display, Timeline
 from weft.cli.layout import Addresses, MeshOptions, PortTaken, pick_addresses, reachable, usable_gpus
@@ -29,6 +28,7 @@ from weft.config import model_name, read_models
 from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
 from weft.file_io import foreign_path
 from weft.model.config import read_config
+from weft.options import check_addresses, is_loopback
 from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
 from weft.weights.object_store import is_store_url, local_model, with_local_model

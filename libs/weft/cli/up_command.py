@@ -9,24 +9,7 @@ from typing import Annotated
 
 import typer
 
-
-class DTypeOption(StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class WeightFormatOption(StrEnum):
-    AUTO = "auto"
-    PLAIN = "plain"
-    PACKED12 = "packed12"
-
-
-class TransportOption(StrEnum):
-    AUTO = "auto"
-    MOONCAKE = "mooncake"
-    RDMA = "rdma"
-    GRPC = "grpc"
+from weft.options import Dtype, TransportChoice, WeightFormat
 
 
 class LogLevelOption(StrEnum):
@@ -55,21 +38,21 @@ def up(
     ] = 0,
     gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes; they share their ports.")] = 1,
     dtype: Annotated[
-        DTypeOption, typer.Option(envvar="WEFT_DTYPE", help="Type of weights and KV cache; auto: bfloat16 on a GPU.")
-    ] = DTypeOption.AUTO,
+        Dtype, typer.Option(envvar="WEFT_DTYPE", help="Type of weights and KV cache; auto: bfloat16 on a GPU.")
+    ] = Dtype.AUTO,
     weight_format: Annotated[
-        WeightFormatOption,
+        WeightFormat,
         typer.Option(
             envvar="WEFT_WEIGHT_FORMAT",
             help="Weights in memory; packed12: bfloat16 in 12 bits, lossless. auto: packed12 on a CPU, else plain.",
         ),
-    ] = WeightFormatOption.AUTO,
+    ] = WeightFormat.AUTO,
     transport: Annotated[
-        TransportOption,
+        TransportChoice,
         typer.Option(
             envvar="WEFT_TRANSPORT", help="Transport of KV blocks; auto: shared memory, else Mooncake, else gRPC."
         ),
-    ] = TransportOption.AUTO,
+    ] = TransportChoice.AUTO,
     threads: Annotated[  # at most weft.config.MAX_THREADS, spelled out as importing pydantic is slow
         int,
         typer.Option(min=0, max=1024, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."),

@@ -15,9 +15,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as LateError
 
-from weft.addresses import redact_credentials
 from weft.asyncio_compat import reraise_lost_cancellation
 from weft.errors import ConfigError
+from weft.options import redact_credentials
 
 logger = logging.getLogger(__name__)
 DEADLINE_SECONDS = 0.05

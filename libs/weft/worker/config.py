@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from weft.addresses import WILDCARD_HOSTS
 from weft.capacity.sizes import RequestedSizes
-from weft.config import Address, Count, CpuKernels, Port, Settings, Share, Threads
+from weft.config import Address, Count, Port, Settings, Share, Threads
 from weft.engine.config import CPU_NICENESS, MAX_NICENESS
 from weft.errors import ConfigError
+from weft.options import (
+    WILDCARD_HOSTS,
+    CpuKernels,
+    DeviceChoice,
+    Dtype,
+    StoreFetchPolicy,
+    TransportChoice,
+    WeightFormat,
+)
 from weft.request import WorkerRole
 from weft.worker.os_tuning import parse_cpus
 
 # Silence of either side that ends a KV transfer. Below the minimum, a busy machine is silent for longer; above the
 # maximum, peers wait too long for a lost one.
 LEASE_SECONDS, MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 10.0, 1.0, 3600.0
-
-
-class Dtype(StrEnum):
-    """dtype of computation and KV cache; auto is float32 on CPU, bfloat16 on CUDA."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class DeviceChoice(StrEnum):
-    """Device to compute on; auto is the GPU if torch can use one, else the CPU."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-
-
-class WeightFormat(StrEnum):
-    """How matrices stay in memory: as published, or packed losslessly to 12 bits; auto packs on a CPU."""
-
-    AUTO = "auto"
-    PLAIN = "plain"
-    PACKED12 = "packed12"
-
-
-class TransportChoice(StrEnum):
-    """How KV blocks are pulled; auto tries a local pool's file, then Mooncake over TCP, then gRPC.
-
-    `rdma` tries a local pool's file, then Mooncake over RDMA. With `mooncake` or `rdma`, a worker without Mooncake does
-    not start.
-    """
-
-    AUTO = "auto"
-    MOONCAKE = "mooncake"
-    RDMA = "rdma"
-    GRPC = "grpc"
-
-
-class StoreFetchPolicy(StrEnum):
-    """Which blocks to fetch from the store: those cheaper to fetch than to compute, or all."""
-
-    CHEAPER = "cheaper"
-    ALWAYS = "always"
 
 
 class SizeSettings(Settings):

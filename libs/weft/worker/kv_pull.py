@@ -20,8 +20,8 @@ from weft.kv.local_transport import LocalTransport
 from weft.kv.memory import BlockBytes, checksums
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
 from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, Transport
+from weft.options import TransportChoice
 from weft.rpc.grpc_transport import GrpcTransport
-from weft.worker.config import TransportChoice
 
 logger = logging.getLogger(__name__)
 SWEEP_SECONDS = 0.25

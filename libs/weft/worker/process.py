@@ -26,12 +26,13 @@ from weft.fleet_types import WorkerHello
 from weft.grammar import load_grammars
 from weft.kv.memory import BlockBytes
 from weft.kv.transport import Endpoint, Transport
+from weft.options import StoreFetchPolicy
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer, until_signal
 from weft.stall_clock import StallAwareClock
-from weft.worker.config import LEASE_SECONDS, StoreFetchPolicy, WorkerConfig
+from weft.worker.config import LEASE_SECONDS, WorkerConfig
 from weft.worker.engine_client import EngineEvents, GrammarCompiler
 from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
 from weft.worker.fleet_client import LoadProgress, Membership, reporting_progress

@@ -30,10 +30,11 @@ from weft.model.decoder import Decoder
 from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.loading import DTYPE_NAMES
+from weft.options import DeviceChoice, Dtype
 from weft.request import ModelFingerprint
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights.image_tensors import open_image
-from weft.worker.config import DeviceChoice, Dtype, WorkerConfig
+from weft.worker.config import WorkerConfig
 from weft.worker.fleet_client import LoadProgress
 from weft.worker.memory_profile import cached_peak, free_bytes, measure_peak, peak_identity
 from weft.worker.os_tuning import disable_malloc_trim, pin_to_cpus, set_autogroup_nice

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from weft.addresses import is_loopback
 from weft.config import Address, Port, Settings, read_models
 from weft.errors import ConfigError
+from weft.options import is_loopback
 
 MAX_RESPONSES_SECONDS = 30 * 24 * 3600
 Seconds = Annotated[float, Field(gt=0)]

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from weft.addresses import WILDCARD_HOSTS
 from weft.config import Port, Settings, Share
 from weft.errors import ConfigError
+from weft.options import WILDCARD_HOSTS
 
 MIN_DISK_BYTES = 64 * 1024 * 1024
 MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's allocation unit

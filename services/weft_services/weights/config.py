@@ -6,8 +6,9 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from weft.config import Address, Count, CpuKernels, Port, Settings, Threads, read_models
+from weft.config import Address, Count, Port, Settings, Threads, read_models
 from weft.errors import ConfigError
+from weft.options import CpuKernels
 from weft.weights.object_store import is_remote
 
 REMOTE_READERS = 24  # object stores have high latency and serve many requests at once

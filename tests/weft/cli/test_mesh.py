@@ -15,7 +15,8 @@ from weft.cli.mesh import mesh_specs, with_memory
 from weft.cli.up import ending_signals
 from weft.config import read_config, read_models
 from weft.errors import ConfigError
-from weft.worker.config import WeightFormat, WorkerConfig
+from weft.options import WeightFormat
+from weft.worker.config import WorkerConfig
 from weft_services.kvstore.config import KvStoreConfig
 
 ONE = {"m": Path("/m")}

@@ -14,10 +14,10 @@ from weft.kv.memfd import SharedMemory, create_shared_memory
 from weft.kv.memory import BlockBytes, HostBlocks
 from weft.kv.mooncake import MooncakeUnavailable
 from weft.kv.transport import Endpoint, Transport
+from weft.options import TransportChoice
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.worker import kv_pull
-from weft.worker.config import TransportChoice
 from weft.worker.kv_pull import advertised_endpoint, choose_transports, needs_checksums
 
 POOL = (ctypes.c_ubyte * 8192)()

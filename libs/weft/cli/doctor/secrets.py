@@ -10,11 +10,11 @@ from pathlib import Path
 
 from cryptography import x509
 
-from weft.addresses import is_loopback
 from weft.api_keys import BadKeys
 from weft.cli.doctor import Finding, Severity, Subject
 from weft.cli.keys import read_keys
 from weft.errors import ConfigError
+from weft.options import is_loopback
 from weft.rpc.tls import FILES, MESH_NAME, VARIABLE, read_folder, read_pem
 
 RENEW, BEGIN_ANEW = "weft certs FOLDER makes a new one", "weft certs makes another authority in a new folder"

@@ -1,0 +1,96 @@
+"""Choices and checks that settings and options of the command line share. Imports no library, for a fast start."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from enum import StrEnum
+
+from weft.errors import ConfigError
+
+# Hosts to listen on; peers cannot call them.
+WILDCARD_HOSTS = ("0.0.0.0", "::")
+MAX_PORT = 65_535
+
+
+class CpuKernels(StrEnum):
+    """CPU kernel variants. `weft_kernels.native` reads the variable itself, but late.
+
+    Declared here so that a typo fails at startup instead of at first use.
+    """
+
+    AMX = "amx"
+    AVX512_BF16 = "avx512_bf16"
+    AVX512 = "avx512"
+    AVX2 = "avx2"
+    TORCH = "torch"
+
+
+class Dtype(StrEnum):
+    """dtype of computation and KV cache; auto is float32 on CPU, bfloat16 on CUDA."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class DeviceChoice(StrEnum):
+    """Device to compute on; auto is the GPU if torch can use one, else the CPU."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+
+
+class WeightFormat(StrEnum):
+    """How matrices stay in memory: as published, or packed losslessly to 12 bits; auto packs on a CPU."""
+
+    AUTO = "auto"
+    PLAIN = "plain"
+    PACKED12 = "packed12"
+
+
+class TransportChoice(StrEnum):
+    """How KV blocks are pulled; auto tries a local pool's file, then Mooncake over TCP, then gRPC.
+
+    `rdma` tries a local pool's file, then Mooncake over RDMA. With `mooncake` or `rdma`, a worker without Mooncake does
+    not start.
+    """
+
+    AUTO = "auto"
+    MOONCAKE = "mooncake"
+    RDMA = "rdma"
+    GRPC = "grpc"
+
+
+class StoreFetchPolicy(StrEnum):
+    """Which blocks to fetch from the store: those cheaper to fetch than to compute, or all."""
+
+    CHEAPER = "cheaper"
+    ALWAYS = "always"
+
+
+def check_addresses(name: str, addresses: str) -> None:
+    """Check the ports of comma-separated peer addresses. Raises ConfigError.
+
+    gRPC would use the lower 16 bits of a larger number and call another service there.
+    """
+    for address in addresses.split(","):
+        _, colon, port = address.strip().rpartition(":")
+        if colon and port.isdecimal() and not 0 < float(port) <= MAX_PORT:
+            raise ConfigError(f"{name}={address.strip()!r}: expected a port of 1 to {MAX_PORT}")
+
+
+def redact_credentials(url: str) -> str:
+    """Replace the credentials of a URL by ***, also those in its query, which Valkey clients accept."""
+    return re.sub(r"//.*@", "//***@", re.sub(r"([?&](?:username|password)=)[^&]*", r"\1***", url))
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach `host`. Any name other than localhost counts as remote.
+
+    IPv6 addresses may stand in brackets, as compose requires before a port.
+    """
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host == "localhost"
