@@ -11,6 +11,10 @@ from weft.errors import ConfigError
 # Hosts to listen on; peers cannot call them.
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 MAX_PORT = 65_535
+# On a CPU, steps share cores with event loops, gateway and scheduler, which need a tenth of a core and must
+# run first. A GPU's thread keeps niceness 0, because a delay would leave the device idle.
+CPU_NICENESS, MAX_NICENESS = 10, 19
+CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class CpuKernels(StrEnum):
@@ -94,3 +98,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Parse a CPU list as Linux writes it, `0-3,8`. Raises ConfigError."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = CPU_RANGE.fullmatch(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"WEFT_CPUS={text!r}: expected a list of CPUs, as in 0-3,8")
+        cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(cpus)

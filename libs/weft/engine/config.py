@@ -7,10 +7,7 @@ import sys
 from dataclasses import dataclass, field
 
 from weft.kv.layer_groups import AttentionSpan, PagingPolicy
-
-# On a CPU, steps share cores with event loops, gateway and scheduler, which need a tenth of a core and must
-# run first. A GPU's thread keeps niceness 0, because a delay would leave the device idle.
-CPU_NICENESS, MAX_NICENESS = 10, 19
+from weft.options import MAX_NICENESS
 
 
 def set_thread_niceness(niceness: int) -> None:

@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 
 from weft.capacity.sizes import RequestedSizes
 from weft.config import Address, Count, Port, Settings, Share, Threads
-from weft.engine.config import CPU_NICENESS, MAX_NICENESS
 from weft.errors import ConfigError
 from weft.options import (
+    CPU_NICENESS,
+    MAX_NICENESS,
     WILDCARD_HOSTS,
     CpuKernels,
     DeviceChoice,
@@ -20,9 +21,9 @@ from weft.options import (
     StoreFetchPolicy,
     TransportChoice,
     WeightFormat,
+    parse_cpus,
 )
 from weft.request import WorkerRole
-from weft.worker.os_tuning import parse_cpus
 
 # Silence of either side that ends a KV transfer. Below the minimum, a busy machine is silent for longer; above the
 # maximum, peers wait too long for a lost one.

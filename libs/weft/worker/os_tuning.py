@@ -10,26 +10,14 @@ import contextlib
 import ctypes
 import gc
 import os
-import re
 from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.options import parse_cpus
 
-RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # The largest values that glibc accepts.
 MOST_TRIM_BYTES, MOST_MMAP_BYTES = 2**31 - 1, 32 * 2**20
-
-
-def parse_cpus(text: str) -> frozenset[int]:
-    """Parse a CPU list as Linux writes it, `0-3,8`. Raises ConfigError."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        match = RANGE.fullmatch(part.strip())
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"WEFT_CPUS={text!r}: expected a list of CPUs, as in 0-3,8")
-        cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(cpus)
 
 
 def pin_to_cpus(text: str) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.worker.os_tuning import parse_cpus, pin_to_cpus
+from weft.options import parse_cpus
+from weft.worker.os_tuning import pin_to_cpus
 
 # what runs before the pin_to_cpus keeps to it as well, and so does what torch starts later
 PINNED = """
