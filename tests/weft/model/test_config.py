@@ -14,7 +14,7 @@ from weft import file_io
 from weft.errors import BadCheckpoint
 from weft.kv.block_keys import fingerprint_digest
 from weft.model import kv_layout
-from weft.model.config import Rope, read_config
+from weft.model.config import FAMILIES, Rope, read_config
 from weft.model.fields import ORIGINAL
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint
@@ -187,6 +187,13 @@ def test_a_config_that_cannot_be_served_is_refused_by_file_and_field(
         read_config(write(tmp_path, **fields))
     for word in [str(tmp_path / "config.json"), *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_architecture_is_read_by_its_family(tmp_path: Path, architecture: str) -> None:
+    """Families are imported by name. Each asks for the same first field, of a wrapped model inside `text_config`."""
+    with pytest.raises(BadCheckpoint, match=r"config\.json: (text_config\.)?num_attention_heads: expected"):
+        read_config(write(tmp_path, architectures=[architecture], num_attention_heads="four"))
 
 
 @pytest.mark.parametrize(
