@@ -10,10 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 
 from weft.errors import ConfigError
-from weft.options import MAX_PORT, check_addresses, redact_credentials
-
-# Limit for torch and reader threads: more than any machine has cores, fewer than a process may have threads.
-MAX_THREADS = 1024
+from weft.options import MAX_PORT, MAX_THREADS, check_addresses, redact_credentials
 
 
 class Settings(BaseModel):

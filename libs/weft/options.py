@@ -11,6 +11,8 @@ from weft.errors import ConfigError
 # Hosts to listen on; peers cannot call them.
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 MAX_PORT = 65_535
+# Limit for torch and reader threads: more than any machine has cores, fewer than a process may have threads.
+MAX_THREADS = 1024
 # On a CPU, steps share cores with event loops, gateway and scheduler, which need a tenth of a core and must
 # run first. A GPU's thread keeps niceness 0, because a delay would leave the device idle.
 CPU_NICENESS, MAX_NICENESS = 10, 19

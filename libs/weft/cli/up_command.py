@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weft.options import Dtype, TransportChoice, WeightFormat
+from weft.options import MAX_THREADS, Dtype, TransportChoice, WeightFormat
 
 
 class LogLevelOption(StrEnum):
@@ -53,9 +53,11 @@ def up(
             envvar="WEFT_TRANSPORT", help="Transport of KV blocks; auto: shared memory, else Mooncake, else gRPC."
         ),
     ] = TransportChoice.AUTO,
-    threads: Annotated[  # at most weft.config.MAX_THREADS, spelled out as importing pydantic is slow
+    threads: Annotated[
         int,
-        typer.Option(min=0, max=1024, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."),
+        typer.Option(
+            min=0, max=MAX_THREADS, envvar="WEFT_THREADS", help="torch threads per worker; 0 shares the cores."
+        ),
     ] = 0,
     max_seqs: Annotated[
         int,
