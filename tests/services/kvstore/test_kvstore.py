@@ -18,7 +18,7 @@ from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
-from weft_services.kvstore import master as master_module
+from weft_services.kvstore import node as node_module
 from weft_services.kvstore.config import KvStoreConfig
 from weft_services.kvstore.node import NodeStore, StoreAddress
 
@@ -149,7 +149,7 @@ async def test_what_is_malformed_is_refused(stub: pb2_grpc.KvStoreServiceAsyncSt
 
 
 async def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_module, "PROGRAM", "mooncake_master_that_is_not_there")
+    monkeypatch.setattr(node_module, "MASTER_PROGRAM", "mooncake_master_that_is_not_there")
     announced: list[bool] = []
 
     async def announce(ready: bool) -> None:
@@ -167,10 +167,10 @@ async def test_a_master_that_cannot_be_started_now_is_a_store_that_is_away(monke
     def full(host: str) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(master_module, "_find_program", lambda: "true")
-    monkeypatch.setattr(master_module, "_free_port", full)
+    monkeypatch.setattr(node_module, "_find_master", lambda: "true")
+    monkeypatch.setattr(node_module, "_free_port", full)
     with pytest.raises(StoreLost, match="Too many open files"):
-        await master_module.Master.start("127.0.0.1", "127.0.0.1")
+        await node_module.Master.start("127.0.0.1", "127.0.0.1")
 
 
 @pytest.mark.parametrize(
