@@ -43,12 +43,17 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+        self._log.close()
+
+    def stop(self) -> None:
+        """End all processes and their descendants."""
         for process in reversed(self._all):
             tree = [process, *_children(process)]
             send_signal(process, signal.SIGTERM)
             for straggler in psutil.wait_procs(tree, STOP_SECONDS)[1]:
                 send_signal(straggler, signal.SIGKILL)
-        self._log.close()
+        self._all.clear()
 
     def start(
         self,

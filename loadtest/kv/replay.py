@@ -1,13 +1,13 @@
-"""Replays a Mooncake trace on two prefill workers and says how many of its ideal hits the tiers keep.
+"""Replays a Mooncake trace on two prefill workers: how many of its ideal hits do the tiers keep?
 
-    python -m loadtest.kv.replay TRACE.jsonl --out build/replay              all three set-ups, then report.html
+    python -m loadtest.kv.replay TRACE.jsonl --out build/replay              all three set-ups, report.md, report.svg
     python -m loadtest.kv.replay TRACE.jsonl --out build/replay --mode tiers --requests 2000
 
-Scaled down: every hash id of the trace becomes one block of 4 tokens that only its id decides, a prompt is its ids'
-blocks and one more token. Requests come in the trace's order, each to a worker drawn by lot, as fast as they are done.
+Scaled down: every hash id of the trace becomes one block of 4 tokens that depends on the id alone; a prompt is its ids'
+blocks and one more token. Requests come in the trace's order, each to a random worker, as fast as they are served.
 Ideal is what one endless cache would find. Set-ups: `everything` (pools as large as the working set), `tiers` (both
 pools together a tenth of it, memory of the store another tenth, disk for all), `pool` (the same pools alone). Every hit
-is taken, however quickly so small a model would compute it, unless --estimate.
+is fetched, even where so small a model computes faster, unless --estimate is given.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.kv.node import KvStoreNode
-from loadtest.kv.replay_report import write_report
-from loadtest.report import verdict
+from loadtest.plots import Panel, save_plot
+from loadtest.report import ROOT, table, verdict
 from loadtest.traces import trace_file
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "weft-nano"
 DTYPE = "bfloat16"
 BLOCK_TOKENS = 4
@@ -47,19 +46,19 @@ WINDOW = 250  # requests to a point of the plot
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Hash ids of every request; `ideal` is the hits of each with an endless cache."""
+    """Hash ids of every request, and its hits with an endless cache."""
 
     requests: list[list[int]]
     ideal: list[int]
 
     @property
     def working_set(self) -> int:
-        """Blocks that differ."""
+        """Number of different blocks."""
         return len({block for ids in self.requests for block in ids})
 
 
 def read_trace(path: Path, num_requests: int) -> Trace:
-    """The first requests of a trace; 0: all."""
+    """Return the first requests of a trace; 0: all."""
     lines = path.read_text().splitlines()
     requests = [json.loads(line)["hash_ids"] for line in lines[: num_requests or len(lines)]]
     seen: set[int] = set()
@@ -71,13 +70,13 @@ def read_trace(path: Path, num_requests: int) -> Trace:
 
 
 def prompt(ids: Sequence[int]) -> list[int]:
-    """Four digits to the base 1024 of each id, and one token at the end: it is computed whatever is cached."""
+    """Return four digits of each id to the base 1024, and a last token, which is always computed."""
     tokens = [FIRST_TOKEN + (block >> shift) % NUM_TOKENS for block in ids for shift in (0, 10, 20, 30)]
     return [*tokens, FIRST_TOKEN]
 
 
 def shapes(mode: str, trace: Trace) -> dict[str, int]:
-    """Blocks of one pool, and bytes of the store's memory and disk."""
+    """Return the blocks of one pool, and the bytes of the store's memory and disk."""
     size = block_bytes(read_config(MODEL), DTYPE, BLOCK_TOKENS)
     longest = max(len(ids) for ids in trace.requests) + 2
     everything, tenth = trace.working_set, trace.working_set // 10
@@ -96,7 +95,7 @@ class Worker:
 
     @classmethod
     async def start(cls, settings: dict[str, Any]) -> Worker:
-        """Until it is ready."""
+        """Start a process and wait until it is ready."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "loadtest.kv.replay_worker", json.dumps(settings)),
             stdin=asyncio.subprocess.PIPE,
@@ -108,13 +107,13 @@ class Worker:
         return worker
 
     async def ask(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """One prompt; the caller holds `turn`."""
+        """Send one prompt; the caller holds `turn`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(list(token_ids)).encode() + b"\n")
         return await self._hear()
 
     async def end(self) -> dict[str, Any]:
-        """Its counters."""
+        """End the process; return its counters."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         counters = await self._hear()
@@ -131,7 +130,7 @@ class Worker:
 
 
 async def replay(trace: Trace, workers: Sequence[Worker]) -> list[dict[str, int]]:
-    """Tokens found by tier, for each request."""
+    """Return the tokens found by tier, for each request."""
     rng = random.Random(0)
     found: list[dict[str, int]] = [{} for _ in trace.requests]
     started = time.perf_counter()
@@ -145,7 +144,7 @@ async def replay(trace: Trace, workers: Sequence[Worker]) -> list[dict[str, int]
     async with asyncio.TaskGroup() as tasks:
         for index in range(len(trace.requests)):
             worker = rng.choice(workers)
-            await worker.turn.acquire()  # in the trace's order, whoever is busy
+            await worker.turn.acquire()  # keeps the order of the trace
             tasks.create_task(serve(index, worker))
             if index % 500 == 499:
                 print(f"  {index + 1} requests, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
@@ -153,7 +152,7 @@ async def replay(trace: Trace, workers: Sequence[Worker]) -> list[dict[str, int]
 
 
 async def run_mode(mode: str, trace: Trace, chooses: bool) -> dict[str, Any]:
-    """One set-up from empty caches."""
+    """Run one set-up from empty caches."""
     sizes = shapes(mode, trace)
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
@@ -177,7 +176,7 @@ async def run_mode(mode: str, trace: Trace, chooses: bool) -> dict[str, Any]:
 
 
 def summary(mode: str, trace: Trace, found: Sequence[dict[str, int]]) -> dict[str, Any]:
-    """Ratios count full blocks' tokens; the one at the end of each prompt is left out on both sides."""
+    """Return ratios of full blocks' tokens, without the last token of each prompt."""
     total = BLOCK_TOKENS * sum(map(len, trace.requests))
     tiers: Counter[str] = Counter()
     for each in found:
@@ -201,7 +200,7 @@ def summary(mode: str, trace: Trace, found: Sequence[dict[str, int]]) -> dict[st
 
 
 def judged(result: dict[str, Any]) -> str:
-    """Against what was promised of the set-up."""
+    """Return how a set-up stands beside its bar."""
     if result["mode"] == "everything":
         away = abs(result["hit_ratio"] - result["ideal_ratio"])
         return verdict(away <= MOST_AWAY, f"the ideal within {100 * MOST_AWAY:g} points")
@@ -210,11 +209,30 @@ def judged(result: dict[str, Any]) -> str:
     return "for comparison"
 
 
+def write_report(folder: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Write report.md, and report.svg with the prompt tokens found over the trace."""
+    first = results[0]
+    rows = []
+    for result in results:
+        store = f"{result['segment_bytes'] / 2**20:.0f} MiB" if result["mode"] != "pool" else "-"
+        by_tier = [f"{result['ratio_by_tier'].get(tier, 0):.2%}" for tier in ("pool", "dram", "nvme")]
+        found = (f"{result['hit_ratio']:.2%}", f"{result['of_ideal']:.1%}", *by_tier, f"{result['seconds']:.0f} s")
+        rows.append((result["mode"], f"{result['pool_blocks']} blocks", store, *found))
+    headings = ("set-up", "pool a worker", "store memory", "found", "of ideal", "pool", "dram", "nvme", "time")
+    facts = f"{first['requests']} requests, {first['working_set_blocks']} different blocks; ideal"
+    (folder / "report.md").write_text(f"{facts} {first['ideal_ratio']:.2%}\n\n{table(headings, rows)}\n")
+    lines = {
+        each["mode"]: [(WINDOW * place, point[0]) for place, point in enumerate(each["windows"])] for each in results
+    }
+    lines["ideal"] = [(WINDOW * place, point[1]) for place, point in enumerate(first["windows"])]
+    save_plot(folder / "report.svg", [Panel("prompt tokens found", "request", "share", lines)])
+
+
 def main() -> None:
-    """Run what was asked for, keep each result as JSON, write the page from all that are there."""
+    """Run the set-ups, save each result as JSON, and write the report of all that exist."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=trace_file)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results and report.html")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results and the report")
     parser.add_argument("--mode", choices=[*MODES, "all"], default="all")
     parser.add_argument("--requests", type=int, default=0, help="only so many; 0: all")
     parser.add_argument("--estimate", action="store_true", help="compute what is estimated to be quicker than fetching")
@@ -228,7 +246,7 @@ def main() -> None:
         print(f"{mode}: {result['hit_ratio']:.2%} of {result['ideal_ratio']:.2%} ({result['of_ideal']:.1%}): {parts}")
         print(f"  {judged(result)}", flush=True)
     results = [json.loads(path.read_text()) for mode in MODES if (path := options.out / f"{mode}.json").exists()]
-    write_report(options.out / "report.html", results)
+    write_report(options.out, results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""How long a worker is away that was killed, or parked and woken, and what is read from disk until it serves again; the
-weights are in shared memory all along.
+"""Downtime of a worker that was killed, or parked and woken, and the bytes read from disk until it serves again.
 
-`python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--idle 11] [--json FILE] [--timeline FILE.svg]` starts
-a mesh of its own with `weft up`, kills its decode worker again and again, and asks until the new one is ready: one that
-has lived for a while (`--idle`, seconds), and its successor as soon as that is ready, which waits for the supervisor's
-backoff. Then it is parked and woken as often.
+    python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--idle 11] [--json FILE] [--timeline FILE.svg]
+
+The weights stay in shared memory. Starts a mesh with `weft up`, kills its decode worker after `--idle` seconds, and its
+successor as soon as that is ready, which waits for the supervisor's backoff. Then it parks and wakes the worker.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from loadtest.processes import START_SECONDS, Processes
+from loadtest.report import table
 from weft.cli import fleet_commands
 from weft.cli.child import RestartPolicy
 from weft.cli.health import grpc_serves
@@ -35,15 +34,13 @@ from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 MODEL = Path("models/weft-nano")
 WORKER = "decode-0"
-START_SECONDS = 180.0
 PROBE_SECONDS = 0.02
 KILLED, AGAIN, WOKEN = "killed after a while", "killed again at once", "parked, and woken"
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """From the kill or the wish to SERVING, and the bytes that storage gave meanwhile to the process, and to those that
-    it starts: its store's."""
+    """Seconds from the kill or wake to SERVING, and the bytes that the process and its store process read."""
 
     what: str
     seconds: float
@@ -74,44 +71,24 @@ def main() -> None:
 
 @contextmanager
 def mesh(model: Path, timeline: Path | None) -> Iterator[tuple[int, MeshRecord]]:
-    """A mesh that is ready, and its process."""
+    """Yield the process id and the record of a mesh that is ready."""
     http, grpc = free_ports(2)
-    program = "from weft.cli.main import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        "up",
-        "--model",
-        str(model),
-        "--port",
-        str(http),
-        "--grpc-port",
-        str(grpc),
-    ]
-    command += ["--timeline", str(timeline)] if timeline else []
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            record = asyncio.run(until_ready(process, http))
-            yield process.pid, record
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
+    command = [sys.executable, "-m", "weft.cli.main", "up", "--model", str(model)]
+    command += ["--port", str(http), "--grpc-port", str(grpc), *(["--timeline", str(timeline)] if timeline else [])]
+    with Processes() as processes:
+        process = processes.start(command)
+        records: list[MeshRecord] = []
 
+        def is_ready() -> bool:
+            records[:] = [record for record in running_meshes() if record.pid == process.pid]
+            return bool(records) and asyncio.run(grpc_serves(records[0].services["gateway"]))
 
-async def until_ready(process: subprocess.Popen[bytes], port: int) -> MeshRecord:
-    """Raises TimeoutError."""
-    async with asyncio.timeout(START_SECONDS):
-        while process.poll() is None:
-            for record in running_meshes():
-                if record.pid == process.pid and await grpc_serves(record.services["gateway"]):
-                    return record
-            await asyncio.sleep(0.5)
-    raise SystemExit("the mesh did not start")
+        processes.wait("the mesh", is_ready)
+        yield process.pid, records[0]
 
 
 def restart(mesh_pid: int, record: MeshRecord, what: str) -> Restart:
-    """Kill the worker and wait for the next one."""
+    """Kill the worker and wait for its successor."""
     old = worker_pid(mesh_pid, record.services[WORKER])
     began = time.perf_counter()
     os.kill(old, signal.SIGKILL)
@@ -121,7 +98,7 @@ def restart(mesh_pid: int, record: MeshRecord, what: str) -> Restart:
 
 
 def wake(mesh_pid: int, record: MeshRecord) -> Restart:
-    """Park the worker, and wake it when it has given back its memory."""
+    """Park the worker, and wake it when it has released its memory."""
     scheduler, process = record.services["scheduler"], worker_pid(mesh_pid, record.services[WORKER])
     fleet_commands.sleep(scheduler, WORKER, even_last=True)
     asyncio.run(until_asleep(scheduler))
@@ -134,7 +111,7 @@ def wake(mesh_pid: int, record: MeshRecord) -> Restart:
 
 
 async def until_asleep(scheduler: str) -> None:
-    """The worker has given back its memory, and joined again to say so. Raises TimeoutError."""
+    """Wait until the worker has released its memory and joined again. Raises TimeoutError."""
     async with asyncio.timeout(START_SECONDS), open_channel(scheduler) as channel:
         fleet = scheduler_service_pb2_grpc.FleetServiceStub(channel)
         while True:
@@ -150,8 +127,7 @@ def _sleeps(report: scheduler_service_pb2.WorkerReport) -> bool:
 
 
 def disk_bytes(process: int) -> tuple[int, int]:
-    """What storage has read so far for it, those included that it has started and that have ended, and for its living
-    ones."""
+    """Return the bytes read from disk so far by a process with its ended children, and by its living children."""
 
     def read_by(each: psutil.Process) -> int:
         counters = Path(f"/proc/{each.pid}/io").read_text().splitlines()
@@ -162,7 +138,7 @@ def disk_bytes(process: int) -> tuple[int, int]:
 
 
 async def until_serving(address: str, *wanted: bool) -> None:
-    """Or not serving, one after the other. Raises TimeoutError."""
+    """Wait for each state in turn: serving or not. Raises TimeoutError."""
     async with asyncio.timeout(START_SECONDS):
         for each in wanted:
             while True:
@@ -172,25 +148,23 @@ async def until_serving(address: str, *wanted: bool) -> None:
 
 
 def worker_pid(mesh_pid: int, address: str) -> int:
-    """Of the process that listens there; the mesh's standby process has forked it."""
+    """Return the process that listens at an address; the mesh's standby process has forked it."""
     port = int(address.rpartition(":")[2])
     for child in psutil.Process(mesh_pid).children(recursive=True):
         found = child.net_connections("tcp") if child.status() != psutil.STATUS_ZOMBIE else []
         if any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in found):
             return child.pid
-    raise SystemExit(f"nobody listens at {address}")
+    raise SystemExit(f"no process listens at {address}")
 
 
 def report(restarts: list[Restart]) -> str:
-    """A table."""
-    lines = ["| | until it serves again, s | disk bytes read | by its store's process |", "|---|---|---|---|"]
+    rows = []
     for kind in (KILLED, AGAIN, WOKEN):
         of = [each for each in restarts if each.what == kind]
         times = ", ".join(f"{each.seconds:.2f}" for each in of)
         own = ", ".join(str(each.disk_bytes) for each in of)
-        started = ", ".join(str(each.started_bytes) for each in of)
-        lines.append(f"| {kind} | {times} | {own} | {started} |")
-    return "\n".join(lines)
+        rows.append((kind, times, own, ", ".join(str(each.started_bytes) for each in of)))
+    return table(("", "until it serves again, s", "disk bytes read", "by its store's process"), rows)
 
 
 if __name__ == "__main__":
