@@ -1,8 +1,8 @@
-"""Decode attention alone against the measured bandwidth, on a GPU or a CPU: the engine's own call, nothing around it.
+"""Decode attention alone against the measured bandwidth, on a GPU or a CPU, by the engine's own call.
 
     python -m loadtest.engine.attention --threads 1,2
 
-Every call reads another layer of the pool, so that no cache holds what it reads.
+Every call reads another layer of the pool, so that no cache holds its data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU_POINTS = [(1, 128), (1, 1024), (1, 8192), (1, 32768), (8, 1024), (32, 1024),
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one GPU's share of a model."""
+    """Heads of one GPU's share of a model."""
 
     name: str
     num_heads: int
@@ -43,7 +43,7 @@ TINY_POINTS = [(1, 128), (4, 1100)]
 
 @dataclass(frozen=True)
 class Row:
-    """One measured point. `of_limit`: bytes of keys and values that were read a second, of the measured bandwidth."""
+    """One measured point. `of_limit`: bytes of keys and values read a second, over the measured bandwidth."""
 
     heads: str
     batch: int
@@ -55,7 +55,7 @@ class Row:
 
 
 def attend(heads: Heads, batch: int, context: int, device: str, gpu: Gpu) -> Row:
-    """All sequences of the same length, their blocks in no order."""
+    """Measure sequences of one length with shuffled blocks."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     per_sequence = -(-context // heads.block_tokens)
     shape = (batch * per_sequence, heads.kv_heads, NUM_LAYERS, 2, heads.block_tokens, heads.dim)
@@ -77,7 +77,7 @@ def attend(heads: Heads, batch: int, context: int, device: str, gpu: Gpu) -> Row
 
 
 def sweep_attention(device: str, gpu: Gpu, is_tiny: bool) -> list[Row]:
-    """All points for the kind of device."""
+    """Measure all points for the kind of device."""
     all_heads, points = (CPU_HEADS, CPU_POINTS) if device == "cpu" else (GPU_HEADS, GPU_POINTS)
     if is_tiny:
         all_heads, points = TINY_HEADS, TINY_POINTS
@@ -85,7 +85,7 @@ def sweep_attention(device: str, gpu: Gpu, is_tiny: bool) -> list[Row]:
 
 
 def main() -> None:
-    """One table for each number of threads on a CPU, one for a GPU."""
+    """Print a table for each number of threads on a CPU, or one for a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", default="1,2")

@@ -1,4 +1,4 @@
-"""Everything about the engine on a bare GPU machine, from a checkout, in ten minutes: torch and triton are enough.
+"""The engine on a bare GPU machine, from a checkout, in ten minutes: torch and triton are enough.
 
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out tiny --tiny     the same on any machine, in seconds
@@ -33,13 +33,13 @@ from weft.capacity.sizes import RequestedSizes, choose_sizes
 FULL = Grid(GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, (8, 32), 24, 30.0)
 # layers of larger models: where bandwidth and arithmetic meet, not every corner
 PART = Grid((1, 32, 128, 256), (1024, 8192), (2048, 8192), (32,), 24, 20.0)
-# what the bars are about, in a minute
+# what the bars need, in a minute
 QUICK = Grid(GPU_BATCHES, (1024,), (2048, 8192), (32,), 40, 10.0)
 TINY = Grid((1, 4), (128, 1024), (300,), (2,), 6, 10.0)
 
 
 def settings_for(device: str, is_tiny: bool) -> Settings:
-    """As a worker would run whose settings say nothing; a tiny one has little KV."""
+    """Return the settings of a worker with defaults; a tiny model gets little KV."""
     sizes = choose_sizes(RequestedSizes(), has_cuda=device != "cpu")
     machine, limits = sizes.machine, (sizes.chunk_tokens, sizes.max_seqs)
     kv_gib = 0.05 if is_tiny else 0.0
@@ -47,7 +47,7 @@ def settings_for(device: str, is_tiny: bool) -> Settings:
 
 
 def run_shape(shape: Shape, settings: Settings, gpu: Gpu, grid: Grid, results: Results) -> None:
-    """One engine for all points of a shape; a shape that fails is named, and the others go on."""
+    """Measure all points of a shape with one engine; a shape that fails gets a note, and the others continue."""
     needed = weight_bytes(shape.config()) / GIB
     title = f"{shape.title}: {needed:.1f} GiB of weights"
     if needed > 0.85 * gpu.memory_gib:
@@ -77,7 +77,7 @@ def run_shape(shape: Shape, settings: Settings, gpu: Gpu, grid: Grid, results: R
 
 
 def free() -> None:
-    """Give the last engine's memory back."""
+    """Release the last engine's memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -85,7 +85,6 @@ def free() -> None:
 
 
 def main() -> None:
-    """All of it, in the order of what is wanted most."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="", help="default: a GPU; of tiny models the CPU where there is none")

@@ -1,7 +1,7 @@
 """transformers beside the engine, where it is installed: `generate` with its own cache, and its continuous batching.
 
-The same shape with random weights, the same batch and context. A step is what further tokens cost: the time of a longer
-run less that of a shorter one, over the tokens between them.
+The same shape with random weights, the same batch and context. The time of a step is that of a longer run less that of
+a shorter one, over the tokens between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Run = Callable[[list[list[int]], int], None]
 
 
 def run_peers(shape: Shape, settings: Settings, grid: Grid, results: Results) -> None:
-    """Both ways, at batch 1 and 32 or what the grid has."""
+    """Measure both ways, at batch 1 and 32 or those of the grid."""
     context = CONTEXT if CONTEXT in grid.contexts else max(grid.contexts)
     batches = [each for each in BATCHES if each in grid.batches] or list(grid.batches)
     points = [
@@ -51,7 +51,7 @@ def run_peers(shape: Shape, settings: Settings, grid: Grid, results: Results) ->
 
 
 def make_model(shape: Shape, settings: Settings) -> Any:
-    """Its own class, on the device from the start. Raises ImportError where there is no transformers."""
+    """Return a model of transformers, created on the device. Raises ImportError without transformers."""
     import transformers
 
     build: Callable[..., Any] = transformers.AutoModelForCausalLM.from_config
@@ -63,7 +63,7 @@ def make_model(shape: Shape, settings: Settings) -> Any:
 
 
 def measure_peer(point: Point, run: Run, steps: int, settings: Settings, results: Results) -> None:
-    """Whatever a peer fails with is its result."""
+    """Measure one point; an error becomes its note."""
     source = random.Random(1)
     prompts = [[source.randrange(3, 300) for _ in range(point.tokens)] for _ in range(point.batch)]
 

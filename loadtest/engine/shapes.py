@@ -1,6 +1,6 @@
-"""Models of published shapes with random weights, made tensor by tensor where they run: no checkpoint, no second copy.
+"""Models of published shapes with random weights, made tensor by tensor on their device, without a checkpoint.
 
-Whole models where they fit a GPU, otherwise as many of their layers as do; `tiny` ones go the same way on any machine.
+Whole models if they fit a GPU, otherwise as many of their layers as fit; `tiny` ones run on any machine.
 """
 
 from __future__ import annotations
@@ -105,20 +105,20 @@ class Shape:
 
     @property
     def title(self) -> str:
-        """For tables."""
+        """Name and share of the layers, for tables."""
         return self.name if self.layers == self.of_layers else f"{self.name}, {self.layers} of {self.of_layers} layers"
 
     @property
     def all_fields(self) -> dict[str, Any]:
-        """A whole config.json."""
+        """All fields of config.json."""
         return {**self.fields, "num_hidden_layers": self.layers}
 
     def config(self) -> ModelConfig:
-        """Read as a checkpoint's would be."""
+        """Return the config as a checkpoint's is read."""
         return config_of(Fields(Path(self.name), self.all_fields))
 
     def tiny(self) -> Shape:
-        """The same architecture, small enough for a test."""
+        """Return the same architecture, small enough for a test."""
         fields = {**self.fields, **TINY_SIZES}
         if "n_routed_experts" in fields:
             fields |= TINY_KIMI
@@ -140,12 +140,12 @@ SHAPES = {
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """As stored."""
+    """Return the bytes of all weights as stored."""
     return sum(weight.size_bytes for weight in footprint(config).values())
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Every tensor of a model, made when it is asked for; the same one for the same name."""
+    """Tensors of a model, created on access; the same name gives the same tensor."""
 
     def __init__(self, config: ModelConfig, device: str) -> None:
         self._shapes = expected_tensors(config)
@@ -154,7 +154,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._last[0] != name:
-            self._last = ("", torch.empty(0))  # the one before may be gigabytes
+            self._last = ("", torch.empty(0))  # the previous one may be gigabytes
             self._last = (name, self._make(name))
         return self._last[1]
 

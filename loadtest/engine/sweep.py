@@ -1,10 +1,10 @@
-"""The engine over batch and context: decode, prefill, both at once, each beside the limit measured in the same run.
+"""The engine over batch and context: decode, prefill and mixed load, each beside the limit measured in the same run.
 
     python -m loadtest.engine.sweep --shape 213M
     python -m loadtest.engine.sweep --shape 213M --threads 2 --batches 1,8 --contexts 128,8192 --out results/
 
-Random weights of a published shape (`loadtest/engine/shapes.py`), on a CPU or a GPU. Points that do not fit are named
-with the reason. A second run with the same --out goes on where the first one ended.
+Random weights of a published shape (`loadtest/engine/shapes.py`), on a CPU or a GPU. Points that do not fit have a
+note with the reason. A second run with the same --out continues the first one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Figures = dict[str, float | str | None]
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured; `steps` of each decode. A point whose limit alone is beyond `point_seconds` is left out."""
+    """The points, with `steps` of each decode. A point whose limit alone takes over `point_seconds` is left out."""
 
     batches: Sequence[int]
     contexts: Sequence[int]
@@ -45,7 +45,7 @@ class Grid:
     point_seconds: float
 
     def points(self, shape: str) -> list[Point]:
-        """The telling ones first: a run that is cut short has those."""
+        """Return the important points first, for a run that is cut short."""
         near = sorted(self.contexts, key=lambda context: (context != MIXED_CONTEXT, context))
         decodes = [Point(shape, "decode", batch, context) for context in near for batch in self.batches]
         prefills = [Point(shape, "prefill", 1, prompt) for prompt in self.prompts]
@@ -55,7 +55,7 @@ class Grid:
 
 
 class ShapeFailed(Exception):
-    """A point's engine has ended, and with it the points of the shape that are left."""
+    """The engine has ended at a point, so the shape's other points are not measured."""
 
 
 class Sweep:
@@ -66,17 +66,17 @@ class Sweep:
         self.shape, self.settings, self.gpu, self.grid = shape, settings, gpu, grid
 
     def run(self, results: Results) -> None:
-        """All points that are not there yet. Raises ShapeFailed; the point at fault is named, and not tried again."""
+        """Measure all points that are missing. Raises ShapeFailed after a note on the point, which stays skipped."""
         for point in self.grid.points(self.shape.name):
             if not results.has(point):
                 self._run_one(point, results)
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine of this shape."""
         self.bench.close()
 
     def least_seconds(self, point: Point) -> float:
-        """By the limits alone."""
+        """Return the time of a point at the limits."""
         limits = limits_of(self.bench.config, self.gpu, self.settings.dtype, point.tokens, self.settings.chunk_tokens)
         if point.kind == "prefill":
             return 3 * point.tokens / limits.prefill()
@@ -94,7 +94,7 @@ class Sweep:
         measure_point = {"decode": self._decode, "prefill": self._prefill, "mixed": self._mixed}[point.kind]
         try:
             figures = measure_point(point)
-        except Exception as error:  # of a compiler, a driver, an allocator, or the engine's own
+        except Exception as error:  # from a compiler, a driver, an allocator or the engine
             said = str(error).splitlines() or [""]
             results.skip(point, f"failed: {type(error).__name__}: {said[0]}")
             raise ShapeFailed(f"{point.key}: {type(error).__name__}") from error
@@ -129,7 +129,7 @@ class Sweep:
         }
 
     def _mixed(self, point: Point) -> Figures:
-        """The limit: the time that its tokens would take alone, one kind after the other."""
+        """The limit is the time that the tokens of each kind would take alone, one kind after the other."""
         batch, context, chunk = point.batch, point.tokens, self.settings.chunk_tokens
         gaps, seconds, num_read = self.bench.mixed(batch, context, point.prompt, 2 * self.grid.steps)
         decode = limits_of(self.bench.config, self.gpu, self.settings.dtype, context, chunk).decode(batch)
@@ -147,7 +147,7 @@ class Sweep:
 
 
 def facts(settings: Settings, gpu: Gpu) -> dict[str, str | int | float]:
-    """Under which conditions all figures were taken."""
+    """Return the conditions of all figures."""
     return {
         "device": gpu.name,
         "torch": torch.__version__,
@@ -161,12 +161,12 @@ def facts(settings: Settings, gpu: Gpu) -> dict[str, str | int | float]:
 
 
 def numbers(text: str) -> list[int]:
-    """1,2,4 as a list."""
+    """Parse numbers separated by commas."""
     return [int(each) for each in text.split(",") if each]
 
 
 def read_options() -> argparse.Namespace:
-    """Defaults are those of the machine."""
+    """Parse the command line, with defaults for this machine."""
     is_cpu = not torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="213M" if is_cpu else "8B")
@@ -194,7 +194,6 @@ def read_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One shape."""
     options = read_options()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -217,7 +216,7 @@ def main() -> None:
     sweep = Sweep(shape, settings, gpu, Grid(*parts, options.steps, options.point_seconds))
     try:
         sweep.run(results)
-    finally:  # what was measured until then is told all the same
+    finally:  # report what was measured until then
         sweep.close()
         write_report(results, options.out)
 

@@ -67,8 +67,8 @@ def many(path: bytes, field: bytes, each: bytes) -> bytes:
 def chunked(body: bytes) -> bytes:
     """Return a POST without a length."""
     pieces = [body[at : at + 65536] for at in range(0, len(body), 65536)]
-    told = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-    return b"POST %b HTTP/1.1\r\nhost: x\r\n%btransfer-encoding: chunked\r\n\r\n%b0\r\n\r\n" % (PATH, JSON, told)
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%btransfer-encoding: chunked\r\n\r\n%b0\r\n\r\n" % (PATH, JSON, chunks)
 
 
 def chat(content: bytes, more: bytes = b"") -> bytes:

@@ -90,13 +90,13 @@ def measure(setting: Setting, seconds: float) -> Cost:
         seen = drive_all(stacks, load)
         after = spent(stacks)
         shares = [late - early for late, early in zip(num_asked(stacks), asked, strict=True)]
-        told = drive_all(stacks, streams)
+        streamed = drive_all(stacks, streams)
     total = load.requests * setting.meshes
     cpu = {role: (after[role] - before[role]) / total * 1e6 for role in after}
     return Cost(
         per_second=sum(load.requests / each["seconds"] for each in seen) / setting.processes,
         cpu_us=cpu | {"client": sum(each["client_cpu"] for each in seen) / total * 1e6},
-        token_us=sum(each["cpu"] for each in told) / sum(each["num_tokens"] for each in told) * 1e6,
+        token_us=sum(each["cpu"] for each in streamed) / sum(each["num_tokens"] for each in streamed) * 1e6,
         idle_ms=idle_ms,
         most=max(shares) / (sum(shares) / len(shares)),
     )

@@ -2,10 +2,10 @@
 
     python -m loadtest.kernels.f12 [--tune] --out docs/results/f12.md
 
-First it checks, on this GPU, that words are packed and unpacked bit for bit and that products agree. `--tune` tries
-tiles for each matrix and number of rows and keeps the quickest for whoever serves on such a GPU (`packed/tuning.py`).
-Both are replayed as graphs, as steps of decoding are, over copies of the matrix of which no cache holds one until its
-turn comes again. The limit is what memory and multipliers were measured to deliver, for 12-bit weights.
+First it checks on this GPU that words are packed and unpacked bit for bit and that products agree. `--tune` tries tiles
+for each matrix and number of rows and stores the quickest for serving on such a GPU (`packed/tuning.py`). Both sides
+run as graphs, as decode steps do, over more copies of the matrix than a cache holds. The limit is the measured rate of
+memory and multipliers, for 12-bit weights.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Line:
 
 
 def make_weight(outputs: int, inputs: int) -> Tensor:
-    """Normal, with as many escapes as published models have: one in 3,000."""
+    """Return normal weights, with as many escapes as published models have: one in 3,000."""
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_(0, STD)
     weight.view(-1)[::ESCAPES_EVERY] = ESCAPE
     return weight
 
 
 def check(weight: Tensor, packed: F12) -> None:
-    """Raises AssertionError where this GPU does not compute what the kernels mean."""
+    """Raises AssertionError where this GPU computes something else."""
     from weft_kernels.packed.f12_unpack import unpack_rows
     from weft_kernels.packed.hopper import MOST_ROWS
     from weft_kernels.packed.linear import linear_packed
@@ -89,13 +89,13 @@ def check(weight: Tensor, packed: F12) -> None:
 
 
 def agree(found: Tensor, expected: Tensor) -> None:
-    """Raises AssertionError where it is more than rounding that differs."""
+    """Raises AssertionError where more than rounding differs."""
     error = (found - expected).float().norm() / expected.float().norm()
     assert error < 2e-3, f"{len(found)} rows: relative error {error:.1e}"
 
 
 def copies_of(weight: Tensor, packed: F12) -> tuple[list[Tensor], list[F12]]:
-    """The same matrix in different memory."""
+    """Return copies of the matrix, plain and packed."""
     count = max(2, -(-COPIED_BYTES // packed.nbytes))
     plain = [weight, *(weight.clone() for _ in range(count - 1))]
     tensors = [[each.clone() for each in packed.tensors] for _ in range(count - 1)]
@@ -103,7 +103,7 @@ def copies_of(weight: Tensor, packed: F12) -> tuple[list[Tensor], list[F12]]:
 
 
 def lines(roofline: Roofline, is_tuned: bool) -> Iterator[Line]:
-    """Each matrix, by rows."""
+    """Measure each matrix by rows."""
     from weft_kernels.packed.linear import linear_packed
 
     for name, (outputs, inputs) in SHAPES.items():
@@ -123,7 +123,7 @@ def lines(roofline: Roofline, is_tuned: bool) -> Iterator[Line]:
 
 
 def tune_rows(weight: Tensor, all_packed: list[F12]) -> None:
-    """For all numbers of rows that may be multiplied with packed words."""
+    """Tune all numbers of rows that may be multiplied with packed words."""
     from weft_kernels.packed.hopper import MOST_ROWS
     from weft_kernels.packed.linear import linear_packed, tune
     from weft_kernels.packed.tuning import row_classes
@@ -135,7 +135,7 @@ def tune_rows(weight: Tensor, all_packed: list[F12]) -> None:
 
 
 def unpacking() -> str:
-    """Bytes of bfloat16 made a second; a weight is 1.5 bytes read and 2 written."""
+    """Return the bytes of bfloat16 unpacked a second; a weight is 1.5 bytes read and 2 written."""
     from weft_kernels.packed.f12_unpack import unpack_rows
 
     weight = make_weight(*SHAPES["8B gate up"])
@@ -145,7 +145,7 @@ def unpacking() -> str:
 
 
 def table(found: list[Line]) -> Iterator[str]:
-    """Markdown."""
+    """Yield the lines of the table and the means."""
     yield "| matrix | rows | F12 us | bfloat16 us | times as fast | of the limit |"
     yield "|---|---|---|---|---|---|"
     for line in found:
@@ -210,7 +210,7 @@ def _compile(job: Job) -> str:
 
 
 def main() -> int:
-    """Print the table, and write it. Returns the exit status."""
+    """Print the table and write it; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tune", action="store_true")
@@ -235,7 +235,7 @@ def main() -> int:
 
 
 def report(is_tuned: bool) -> list[str]:
-    """Lines of Markdown."""
+    """Return the report in Markdown."""
     roofline = measure()
     return [
         f"# F12 and bfloat16 on {torch.cuda.get_device_name()}, torch {torch.__version__}",

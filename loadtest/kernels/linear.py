@@ -4,7 +4,7 @@
     python -m loadtest.kernels.linear --outputs 4096 --inputs 4096 --matrices 4
 
 One pass multiplies `matrices` different weights, together larger than any cache; figures are medians over passes.
-GB/s count the weights as they lie in memory. Nothing else should run: a busy neighbour takes memory and cores.
+GB/s count the weights as they lie in memory. Nothing else should run: other processes take memory and cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ READ_BYTES = 512 << 20
 
 
 def median_seconds(work: Callable[[], object], min_passes: int = 5, max_seconds: float = 2.0) -> float:
-    """The median of at least `min_passes`, after one to warm up."""
+    """Return the median of at least `min_passes`, after one to warm up."""
     work()
     times: list[float] = []
     while len(times) < min_passes or (sum(times) < max_seconds and len(times) < 50):
@@ -38,13 +38,13 @@ def median_seconds(work: Callable[[], object], min_passes: int = 5, max_seconds:
 
 
 def read_bandwidth() -> float:
-    """GB/s of summing a buffer that no cache holds."""
+    """Return the GB/s of summing a buffer that no cache holds."""
     buffer = torch.zeros(READ_BYTES // 4)
     return READ_BYTES / median_seconds(buffer.sum) / 1e9
 
 
 def measure(weights: list[Tensor], num_rows: int) -> dict[str, tuple[float, int]]:
-    """Seconds of a pass and bytes of weights read, by way of computing."""
+    """Return the seconds of a pass and the bytes of weights read, by way of computing."""
     x = torch.randn(num_rows, weights[0].shape[1])
     half = x.bfloat16()
     packed = [pack(weight, torch.float32) for weight in weights]

@@ -63,9 +63,9 @@ def weft(model: Path, dtype: str, workers: Mapping[str, int], name: str) -> Cont
 
     def command(port: int) -> list[str]:
         (grpc_port,) = free_ports(1)
-        told = ["--model", str(model), "--dtype", dtype, "--port", str(port), "--grpc-port", str(grpc_port)]
+        arguments = ["--model", str(model), "--dtype", dtype, "--port", str(port), "--grpc-port", str(grpc_port)]
         roles = [word for role, count in workers.items() for word in (f"--{role}", str(count))]
-        return [sys.executable, "-m", "weft.cli.main", "up", *told, *roles, "--log-level", "warning"]
+        return [sys.executable, "-m", "weft.cli.main", "up", *arguments, *roles, "--log-level", "warning"]
 
     return Contestant(name, command, {}, "/ready")
 
@@ -74,9 +74,9 @@ def vllm(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
     """Return its OpenAI server with the settings of its manual for CPUs."""
 
     def command(port: int) -> list[str]:
-        told = ["--model", str(model), "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
+        arguments = ["--model", str(model), "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
         bounds = ["--max-model-len", str(MAX_TOKENS), "--max-num-seqs", str(MAX_SEQUENCES)]
-        return [str(python), "-m", "vllm.entrypoints.openai.api_server", *told, *bounds]
+        return [str(python), "-m", "vllm.entrypoints.openai.api_server", *arguments, *bounds]
 
     return Contestant("vLLM", command, environment(str(python.parent.parent), threads))
 
@@ -96,9 +96,15 @@ def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
     path = made.stdout.strip().splitlines()[-1]
 
     def command(port: int) -> list[str]:
-        told = ["--model", path, "--host", "127.0.0.1", "--port", str(port)]
+        arguments = ["--model", path, "--host", "127.0.0.1", "--port", str(port)]
         bounds = ["--threads", str(threads), "--parallel", str(MAX_SEQUENCES), "--kv-unified"]
-        return [str(python.parent / "llama-server"), *told, *bounds, "--ctx-size", str(MAX_SEQUENCES * MAX_TOKENS // 4)]
+        return [
+            str(python.parent / "llama-server"),
+            *arguments,
+            *bounds,
+            "--ctx-size",
+            str(MAX_SEQUENCES * MAX_TOKENS // 4),
+        ]
 
     return Contestant("llama.cpp", command)
 

@@ -115,9 +115,9 @@ async def until_asleep(scheduler: str) -> None:
     async with asyncio.timeout(START_SECONDS), open_channel(scheduler) as channel:
         fleet = scheduler_service_pb2_grpc.FleetServiceStub(channel)
         while True:
-            told = await fleet.ListWorkers(scheduler_service_pb2.ListWorkersRequest())
+            fleet_status = await fleet.ListWorkers(scheduler_service_pb2.ListWorkersRequest())
             # before it sleeps it still has blocks to report
-            if any(each.hello.worker.worker_id == WORKER and _sleeps(each.report) for each in told.workers):
+            if any(each.hello.worker.worker_id == WORKER and _sleeps(each.report) for each in fleet_status.workers):
                 break
             await asyncio.sleep(PROBE_SECONDS)
 
