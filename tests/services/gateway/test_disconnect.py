@@ -16,6 +16,7 @@ from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, f
 from weft.errors import Overloaded
 from weft.request import RequestKey
 from weft_services.gateway.front import endpoints, http_server
+from weft_services.gateway.front.asgi_io import unless_disconnected
 from weft_services.gateway.mesh.decode_connection import SequenceUpdate, UpdateQueue
 
 # of an answer that nobody reads to its end
@@ -130,7 +131,7 @@ class Pipe(asyncio.Transport):
 
 async def test_who_takes_a_long_answer_slowly_is_not_taken_for_one_that_does_not_read() -> None:
     config = uvicorn.Config(Starlette(), log_config=None)
-    pipe, connection = Pipe(), http_server.GuardedProtocol(config, uvicorn.server.ServerState(), {})
+    pipe, connection = Pipe(), http_server.BoundedProtocol(config, uvicorn.server.ServerState(), {})
     connection.connection_made(pipe)
     pipe.num_unread = 8_000_000
     connection.pause_writing()
@@ -213,3 +214,40 @@ async def test_tokens_that_nobody_hears_of_are_bridged_too(bench: MakeBench, mon
                 if num_bridged == 2:
                     break
         assert (num_heard, num_bridged) == (1, 2), "the role, and then nothing"
+
+
+async def test_a_client_that_leaves_ends_the_work_and_nothing_else() -> None:
+    ended: list[str] = []
+
+    async def leaves() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def works() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("work")
+            raise
+
+    async with asyncio.timeout(10):
+        await unless_disconnected(leaves, works())
+        await asyncio.sleep(0)  # the task itself goes on
+    assert ended == ["work"]
+
+
+async def test_a_cancellation_from_elsewhere_and_an_error_of_the_work_go_on() -> None:
+    async def stays() -> dict[str, str]:
+        await asyncio.Event().wait()
+        raise AssertionError("it is cancelled before")
+
+    async def fails() -> None:
+        raise ValueError("the work's own")
+
+    with pytest.raises(ValueError, match="the work's own"):
+        await unless_disconnected(stays, fails())
+    task = asyncio.create_task(unless_disconnected(stays, asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -62,7 +62,7 @@ class Listeners:
     def refuse(self) -> None:
         """Stop accepting HTTP connections; gRPC continues until `stop`."""
         for http in self._servers():
-            http.stop()
+            http.should_exit = True
 
     async def stop(self) -> None:
         """Send remaining data, then close all connections."""
