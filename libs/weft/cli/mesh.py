@@ -242,7 +242,7 @@ def _check_gateway(gateway: Any) -> None:
         for chosen in gateway.tool_formats.values():
             choose(chosen, "")
     if gateway.tls_cert is not None:
-        _load("weft_services.gateway.front.certificate", "Certificate")(gateway.tls_cert, gateway.tls_key)
+        _load("weft_services.gateway.front.listeners", "Certificate")(gateway.tls_cert, gateway.tls_key)
     if gateway.keys and not gateway.keys.startswith(VALKEY_SCHEMES):
         try:
             read_keys(gateway.keys)

@@ -1,10 +1,10 @@
-"""Loads what the gateway needs of a checkpoint: tokenizer, chat template, defaults and limits. No weights."""
+"""Served models: what the gateway loads of a checkpoint (no weights), and the catalog that looks them up."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO, TextIOWrapper
@@ -13,12 +13,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
+from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed, NotFound
 from weft.file_io import path_exists, read_small, to_weft_error
 from weft.grammar import Grammars
 from weft.model.config import read_config
 from weft.model.fields import read_json
 from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
+from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.text.assistant import ThoughtTags, find_thought_tags
 from weft_services.gateway.text.chat_template import ChatTemplate
@@ -215,3 +216,57 @@ _USABLE_DEFAULTS: dict[str, Callable[[float], bool]] = {
     "min_p": lambda value: 0 <= value <= 1,
     "repetition_penalty": lambda value: 0 < value < math.inf,
 }
+
+
+# Longest part of an unknown model name that an error repeats; served names are at most as long.
+MAX_NAME_CHARS_IN_ERRORS = 256
+
+
+class Catalog:
+    """Served models by name, in configuration order."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models = {model.name: model for model in models}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        may_use = current_principal.get().may_use
+        return (model for name, model in self._models.items() if may_use(name))
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self]
+
+    def resolve(self, name: str) -> ServedModel:
+        """Return the model of that name, or the only one if the name is empty.
+
+        Raises NotFound, or InvalidRequest if the name is empty and several models are served.
+        """
+        names = self.names
+        if not name and len(names) > 1:
+            raise InvalidRequest(f"model: expected one of {_listed(names)}", "model")
+        return self.find(name or "".join(names))
+
+    def find(self, name: str) -> ServedModel:
+        """Return the model of that name. Raises NotFound, which lists the names."""
+        if name in self._models and current_principal.get().may_use(name):
+            return self._models[name]
+        names, name = self.names, name[:MAX_NAME_CHARS_IN_ERRORS]
+        if not names:
+            raise NotFound(f"the model {name!r} is not served here, or not to this API key")
+        raise NotFound(f"the model {name!r} is not served here; use {_listed(names)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def load_catalog(
+    directories: Mapping[str, Path], tool_formats: Mapping[str, str], escapes_special_tokens: bool = False
+) -> Catalog:
+    """Load what the gateway needs of each checkpoint. Raises BadCheckpoint naming the file or setting.
+
+    `escapes_special_tokens`: special tokens in messages are plain text.
+    """
+    return Catalog(
+        load_model(path, name, tool_formats[name], escapes_special_tokens) for name, path in directories.items()
+    )

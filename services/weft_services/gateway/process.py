@@ -15,17 +15,17 @@ from weft.file_descriptors import raise_fd_limit
 from weft.rpc.server import RpcServer, freeze_startup_objects, until_signal
 from weft.stall_clock import StallAwareClock
 from weft_services.gateway.access.authentication import Authenticator
-from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.front.listeners import Listeners
 from weft_services.gateway.front.request_record import init_series
-from weft_services.gateway.front.response_store import ResponseStore
+from weft_services.gateway.front.responses import ResponseStore
 from weft_services.gateway.mesh.decode_connection import DecodeConnectionPool
 from weft_services.gateway.mesh.embeddings import EmbeddingRunner
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatcher
 from weft_services.gateway.mesh.generation_run import MeshContext
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.scheduler_client import SchedulerClient, SettlementQueue
+from weft_services.gateway.model import load_catalog
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 
 __all__ = ["collector"]  # a fixture
-LOGGER = "weft_services.gateway.front.access_log"
+LOGGER = "weft_services.gateway.front.request_record"
 PAIR = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)(?: |$)')
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = {"model": MODEL_NAME, "messages": MESSAGES}

@@ -13,7 +13,7 @@ from tests.services.gateway.fakes import speaking
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.dialects.responses_requests import parse_responses
-from weft_services.gateway.dialects.tokenize_requests import parse_tokenize
+from weft_services.gateway.dialects.token_requests import parse_tokenize
 from weft_services.gateway.generation import Conversation
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.197.abc; cc_entrypoint=cli; cch=0f3a1;"

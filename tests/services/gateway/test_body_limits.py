@@ -15,12 +15,12 @@ from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 from weft.errors import InvalidRequest
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.dialects import body_limits
+from weft_services.gateway.dialects import body_checks
 from weft_services.gateway.dialects.anthropic_requests import parse_count, parse_messages
-from weft_services.gateway.dialects.body_limits import MAX_OBJECTS, check_body
+from weft_services.gateway.dialects.body_checks import MAX_OBJECTS, check_body
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.dialects.responses_requests import parse_responses
-from weft_services.gateway.dialects.tokenize_requests import parse_tokenize
+from weft_services.gateway.dialects.token_requests import parse_tokenize
 
 TRICKY = st.text('{["\\}]x', max_size=6)
 VALUES = st.recursive(
@@ -55,8 +55,8 @@ def test_a_body_is_refused_when_it_has_more_than_it_may(
     counts = count(value)
     is_too_much = counts["strings"] > max_strings or max(counts["lists"], counts["objects"]) > max_objects
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_limits, "MAX_OBJECTS", max_objects)
-        patch.setattr(body_limits, "MAX_STRINGS", max_strings)
+        patch.setattr(body_checks, "MAX_OBJECTS", max_objects)
+        patch.setattr(body_checks, "MAX_STRINGS", max_strings)
         if is_too_much:
             with pytest.raises(InvalidRequest, match="at most"):
                 check_body(dump(value))

@@ -16,8 +16,7 @@ from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, s
 from weft.kv.block_keys import block_keys
 from weft.metrics import REGISTRY
 from weft_services.gateway.dialects import openai_encoders
-from weft_services.gateway.dialects.logprobs import chat_logprobs
-from weft_services.gateway.dialects.sse import GRAIN_BYTES
+from weft_services.gateway.dialects.answers import GRAIN_BYTES, chat_logprobs
 
 USER: ChatCompletionMessageParam = {"role": "user", "content": "tell me the answer"}
 PROMPT = "<|im_start|>user\ntell me the answer<|im_end|>\n<|im_start|>assistant\n"

@@ -14,7 +14,7 @@ from tests.services.gateway.test_keys import bearer, entry, keys
 from weft.errors import ConfigError
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.front.asgi_io import MAX_BODY_BYTES
-from weft_services.gateway.front.model_cards import ModelCards
+from weft_services.gateway.front.local_endpoints import ModelCards
 
 __all__ = ["keys"]
 APP, OTHER = "http://app.example", "https://other.example"

@@ -194,7 +194,7 @@ async def test_wrong_custom_tool_is_named(bench: MakeBench, fields: Any, param: 
 
 
 def test_tokenize_shows_the_same_tools() -> None:
-    from weft_services.gateway.dialects.tokenize_requests import parse_tokenize
+    from weft_services.gateway.dialects.token_requests import parse_tokenize
 
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [CHAT_PATCH]}).encode()
     assert parse_tokenize(body).prompt.tools == parse_chat(body).prompts[0].tools  # type: ignore[union-attr]

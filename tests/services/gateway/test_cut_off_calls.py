@@ -11,7 +11,7 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, speaking
 from tests.services.gateway.test_tool_parsers import SCHEMAS
 from weft.request import FinishReason
-from weft_services.gateway.dialects.choices import ChatChoice
+from weft_services.gateway.dialects.answers import ChatChoice
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import Parts

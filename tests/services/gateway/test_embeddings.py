@@ -26,7 +26,7 @@ from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
-from weft_services.gateway.dialects.embeddings import embedding_body
+from weft_services.gateway.dialects.token_requests import embedding_body
 from weft_services.gateway.front import endpoints, grpc_service
 
 

@@ -24,8 +24,8 @@ from weft.rpc import tls
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.config import GatewayConfig
-from weft_services.gateway.front.certificate import Certificate
 from weft_services.gateway.front.http_server import listen
+from weft_services.gateway.front.listeners import Certificate
 
 
 async def test_the_private_listener_has_what_the_public_one_has_not(
@@ -87,7 +87,7 @@ async def test_a_certificate_that_could_not_be_read_for_a_moment_is_read_a_secon
 ) -> None:
     """It would end with the one before it, and nobody would be served over HTTP any more."""
     caplog.set_level("INFO")
-    monkeypatch.setattr("weft_services.gateway.front.certificate.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("weft_services.gateway.front.listeners.POLL_SECONDS", 0.01)
     make_certs(tmp_path, [])
     certificate = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
     make_certs(tmp_path, [])

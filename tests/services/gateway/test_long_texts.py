@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from tests.services.gateway.conftest import MODEL_NAME
 from tests.services.gateway.test_tool_parsers import calls, read, said
 from weft.request import FinishReason, PositionLogprobs, TokenLogprob
+from weft_services.gateway.dialects.answers import CollectedChoice, Usage
 from weft_services.gateway.dialects.anthropic_requests import parse_count
-from weft_services.gateway.dialects.choices import CollectedChoice, Usage
 from weft_services.gateway.dialects.openai_requests import ChatBody
 from weft_services.gateway.dialects.responses_encoder import ResponsesEncoder
 from weft_services.gateway.dialects.responses_requests import parse_responses
-from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody, TokenizeBody
+from weft_services.gateway.dialects.token_requests import DetokenizeBody, TokenizeBody
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import prepare

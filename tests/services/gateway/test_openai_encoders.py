@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft_services.gateway.dialects.answers import GRAIN_BYTES, with_obfuscation
 from weft_services.gateway.dialects.openai_encoders import Envelope
-from weft_services.gateway.dialects.sse import GRAIN_BYTES, with_obfuscation
 
 
 @pytest.mark.parametrize("include_usage", [True, False])

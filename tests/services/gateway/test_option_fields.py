@@ -10,6 +10,7 @@ import pytest
 from weft.errors import InvalidRequest
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_services.gateway.dialects import anthropic_requests, responses_requests
+from weft_services.gateway.dialects.body_checks import OPENAI_COMPLETION
 from weft_services.gateway.dialects.openai_requests import (
     EXTENSION_FIELDS,
     ChatBody,
@@ -17,7 +18,6 @@ from weft_services.gateway.dialects.openai_requests import (
     SamplingExtensions,
     parse_completion,
 )
-from weft_services.gateway.dialects.unsupported_fields import OPENAI_COMPLETION
 from weft_services.gateway.front.grpc_requests import JSON_OPTIONS, RENAMED_OPTIONS, _option_fields
 
 # Fields of a chat completion that the other two APIs have in a form of their own.

@@ -17,7 +17,7 @@ import pytest
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import deltas, speaking
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.gateway.front import page
+from weft_services.gateway.front import local_endpoints
 from weft_services.gateway.front.fleet_endpoints import may_operate
 from weft_services.gateway.mesh import fleet
 
@@ -59,7 +59,8 @@ async def test_the_page_is_whole_and_loads_nothing_from_elsewhere(bench: MakeBen
             if url.endswith(".js"):
                 imported = [f"/weft/page/{name}" for name in re.findall(r'from "\./([\w.]+)"', response.text)]
                 waiting += [other for other in imported if other not in seen]
-        assert {Path(url).name for url in seen} == {path.name for path in page.FOLDER.iterdir()} - {page.INDEX}
+        names = {path.name for path in local_endpoints.FOLDER.iterdir()}
+        assert {Path(url).name for url in seen} == names - {local_endpoints.INDEX}
 
 
 async def test_a_page_that_has_not_changed_is_not_sent_again(bench: MakeBench) -> None:

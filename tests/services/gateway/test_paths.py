@@ -11,7 +11,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, Mak
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_keys import SECRETS, bearer, entry, keys
 from tests.services.gateway.test_models import OTHER, both
-from weft_services.gateway.front.paths import normalized_path, suggested_path
+from weft_services.gateway.front.asgi_io import normalized_path, suggested_path
 
 __all__ = ["both", "keys"]
 USER: Any = [{"role": "user", "content": "hi"}]

@@ -16,7 +16,7 @@ from tests.services.gateway.test_migrations import ask, events
 from weft.request import PositionLogprobs
 from weft_mesh.v1 import common_pb2, decode_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
-from weft_services.gateway.dialects.logprobs import positions_of
+from weft_services.gateway.dialects.answers import positions_of
 from weft_services.gateway.front import grpc_service
 
 pytestmark = pytest.mark.usefixtures("heard")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from weft.errors import InvalidRequest
 from weft_mesh.v1 import inference_service_pb2 as pb
-from weft_services.gateway.dialects import body_limits
-from weft_services.gateway.dialects.body_limits import MAX_FIELDS, check_message
+from weft_services.gateway.dialects import body_checks
+from weft_services.gateway.dialects.body_checks import MAX_FIELDS, check_message
 from weft_services.gateway.front import grpc_requests
 
 SERVICE = "/weft_mesh.v1.InferenceService"
@@ -68,8 +68,8 @@ def test_a_message_is_refused_when_it_has_more_than_it_may(
     raw = request_.SerializeToString()
     is_looked_at = len(raw) // 2 > max_fields
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_limits, "MAX_FIELDS", max_fields)
-        patch.setattr(body_limits, "MAX_NUMBERS", max_numbers)
+        patch.setattr(body_checks, "MAX_FIELDS", max_fields)
+        patch.setattr(body_checks, "MAX_NUMBERS", max_numbers)
         if is_looked_at and (fields > max_fields or numbers > max_numbers):
             with pytest.raises(InvalidRequest, match="more than"):
                 check_message(raw, type(request_))
@@ -82,7 +82,7 @@ def test_a_message_is_refused_when_it_has_more_than_it_may(
 def test_bytes_that_are_no_message_are_refused_and_nothing_worse(noise: bytes, cut: int) -> None:
     whole = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x" * 20)] * 3).SerializeToString()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_limits, "MAX_FIELDS", 1)
+        patch.setattr(body_checks, "MAX_FIELDS", 1)
         for raw in (noise, whole[:cut] + noise):
             with suppress(InvalidRequest):
                 check_message(raw, pb.ChatRequest)

@@ -18,7 +18,7 @@ from tests.services.gateway.fakes import LENGTH, failing, speaking
 from tests.services.gateway.test_responses import TOOL, client, events_of, prompt_of
 from weft.errors import ConfigError
 from weft_services.gateway.config import GatewayConfig
-from weft_services.gateway.front import response_store
+from weft_services.gateway.front import responses
 from weft_services.gateway.mesh import pipeline
 from weft_services.gateway.mesh.prepare import prepare
 
@@ -34,7 +34,7 @@ def valkey() -> Iterator[ValkeyServer]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine half a second may pass."""
-    monkeypatch.setattr(response_store, "DEADLINE_SECONDS", 10.0)
+    monkeypatch.setattr(responses, "DEADLINE_SECONDS", 10.0)
 
 
 def say(b: Bench, text: str) -> None:

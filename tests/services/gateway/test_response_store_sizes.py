@@ -14,7 +14,7 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.test_response_store import say
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_services.gateway.dialects.responses_items import MAX_ID_CHARS, kept_items
-from weft_services.gateway.front.response_store import (
+from weft_services.gateway.front.responses import (
     BASE_RECORD_BYTES,
     TOKENS_PER_LOGPROB,
     ResponseStore,

@@ -105,7 +105,7 @@ async def mesh(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.fixture
 def access_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, "weft_services.gateway.front.access_log"):
+    with caplog.at_level(logging.INFO, "weft_services.gateway.front.request_record"):
         yield caplog
 
 

@@ -19,7 +19,7 @@ from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft_services.gateway import model as served
 from weft_services.gateway.config import GatewayConfig
 from weft_services.gateway.dialects.openai_requests import parse_chat
-from weft_services.gateway.dialects.tokenize_requests import parse_tokenize
+from weft_services.gateway.dialects.token_requests import parse_tokenize
 from weft_services.gateway.mesh.prepare import prepare, tokenize
 from weft_services.gateway.model import load_model
 from weft_services.gateway.text import special_tokens

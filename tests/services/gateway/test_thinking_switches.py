@@ -16,16 +16,16 @@ from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench, write_mo
 from tests.services.gateway.fakes import speaking
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
-from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
-from weft_services.gateway.dialects.responses_requests import parse_responses
-from weft_services.gateway.dialects.tokenize_requests import parse_tokenize
-from weft_services.gateway.dialects.unsupported_fields import (
+from weft_services.gateway.dialects.body_checks import (
     CHAT_ALONE,
     EVERYWHERE,
     OPENAI_CHAT,
     OPENAI_COMPLETION,
     WRAPPERS,
 )
+from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
+from weft_services.gateway.dialects.responses_requests import parse_responses
+from weft_services.gateway.dialects.token_requests import parse_tokenize
 from weft_services.gateway.generation import Conversation
 
 USER: Any = {"role": "user", "content": "hi"}

@@ -16,7 +16,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, TEMPLATE, 
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_grpc import stub_of
 from weft_mesh.v1 import inference_service_pb2 as pb
-from weft_services.gateway.front import grpc_service, text_endpoints
+from weft_services.gateway.front import grpc_service, local_endpoints
 from weft_services.gateway.mesh.prepare import MAX_COUNTED_CHARS
 
 USER: Any = {"role": "user", "content": "hello ü"}
@@ -137,7 +137,7 @@ async def test_a_bug_is_a_500_whose_traceback_is_in_the_log(
     def broken(*given: Any) -> Any:
         raise KeyError("internals")
 
-    monkeypatch.setattr(text_endpoints, "tokenize", broken)
+    monkeypatch.setattr(local_endpoints, "tokenize", broken)
     async with bench() as b:
         status, error = await b.refused("/tokenize", prompt="x")
         assert (status, error["message"]) == (500, "internal error")
@@ -145,10 +145,10 @@ async def test_a_bug_is_a_500_whose_traceback_is_in_the_log(
 
 
 async def test_a_text_that_is_long_for_its_tokens_is_refused(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_endpoints, "MAX_TOKENS", 8)
+    monkeypatch.setattr(local_endpoints, "MAX_TOKENS", 8)
     async with bench() as b:
         assert (await b.http.post("/detokenize", json={"tokens": [1] * CONTEXT})).status_code == 200
-        monkeypatch.setattr(text_endpoints, "CHARS_PER_TOKEN", 4)
+        monkeypatch.setattr(local_endpoints, "CHARS_PER_TOKEN", 4)
         status, error = await b.refused("/detokenize", tokens=[1] * CONTEXT)
         assert (status, error["param"]) == (400, "tokens")
         assert f"{CONTEXT * len('<|bos|>')} characters" in error["message"]
@@ -164,7 +164,7 @@ async def test_what_may_be_long_is_not_written_on_the_loop(bench: MakeBench, mon
 
         return writing
 
-    monkeypatch.setattr(text_endpoints, "orjson", SimpleNamespace(dumps=watched(orjson.dumps)))
+    monkeypatch.setattr(local_endpoints, "orjson", SimpleNamespace(dumps=watched(orjson.dumps)))
     monkeypatch.setattr(grpc_service, "_tokenized", watched(grpc_service._tokenized))
     async with bench() as b, stub_of(b) as stub:
         for path, fields in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [1]})):

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import orjson
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.body_limits import check_body, depth_of
+from weft_services.gateway.dialects.body_checks import check_body, depth_of
 from weft_services.gateway.generation import AnswerFormat, FormatKind
 
 MAX_REGEX_CHARS = 4 * 1024

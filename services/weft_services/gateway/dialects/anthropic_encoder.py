@@ -9,8 +9,7 @@ import orjson
 
 from weft.errors import WeftError
 from weft.request import FinishReason, new_id
-from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
-from weft_services.gateway.dialects.sse import event
+from weft_services.gateway.dialects.answers import ChatChoices, CollectedChoice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest, TooLong

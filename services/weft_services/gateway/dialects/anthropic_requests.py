@@ -13,6 +13,7 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
+from weft_services.gateway.dialects.body_checks import CHAT_ALONE, Neutral, check_supported
 from weft_services.gateway.dialects.chat_translation import (
     Fields,
     check_chat,
@@ -23,7 +24,6 @@ from weft_services.gateway.dialects.chat_translation import (
     tool_result_text,
 )
 from weft_services.gateway.dialects.openai_requests import EXTENSION_FIELDS
-from weft_services.gateway.dialects.unsupported_fields import CHAT_ALONE, Neutral, check_supported
 from weft_services.gateway.generation import Generation
 
 # Fields with the same name in both APIs, including extensions of other servers.

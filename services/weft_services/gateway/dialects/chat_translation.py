@@ -10,7 +10,7 @@ import orjson
 from pydantic_core import from_json, to_json
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.body_limits import check_body, check_depth
+from weft_services.gateway.dialects.body_checks import check_body, check_depth
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.generation import Generation
 

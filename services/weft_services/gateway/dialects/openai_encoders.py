@@ -10,9 +10,18 @@ import orjson
 
 from weft.errors import WeftError
 from weft.request import FinishReason, PromptLogprobs, new_id
-from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
-from weft_services.gateway.dialects.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from weft_services.gateway.dialects.sse import DONE, KEEP_ALIVE, error_frame, with_obfuscation
+from weft_services.gateway.dialects.answers import (
+    DONE,
+    KEEP_ALIVE,
+    ChatChoices,
+    CollectedChoice,
+    CompletionLogprobs,
+    Usage,
+    chat_logprobs,
+    error_frame,
+    prompt_logprobs,
+    with_obfuscation,
+)
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.parts import Part, PartKind, joined

@@ -10,10 +10,17 @@ import orjson
 
 from weft.errors import Overloaded, WeftError
 from weft.request import FinishReason, new_id
-from weft_services.gateway.dialects.choices import ChatChoices, CollectedChoice, Usage
-from weft_services.gateway.dialects.logprobs import TextLogprobs, chat_logprobs
-from weft_services.gateway.dialects.responses_tools import own_names
-from weft_services.gateway.dialects.sse import KEEP_ALIVE, event, with_obfuscation
+from weft_services.gateway.dialects.answers import (
+    KEEP_ALIVE,
+    ChatChoices,
+    CollectedChoice,
+    TextLogprobs,
+    Usage,
+    chat_logprobs,
+    event,
+    with_obfuscation,
+)
+from weft_services.gateway.dialects.responses_requests import own_names
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest

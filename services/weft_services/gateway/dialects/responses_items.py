@@ -13,7 +13,6 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.request import new_id
 from weft_services.gateway.dialects.chat_translation import Fields, tool_result_text
-from weft_services.gateway.dialects.responses_tools import qualified
 
 SYSTEMS = ("system", "developer")
 ROLES = ("user", "assistant", *SYSTEMS)
@@ -220,6 +219,11 @@ def _call(item: Fields, kind: str, path: str) -> Fields:
         "type": "function",
         "function": {"name": name, "arguments": item.get("arguments") or ""},
     }
+
+
+def qualified(namespace: Any, name: Any) -> Any:
+    """Return the model's name for a function."""
+    return f"{namespace}__{name}" if namespace and isinstance(name, str) else name
 
 
 def _thoughts(item: Fields, path: str) -> str:

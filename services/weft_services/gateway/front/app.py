@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-import orjson
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from weft.errors import EngineFailed, WeftError
-from weft.metrics import REGISTRY
 from weft_services.gateway.access.authentication import Authenticator
 from weft_services.gateway.dialects.anthropic_encoder import MessagesEncoder
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
@@ -30,16 +26,13 @@ from weft_services.gateway.dialects.responses_encoder import ResponsesEncoder
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, status_of
 from weft_services.gateway.front import responses
-from weft_services.gateway.front.asgi_io import error_encoder
+from weft_services.gateway.front.asgi_io import error_encoder, suggested_path
 from weft_services.gateway.front.endpoints import ApiSpec, EmbeddingEndpoint, GenerationEndpoint
 from weft_services.gateway.front.fleet_endpoints import DrainEndpoint, FleetEvents, RoleEndpoint
-from weft_services.gateway.front.middleware import AuthMiddleware, CorsMiddleware, RequestIdMiddleware
-from weft_services.gateway.front.model_cards import ModelCards
-from weft_services.gateway.front.page import PageFiles
-from weft_services.gateway.front.paths import suggested_path
+from weft_services.gateway.front.local_endpoints import health_routes, local_routes, metrics
+from weft_services.gateway.front.middleware import AuthMiddleware, CorsMiddleware, FastRoutes, RequestIdMiddleware
 from weft_services.gateway.front.request_record import ApiEndpoint
-from weft_services.gateway.front.response_store import ResponseStore
-from weft_services.gateway.front.text_endpoints import text_routes
+from weft_services.gateway.front.responses import ResponseStore
 from weft_services.gateway.mesh.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -49,6 +42,8 @@ APIS = {
     "/v1/responses": ApiSpec(ApiEndpoint.RESPONSES, parse_responses, ResponsesEncoder),
     "/v1/messages": ApiSpec(ApiEndpoint.MESSAGES, parse_messages, MessagesEncoder),
 }
+
+METRICS_ROUTE = Route("/metrics", metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +71,16 @@ def build_app(
     ]
     if store is not None:
         generating += responses.stored_response_routes(pipeline, store, APIS[responses.PATH], timeout_seconds)
-    pages, files, cards = _Pages(pipeline), PageFiles(), ModelCards(pipeline)
     routes = [
         *generating,  # requests with other methods than POST reach these
-        Route("/", files.index),
-        Route("/weft/page/{name}", files.file),
         Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
         Route("/weft/workers/{worker_id}/drain", DrainEndpoint(pipeline, undo=False), methods=["POST"]),
         Route("/weft/workers/{worker_id}/role", RoleEndpoint(pipeline), methods=["POST"]),
         Route("/weft/workers/{worker_id}/undrain", DrainEndpoint(pipeline, undo=True), methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(pipeline, timeout_seconds), methods=["POST"]),
-        *text_routes(pipeline),
-        Route("/v1/models", cards.all),
-        Route("/v1/models/{name:path}", cards.one),
-        *_health_routes(pages),
-        *(_operator_routes(pages) if options.is_alone else []),
+        *local_routes(pipeline),
+        *health_routes(pipeline),
+        *([METRICS_ROUTE] if options.is_alone else []),
     ]
     direct = {route.path: route.endpoint for route in generating if isinstance(route.endpoint, GenerationEndpoint)}
     doorkeeper = Middleware(AuthMiddleware, authenticator=authenticator, is_served=partial(_is_served, routes))
@@ -101,8 +91,7 @@ def build_app(
 
 def build_private_app(pipeline: Pipeline) -> ASGIApp:
     """Build the application of the private listener, for operators and their tools. It requires no keys."""
-    pages = _Pages(pipeline)
-    return RequestIdMiddleware(_application([*_health_routes(pages), *_operator_routes(pages)], []))
+    return RequestIdMiddleware(_application([*health_routes(pipeline), METRICS_ROUTE], []))
 
 
 def _is_served(routes: list[Route], scope: Scope) -> bool:
@@ -110,58 +99,11 @@ def _is_served(routes: list[Route], scope: Scope) -> bool:
     return any(route.matches(scope)[0] is not Match.NONE for route in routes)
 
 
-def _health_routes(pages: _Pages) -> list[Route]:
-    return [Route("/health", pages.health), Route("/ready", pages.ready)]
-
-
-def _operator_routes(pages: _Pages) -> list[Route]:
-    return [Route("/metrics", pages.metrics)]
-
-
 def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette:
     handlers: dict[Any, Any] = {HTTPException: _http_error, WeftError: _weft_error, Exception: _unforeseen}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
-
-
-class FastRoutes:
-    """Sends POST requests directly to endpoints that report all errors themselves.
-
-    This skips Starlette's router and error handling on the hot path.
-    """
-
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
-        """`endpoints`: handlers of POST requests by path."""
-        self._app = app
-        self._endpoints = endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-        await (endpoint or self._app)(scope, receive, send)
-
-
-class _Pages:
-    """The health, readiness and metrics pages."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-
-    async def health(self, request: Request) -> Response:
-        """Answer 200: the process and its event loop are alive."""
-        return _json({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        """Answer 503 if no model can be served. With 200, `reasons` names the models that cannot."""
-        is_ready = self._pipeline.is_ready
-        return _json({"ready": is_ready, "reasons": self._pipeline.reasons}, 200 if is_ready else 503)
-
-    async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 async def _weft_error(request: Request, error: Exception) -> Response:

@@ -17,8 +17,8 @@ from weft.errors import Cancelled, WeftError
 from weft.request import RequestStage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.access.authentication import current_principal
-from weft_services.gateway.dialects.choices import CollectedChoice, Usage
-from weft_services.gateway.dialects.embeddings import embedding_body, parse_embedding
+from weft_services.gateway.dialects.answers import CollectedChoice, Usage
+from weft_services.gateway.dialects.token_requests import embedding_body, parse_embedding
 from weft_services.gateway.error_body import status_of
 from weft_services.gateway.front.asgi_io import (
     JSON_HEADERS,

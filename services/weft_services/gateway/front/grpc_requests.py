@@ -15,12 +15,11 @@ from google.protobuf.message import DecodeError, Message
 
 from weft.errors import InvalidRequest
 from weft_mesh.v1 import inference_service_pb2 as pb
-from weft_services.gateway.catalog import Catalog
-from weft_services.gateway.dialects.body_limits import check_body, check_depth, check_message
-from weft_services.gateway.dialects.embeddings import parse_embedding
+from weft_services.gateway.dialects.body_checks import check_body, check_depth, check_message
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
-from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, parse_tokenize
+from weft_services.gateway.dialects.token_requests import parse_detokenize, parse_embedding, parse_tokenize
 from weft_services.gateway.generation import Embedding, Generation, TokenizeRequest
+from weft_services.gateway.model import Catalog
 
 MessageT = TypeVar("MessageT", bound=Message)
 # Options of gRPC with another name in request bodies; the first are JSON texts.

@@ -20,8 +20,7 @@ from weft.rpc import wire
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
-from weft_services.gateway.dialects.choices import ChatChoices, Usage
-from weft_services.gateway.dialects.logprobs import positions_of
+from weft_services.gateway.dialects.answers import ChatChoices, Usage, positions_of
 from weft_services.gateway.error_body import public_error, status_of
 from weft_services.gateway.front.endpoints import MAX_INLINE_FLOATS, embed
 from weft_services.gateway.front.grpc_requests import (
@@ -31,8 +30,8 @@ from weft_services.gateway.front.grpc_requests import (
     read_generate,
     read_tokenize,
 )
+from weft_services.gateway.front.local_endpoints import text_of, tokens_of
 from weft_services.gateway.front.request_record import HEADER, REJECTED, ApiEndpoint, RequestRecord, response_header
-from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.embeddings import Vector
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
@@ -48,8 +47,8 @@ import grpc
 
 from weft.errors import DeadlineExceeded, InvalidRequest
 from weft_services.gateway.access.authentication import Authenticator, current_principal
-from weft_services.gateway.front.access_log import AccessLogEntry, note, open_entry
 from weft_services.gateway.front.asgi_io import BODY_SECONDS, MAX_BODY_BYTES
+from weft_services.gateway.front.request_record import AccessLogEntry, note, open_entry
 from weft_services.gateway.mesh.pipeline import charge_on_error
 
 IDLE_SECONDS = 60.0

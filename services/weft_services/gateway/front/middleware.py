@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from starlette.middleware.cors import CORSMiddleware
@@ -14,18 +14,19 @@ from weft.log import request_id
 from weft.request import new_id
 from weft_services.gateway.access.authentication import Authenticator, Principal, current_principal
 from weft_services.gateway.access.limiter import KINDS, RateLimitState
-from weft_services.gateway.front.access_log import note, open_entry
-from weft_services.gateway.front.asgi_io import ResponseWriter, header
-from weft_services.gateway.front.paths import (
+from weft_services.gateway.front.asgi_io import (
     API,
     METRICS,
     OPEN_PATHS,
     PAGE_FILES,
     PROBES,
+    ResponseWriter,
+    header,
     is_anthropic,
     normalized_path,
     suggested_path,
 )
+from weft_services.gateway.front.request_record import note, open_entry
 
 # Status in the log of a client that left before its answer, as in nginx.
 CLIENT_LEFT = 499
@@ -167,6 +168,22 @@ class CorsMiddleware:
 def _allows_cors(path: str) -> bool:
     """True for API paths and probes, and for mistyped API paths, so that the page can read the 404."""
     return path.startswith(API) or path in PROBES or (suggested_path(path) or "").startswith(API)
+
+
+class FastRoutes:
+    """Sends POST requests directly to endpoints that report all errors themselves.
+
+    This skips Starlette's router and error handling on the hot path.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+        """`endpoints`: handlers of POST requests by path."""
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        await (endpoint or self._app)(scope, receive, send)
 
 
 def openai_headers(levels: Sequence[RateLimitState]) -> Headers:

@@ -1,10 +1,17 @@
-"""Records times and counts of one client request: metrics as they occur, then the access log and the span."""
+"""What the gateway records of a request: an access-log line, metrics, a span and a timeline.
+
+A listener opens an access-log entry and writes it when the request ends. Modules in between add what they learn about
+the request with `note`. Nothing recorded contains prompts or answers.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from enum import StrEnum
 from typing import Any
 
@@ -14,11 +21,129 @@ from prometheus_client import Histogram
 from weft import metrics, trace
 from weft.request import RequestStage
 from weft_services.gateway.access.authentication import current_principal
-from weft_services.gateway.dialects.choices import Usage
-from weft_services.gateway.front import otel_genai
-from weft_services.gateway.front.access_log import is_logged, note
+from weft_services.gateway.dialects.answers import Usage
+from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate, GenerationRun
 from weft_services.gateway.mesh.scheduler_client import Forecast
+
+logger = logging.getLogger(__name__)
+MAX_CHARS = 200
+PLAIN = re.compile(rf'[^\s"=\\]{{1,{MAX_CHARS}}}', re.ASCII)
+
+
+class AccessLogEntry:
+    """A log line under construction."""
+
+    def __init__(self, method: str, path: str) -> None:
+        self._began = time.monotonic()
+        self._request_fields = {"method": method, "path": path}
+        self._pairs: dict[str, Any] = {}
+        self._level = logging.INFO
+
+    def note(self, pairs: dict[str, Any], level: int = logging.INFO) -> None:
+        """Add or replace fields; empty values are left out."""
+        self._pairs |= {name: value for name, value in pairs.items() if value not in (None, "")}
+        self._level = max(self._level, level)
+
+    def fail(self, error: Exception) -> None:
+        """Record the error unless an earlier one is recorded."""
+        self._pairs.setdefault("error", f"{type(error).__name__}: {error}")
+
+    def write(self, status: int | str) -> None:
+        if not logger.isEnabledFor(self._level):
+            return
+        ends = {"total_ms": round((time.monotonic() - self._began) * 1000)}
+        pairs = {**self._request_fields, "status": status, **ends, **self._pairs}
+        logger.log(self._level, "%s", " ".join(f"{name}={_quoted(value)}" for name, value in pairs.items()))
+
+
+_current: ContextVar[AccessLogEntry | None] = ContextVar("entry", default=None)
+
+
+def open_entry(method: str, path: str) -> AccessLogEntry:
+    """Open the entry of the current task's request."""
+    entry = AccessLogEntry(method, path)
+    _current.set(entry)
+    return entry
+
+
+def is_logged(level: int) -> bool:
+    """Return whether a line of that level is written, so that callers can skip building it."""
+    return logger.isEnabledFor(level)
+
+
+def note(pairs: dict[str, Any], level: int = logging.INFO) -> None:
+    """Add fields to the current request's line, if it has one."""
+    if (entry := _current.get()) is not None:
+        entry.note(pairs, level)
+
+
+def note_error(error: Exception) -> None:
+    """Record an error of the current request. The first one wins because it is closest to the cause."""
+    if (entry := _current.get()) is not None:
+        entry.fail(error)
+
+
+def _quoted(value: Any) -> str:
+    """Quote the value unless it reads back as one word. Paths and errors contain client input."""
+    text = str(value)
+    return text if PLAIN.fullmatch(text) else json.dumps(text[:MAX_CHARS])
+
+
+PROVIDER = "weft"
+OTHERS = {
+    "completions": "text_completion",
+    "grpc.generate": "text_completion",
+    "embeddings": "embeddings",
+    "grpc.embed": "embeddings",
+}
+
+
+def _operation(endpoint: str) -> str:
+    """Return gen_ai.operation.name of an endpoint."""
+    return OTHERS.get(endpoint, "chat")
+
+
+def _begin_attributes(endpoint: str) -> dict[str, Any]:
+    """Return attributes that are known before the body is read."""
+    return {
+        "gen_ai.operation.name": _operation(endpoint),
+        "gen_ai.provider.name": PROVIDER,
+        "weft.endpoint": endpoint,
+    }
+
+
+def _request_attributes(generation: Generation) -> dict[str, Any]:
+    """Return the sampling parameters that the client set."""
+    return {
+        "gen_ai.request.max_tokens": generation.max_tokens,
+        "gen_ai.request.temperature": generation.temperature,
+        "gen_ai.request.top_p": generation.top_p,
+        "gen_ai.request.top_k": generation.top_k,
+        "gen_ai.request.seed": generation.seed,
+        "gen_ai.request.frequency_penalty": generation.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": generation.presence_penalty or None,
+        "gen_ai.request.choice.count": generation.n if generation.n > 1 else None,
+        "gen_ai.request.stop_sequences": generation.stop,
+        "gen_ai.request.stream": generation.stream,
+    }
+
+
+def _response_attributes(run: GenerationRun, usage: Usage, first_token_seconds: float | None) -> dict[str, Any]:
+    """Return attributes of the answer."""
+    return {
+        "gen_ai.response.model": run.prepared.generation.model,
+        "gen_ai.response.finish_reasons": run.finish_reasons,
+        "gen_ai.response.time_to_first_chunk": first_token_seconds,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "weft.request.id": run.request_id,
+        "weft.prefill.worker": run.worst_prompt.prefill_worker_id,
+        "weft.decode.worker": run.decode_id,
+        "weft.attempts": run.num_attempts,
+    }
+
 
 REJECTED = "rejected"  # outcome of a request that failed below 500, before placement; not a stage
 HEADER = b"x-weft-timeline"
@@ -43,9 +168,9 @@ class RequestRecord:
     def __init__(self, endpoint: ApiEndpoint, traceparent: str = "") -> None:
         """`traceparent`: the client's own trace, which this span continues."""
         self._endpoint = endpoint
-        self._span = trace.start_span(otel_genai.operation(endpoint), traceparent)
+        self._span = trace.start_span(_operation(endpoint), traceparent)
         if self._span is not None:
-            self._span.set(otel_genai.begun(endpoint))
+            self._span.set(_begin_attributes(endpoint))
         self._model = ""
         self._between_tokens: Histogram
         self._received = time.monotonic()
@@ -70,14 +195,14 @@ class RequestRecord:
         self._run = run
         self.set_model(run.prepared.model.name)
         if self._span is not None:
-            self._span.set(otel_genai.request(run.prepared.generation))
+            self._span.set(_request_attributes(run.prepared.generation))
 
     def set_model(self, model: str) -> None:
         """Set the served model. Unknown names never become a label."""
         self._model = model
         self._between_tokens = metrics.ITL.labels(model)
         if self._span is not None:
-            self._span.rename(f"{otel_genai.operation(self._endpoint)} {model}")
+            self._span.rename(f"{_operation(self._endpoint)} {model}")
             self._span.set({"gen_ai.request.model": model})
 
     def on_pieces(self, pieces: Sequence[ChoiceUpdate]) -> None:
@@ -141,7 +266,7 @@ class RequestRecord:
         span.set({"weft.outcome": outcome})
         if self._run is not None:
             first = self._stages.get("first_token")
-            span.set(otel_genai.response(self._run, usage, first - self._received if first else None))
+            span.set(_response_attributes(self._run, usage, first - self._received if first else None))
             span.set({"gen_ai.response.finish_reasons": self.finish_reasons})
         elif self.prompt_tokens:
             span.set({"gen_ai.response.model": self._model, "gen_ai.usage.input_tokens": self.prompt_tokens})

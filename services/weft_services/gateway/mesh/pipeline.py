@@ -14,7 +14,6 @@ from typing import TypeVar
 from weft import metrics
 from weft.errors import Overloaded, PeerLost, Unauthenticated, WeftError
 from weft_services.gateway.access.authentication import Principal, current_principal
-from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Embedding, Generation
 from weft_services.gateway.mesh.embeddings import EmbeddingRunner
 from weft_services.gateway.mesh.fleet import FleetWatcher
@@ -27,7 +26,7 @@ from weft_services.gateway.mesh.prepare import (
     prepare_embedding,
 )
 from weft_services.gateway.mesh.routing_hints import ClientHints, read_client_hints
-from weft_services.gateway.model import ServedModel
+from weft_services.gateway.model import Catalog, ServedModel
 
 # Parsing a body up to this size is faster than waking a thread for it.
 SHORT_BYTES = 2048
