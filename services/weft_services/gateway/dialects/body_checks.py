@@ -11,10 +11,9 @@ unknown fields are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from weft.errors import InvalidRequest
@@ -24,11 +23,7 @@ MAX_STRINGS = 262_144
 # Levels of objects and lists. Some JSON writers and tree walkers fail at 250.
 MAX_LEVELS = 128
 MAX_FIELDS = 65_536
-# 32-bit numbers, most of them in packed lists. A JSON body has space for as many.
-MAX_NUMBERS = 4 * 1024 * 1024
 MAX_VARINT_BYTES = 10
-# Bytes with the continuation bit of a varint.
-UNFINISHED = bytes(range(0x80, 0x100))
 
 
 def check_body(*texts: bytes) -> None:
@@ -76,161 +71,96 @@ def _refuse(count: int, limit: int, name: str) -> None:
 
 
 def check_message(raw: bytes, kind: type[Message]) -> None:
-    """Raise InvalidRequest for too many fields or numbers, or for bytes that are visibly not a message."""
+    """Raise InvalidRequest if a message has too many fields. Malformed bytes are left to the parser."""
     if len(raw) // 2 <= MAX_FIELDS:
         return  # every field takes at least two bytes
-    left, numbers = MAX_FIELDS, MAX_NUMBERS
+    left = MAX_FIELDS
     waiting: list[tuple[Any, int, int]] = [(kind.DESCRIPTOR, 0, len(raw))]
     while waiting:
-        descriptor, begin, end = waiting.pop()
-        for number, start, after in _fields(raw, begin, end):
+        descriptor, place, end = waiting.pop()
+        while place < end:
             if (left := left - 1) < 0:
                 raise InvalidRequest(f"the message has more than {MAX_FIELDS} fields", None, "invalid_value")
-            field = descriptor.fields_by_number.get(number)
-            if field is None:
-                continue
-            if field.message_type is not None:
-                waiting.append((field.message_type, start, after))
-            elif field.cpp_type == FieldDescriptor.CPPTYPE_UINT32:
-                numbers -= len(raw[start:after].translate(None, UNFINISHED))
-        if numbers < 0:
-            raise InvalidRequest(f"the message has more than {MAX_NUMBERS} numbers", None, "invalid_value")
+            tag, place = _varint(raw, place)
+            start, place = _value(raw, place, tag & 7)
+            field = descriptor.fields_by_number.get(tag >> 3)
+            if field is not None and field.message_type is not None:
+                waiting.append((field.message_type, start, min(place, end)))
 
 
-def _fields(raw: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each field's number with the start and end of its value."""
-    while place < end:
-        tag, place = _varint(raw, place)
-        match tag & 7:
-            case 0:
-                _, after = _varint(raw, place)
-            case 1:
-                after = place + 8
-            case 2:
-                size, place = _varint(raw, place)
-                after = place + size
-            case 5:
-                after = place + 4
-            case _:
-                after = place  # a group begins or ends
-        if after > end:
-            raise InvalidRequest("the message is cut off", None, "invalid_value")
-        yield tag >> 3, place, after
-        place = after
+def _value(raw: bytes, place: int, wire_type: int) -> tuple[int, int]:
+    """Return start and end of a field's value."""
+    match wire_type:
+        case 0:
+            return place, _varint(raw, place)[1]
+        case 1 | 5:
+            return place, place + (8 if wire_type == 1 else 4)
+        case 2:
+            size, start = _varint(raw, place)
+            return start, start + size
+    return place, place  # a group begins or ends
 
 
 def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    value = 0
-    for number, byte in enumerate(raw[place : place + MAX_VARINT_BYTES]):
-        value |= (byte & 0x7F) << 7 * number
+    """Return a number and the place after it."""
+    value = shift = 0
+    for byte in raw[place : place + MAX_VARINT_BYTES]:
+        value |= (byte & 0x7F) << shift
+        shift += 7
         if byte < 0x80:
-            return value, place + number + 1
-    raise InvalidRequest("the message has a number that does not end", None, "invalid_value")
+            break
+    return value, place + max(1, shift // 7)
 
 
 Neutral = Mapping[str, tuple[Any, ...]]
 
-# For all APIs: fields of OpenAI, vLLM and SGLang.
-_OPENAI: Neutral = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "lora_path": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "no_stop_trim": (False,),
-    "prompt_embeds": (),
-    "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "stop_regex": ([], ""),
-    "stream_reasoning": (True,),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
-# Fields of Ollama, llama.cpp, TGI and their front ends.
-_LOCAL: Neutral = {
-    "adapter_id": (),
-    "decoder_input_details": (False,),
-    "do_sample": (True,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "early_stopping": (False,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "format": ("",),
-    "guidance_scale": (1,),
-    "images": ([],),
-    "lora": ([],),
-    "max_new_tokens": (),
-    "min_new_tokens": (0,),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "negative_prompt": ("",),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "num_predict": (-1,),
-    "num_return_sequences": (1,),
-    "penalize_nl": (False,),
-    "repeat_penalty": (1,),
-    "return_full_text": (False,),
-    "samplers": ([],),
-    "smoothing_factor": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1, 0),
-    "truncate": (),
-    "typical_p": (1,),
-    "watermark": (False,),
-    "xtc_probability": (0,),
-}
-# Fields of hosted servers: OpenRouter, Groq, Mistral, DashScope, xAI.
-_HOSTED: Neutral = {
-    "enable_search": (False,),
-    "plugins": ([],),
-    "prompt_mode": (),
-    "random_seed": (),
-    "reasoning_budget": (-1,),
-    "reasoning_format": ("parsed", "auto", "deepseek"),
-    "safe_prompt": (False,),
-    "search_parameters": (),
-    "thinking_budget": (),
-    "thinking_budget_tokens": (-1,),
-    "thinking_config": (),
-    "transforms": ([],),
-}
+
+def _by_name(*groups: tuple[str, tuple[Any, ...]]) -> Neutral:
+    """Return the neutral values by field, from groups of fields that have the same ones."""
+    return {name: values for names, values in groups for name in names.split()}
+
+
 # SDKs put the fields of these objects at the top level.
 WRAPPERS = ("extra_body", "options", "parameters", "sampling_params")
-EVERYWHERE: Neutral = {
-    **_OPENAI,
-    **_LOCAL,
-    **_HOSTED,
-    "chat_template_args": ({},),
-    **dict.fromkeys(WRAPPERS, ({},)),
-}
+# For all APIs: fields of OpenAI, vLLM and SGLang; of Ollama, llama.cpp, TGI and their front ends; of hosted servers
+# (OpenRouter, Groq, Mistral, DashScope, xAI).
+EVERYWHERE: Neutral = _by_name(
+    (
+        "adapter_id audio cache_salt chat_template custom_logit_processor guided_whitespace_pattern lora_path "
+        "max_new_tokens moderation prompt_embeds prompt_mode random_seed search_parameters thinking_budget "
+        "thinking_config thinking_token_budget truncate truncate_prompt_tokens web_search_options",
+        (),
+    ),
+    (
+        "continue_final_message decoder_input_details early_stopping echo enable_search include_stop_str_in_output "
+        "no_stop_trim penalize_nl return_full_text return_hidden_states return_tokens_as_token_ids safe_prompt "
+        "use_beam_search watermark",
+        (False,),
+    ),
+    (
+        "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff min_new_tokens mirostat mirostat_mode n_probs "
+        "no_repeat_ngram_size smoothing_factor top_a xtc_probability",
+        (0,),
+    ),
+    (
+        "allowed_token_ids bad_words documents functions images logits_processors lora plugins samplers transforms",
+        ([],),
+    ),
+    ("best_of guidance_scale length_penalty num_beams num_return_sequences repeat_penalty tfs tfs_z typical_p", (1,)),
+    (
+        "add_generation_prompt do_sample include_reasoning separate_reasoning skip_special_tokens stream_reasoning",
+        (True,),
+    ),
+    ("n_predict num_predict reasoning_budget thinking_budget_tokens", (-1,)),
+    ("format negative_prompt suffix", ("",)),
+    ("chat_template_args vllm_xargs", ({},)),
+    ("function_call", ("none",)),
+    ("modalities", (["text"],)),
+    ("stop_regex", ([], "")),
+    ("top_n_sigma", (-1, 0)),
+    ("reasoning_format", ("parsed", "auto", "deepseek")),
+    (" ".join(WRAPPERS), ({},)),
+)
 # Fields of the other two APIs.
 OPENAI_CHAT: Neutral = {
     **EVERYWHERE,
@@ -272,44 +202,30 @@ _CHATS = "/v1/chat/completions"
 COMPLETION_INSTEAD = dict.fromkeys(
     ("chat_template_kwargs", "enable_thinking", "reasoning", "reasoning_effort", "think", "thinking"), _CHATS
 )
-# Chat completion fields to use instead.
-INSTEAD = {
-    "adapter_id": "model",
-    "chat_template_args": "chat_template_kwargs",
-    "decoder_input_details": "prompt_logprobs",
-    "do_sample": "temperature",
-    "format": "response_format",
-    "function_call": "tool_choice",
-    "functions": "tools",
-    "instructions": "a message of role system",
-    "lora": "model",
-    "lora_path": "model",
-    "max_completion_tokens": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "messages": _CHATS,
-    "min_new_tokens": "min_tokens",
-    "n_predict": "max_tokens",
-    "n_probs": "logprobs",
-    "num_predict": "max_tokens",
-    "num_return_sequences": "n",
-    "output_config": "response_format",
-    "prompt_mode": "enable_thinking",
-    "random_seed": "seed",
-    "reasoning_budget": "enable_thinking",
-    "repeat_penalty": "repetition_penalty",
-    "return_full_text": "echo",
-    "stop_sequences": "stop",
-    "system": "a message of role system",
-    "text": "response_format",
-    "thinking_budget": "enable_thinking",
-    "thinking_budget_tokens": "enable_thinking",
-    "thinking_config": "enable_thinking",
-    "thinking_token_budget": "enable_thinking",
-    "tool_choice": _CHATS,
-    "tools": _CHATS,
-    "top_logprobs": "logprobs",
+# Chat completion fields to use instead, each with the fields that it replaces.
+_REPLACES = {
+    "enable_thinking": (
+        "prompt_mode reasoning_budget thinking_budget thinking_budget_tokens thinking_config thinking_token_budget"
+    ),
+    "max_tokens": "max_completion_tokens max_new_tokens max_output_tokens n_predict num_predict",
+    "model": "adapter_id lora lora_path",
+    "response_format": "format output_config text",
+    "a message of role system": "instructions system",
+    "logprobs": "n_probs top_logprobs",
+    "chat_template_kwargs": "chat_template_args",
+    "prompt_logprobs": "decoder_input_details",
+    "temperature": "do_sample",
+    "tool_choice": "function_call",
+    "tools": "functions",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "seed": "random_seed",
+    "repetition_penalty": "repeat_penalty",
+    "echo": "return_full_text",
+    "stop": "stop_sequences",
+    _CHATS: "messages tool_choice tools",
 }
+INSTEAD = {field: instead for instead, fields in _REPLACES.items() for field in fields.split()}
 
 
 def check_supported(fields: Mapping[str, Any], neutral_values: Neutral, own: Mapping[str, str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError
@@ -133,7 +134,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 IN_MEMORY = Retention(3600, memory_only=True)
 RETENTIONS = {None: KEEP, "in_memory": IN_MEMORY, "in-memory": IN_MEMORY, "24h": Retention(24 * 3600)}
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS), FailFast()]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS), FailFast(), AfterValidator(tuple)]
+StopIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64), AfterValidator(tuple)]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
 # Optional if only one model is served, as with vLLM.
 ModelName = Annotated[str | None, Field(min_length=1, max_length=256)]
@@ -201,6 +203,11 @@ def _check_bias(token: Any, bias: Any) -> tuple[int, float]:
     return int(token), float(bias)
 
 
+def as_seed(value: int | None) -> int | None:
+    """Return the seed as an unsigned number; vLLM's -1 is a random seed."""
+    return None if value in (None, -1) else value % 2**64
+
+
 def session_hint(*candidates: Any) -> str:
     """Return the first usable session id. It is only a hint, so unusable values are ignored."""
     for candidate in candidates:
@@ -227,13 +234,13 @@ class SamplingExtensions(LenientModel):
     """Sampling fields beyond the common ones. All generating APIs accept them; gRPC has options of the same names."""
 
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    seed: Annotated[WholeNumber | None, Field(ge=-(2**63), lt=2**64)] = None
+    seed: Annotated[WholeNumber | None, Field(ge=-(2**63), lt=2**64), AfterValidator(as_seed)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     logit_bias: LogitBias = ()
     min_tokens: Annotated[WholeNumber | None, Field(ge=0)] = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     priority: Annotated[WholeNumber | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     reject_if_busy: bool | None = None
@@ -252,11 +259,11 @@ class _Body(SamplingExtensions):
     model: ModelName = None
     max_tokens: Annotated[WholeNumber | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    top_k: Annotated[WholeNumber | None, Field(ge=-1, le=2**31 - 1)] = None
+    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda value: max(value, SMALLEST_TOP_P))] | None = None
+    top_k: Annotated[WholeNumber, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda value: max(value, 0))] | None = None
     response_format: Any = None
     n: Annotated[WholeNumber | None, Field(ge=1, le=16)] = None
-    stop: Annotated[Stops, BeforeValidator(as_stop_list), Field(default_factory=list)]
+    stop: Annotated[Stops, BeforeValidator(as_stop_list)] = ()
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -272,35 +279,22 @@ class _Body(SamplingExtensions):
                 raise InvalidRequest(f"{name}: cannot be combined with {answer_format.field}", name)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs: not available in a stream", "prompt_logprobs")
+        given = {name: getattr(self, name) for name in _SAME}
         return {
+            **{name: value for name, value in given.items() if value is not None},
             "model": self.model or "",
-            "max_tokens": self.max_tokens,
-            "n": self.n or 1,
-            "temperature": self.temperature,
-            "top_p": None if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
-            "top_k": None if self.top_k is None else max(self.top_k, 0),
-            "min_p": self.min_p,
-            "seed": None if self.seed in (None, -1) else self.seed % 2**64,  # vLLM: -1 is a random seed
-            "frequency_penalty": self.frequency_penalty or 0.0,
-            "presence_penalty": self.presence_penalty or 0.0,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias,
-            "min_tokens": self.min_tokens or 0,
             "answer_format": answer_format,
-            "stop": tuple(self.stop),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": bool(self.ignore_eos),
-            "return_token_ids": bool(self.return_token_ids),
             "num_prompt_logprobs": self.prompt_logprobs,
-            "stream": bool(self.stream),
             "include_usage": bool(options and options.include_usage),
             "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
             "include_obfuscation": bool(options and options.include_obfuscation),
-            "priority": self.priority,
-            "reject_if_busy": bool(self.reject_if_busy),
             "retention": RETENTIONS[self.prompt_cache_retention],
             "session": session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user")),
         }
+
+
+# Fields that a Generation has under the same name; a field that is not set takes the default there.
+_SAME = tuple(name for name in _Body.model_fields if name in {each.name for each in fields(Generation)})
 
 
 class ChatBody(_Body, TemplateVariables):
@@ -322,21 +316,21 @@ class ChatBody(_Body, TemplateVariables):
         check_supported(self.model_extra or {}, OPENAI_CHAT)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
-        fields, is_parallel = self.common(), self.parallel_tool_calls is not False
-        tool_use = read_tool_use(self.tools or [], self.tool_choice, is_parallel, fields["answer_format"] is not None)
+        common, is_parallel = self.common(), self.parallel_tool_calls is not False
+        tool_use = read_tool_use(self.tools or [], self.tool_choice, is_parallel, common["answer_format"] is not None)
         messages = for_template(self.messages)
         tools, variables = tool_use.tools if tool_use else (), self.variables()
         conversation = Conversation(messages, tools, variables, is_continued=self._is_continued())
-        fields |= {"tool_use": tool_use}
-        if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
+        common |= {"tool_use": tool_use}
+        if tool_use is not None and tool_use.is_forced and common["answer_format"] is not None:
             raise InvalidRequest("tool_choice: a forced call cannot be combined with a format", "tool_choice")
         if self.max_completion_tokens is not None:
-            fields |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}
+            common |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}
         return Generation(
             prompts=(conversation,),
             prompt_field="messages",
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            **fields,
+            **common,
         )
 
     def _is_continued(self) -> bool:
@@ -365,13 +359,13 @@ class CompletionBody(_Body):
         """Convert to the internal request. Raises InvalidRequest for errors that types cannot express."""
         check_supported(self.model_extra or {}, OPENAI_COMPLETION, COMPLETION_INSTEAD)
         prompts: tuple[Prompt, ...] = tuple(self.prompt)
-        fields, best_of = self.common(), self.best_of or 1
-        if self.best_of is not None and best_of < fields["n"]:
-            raise InvalidRequest(f"best_of ({best_of}) must be at least n ({fields['n']})", "best_of")
-        if self.stream and best_of > fields["n"]:
+        common, n, best_of = self.common(), self.n or 1, self.best_of or 1
+        if self.best_of is not None and best_of < n:
+            raise InvalidRequest(f"best_of ({best_of}) must be at least n ({n})", "best_of")
+        if self.stream and best_of > n:
             raise InvalidRequest("best_of: cannot be streamed if it is above n", "best_of")
-        if len(prompts) * max(fields["n"], best_of) > MAX_SEQUENCES:
-            name = "best_of" if best_of > fields["n"] else "n"
+        if len(prompts) * max(n, best_of) > MAX_SEQUENCES:
+            name = "best_of" if best_of > n else "n"
             raise InvalidRequest(f"{name}: prompts times {name} must be at most {MAX_SEQUENCES}", name)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens: 0 needs echo or prompt_logprobs", "max_tokens")
@@ -382,7 +376,7 @@ class CompletionBody(_Body):
             prompt_field="prompt",
             num_logprobs=self.logprobs,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-            **fields,
+            **common,
         )
 
 
