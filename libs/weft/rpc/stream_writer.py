@@ -1,15 +1,10 @@
-"""Writes stream messages in the current event-loop iteration, without a writer task.
-
-A writer task would wake one iteration later, and the library's iterator another one. Each iteration takes tens of
-microseconds in an idle process. So `push` starts the write; its future continues it. Messages that arrive meanwhile
-follow in one batch.
-"""
+"""Writes the messages of a bidirectional stream in a task, so that the sender never waits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
@@ -21,12 +16,12 @@ CallT = TypeVar("CallT")
 MessageT = TypeVar("MessageT")
 
 
-class EagerStreamWriter(Generic[MessageT]):
-    """Single writer of one stream; messages go out in order. The source of `take` bounds the backlog."""
+class StreamWriter(Generic[MessageT]):
+    """Writes the messages of one stream in order, in a task of its own. The source of `take` bounds the backlog."""
 
     def __init__(
         self,
-        write: Callable[[MessageT], Coroutine[Any, Any, None]],
+        write: Callable[[MessageT], Awaitable[None]],
         take: Callable[[], MessageT | None],
         on_failure: Callable[[], object],
     ) -> None:
@@ -36,52 +31,45 @@ class EagerStreamWriter(Generic[MessageT]):
         self._write = write
         self._take = take
         self._on_failure = on_failure
-        self._writing: Coroutine[Any, Any, None] | None = None
         self._is_over = False
+        self._has_message = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="stream writer")
         self.failure: BaseException | None = None
 
     def push(self) -> None:
-        """Start writing the next message, unless a write is in progress; that write then continues with it."""
-        while self._writing is None and not self._is_over and (message := self._take()) is not None:
-            self._writing = self._write(message)
-            self._advance()
+        """Write what `take` returns, after the write in progress."""
+        self._has_message.set()
 
     def close(self) -> None:
         """Write nothing more; a write in progress ends with its call."""
         self._is_over = True
+        self._task.cancel()
 
     def fail(self, why: BaseException) -> None:
         """End the stream as if a write had failed."""
-        self._is_over, self.failure = True, why
+        self.failure = why
+        self.close()
         self._on_failure()
 
-    def _advance(self) -> None:
-        """Step the write coroutine until it waits, as a task would."""
-        assert self._writing is not None
+    async def _run(self) -> None:
         try:
-            awaited = self._writing.send(None)
-        except StopIteration:
-            self._writing = None
+            while await self._has_message.wait():
+                self._has_message.clear()
+                while (message := self._take()) is not None:
+                    await self._write(message)
         except (Exception, asyncio.CancelledError) as error:  # A cancelled write also ends the stream.
-            self._writing, self._is_over, self.failure = None, True, error
-            logger.info("stream ended during a write error=%s", error)
-            self._on_failure()
-        else:
-            awaited._asyncio_future_blocking = False  # asyncio's sign that a task awaits this future
-            awaited.add_done_callback(self._on_awaited_done)
-
-    def _on_awaited_done(self, awaited: asyncio.Future[Any]) -> None:
-        self._advance()
-        self.push()
+            if not self._is_over:
+                logger.info("stream ended during a write error=%s", error)
+                self.fail(error)
 
 
 @asynccontextmanager
 async def writing_to(
     call: CallT, take: Callable[[], MessageT | None]
-) -> AsyncIterator[tuple[CallT, EagerStreamWriter[MessageT]]]:
+) -> AsyncIterator[tuple[CallT, StreamWriter[MessageT]]]:
     """Yield a bidirectional client call, cancelled at the end, and its writer. Raises WeftError."""
     handle: Any = call
-    writer = EagerStreamWriter(handle.write, take, handle.cancel)
+    writer = StreamWriter(handle.write, take, handle.cancel)
     try:
         async with cancelled_on_exit(call):
             yield call, writer

@@ -1,4 +1,4 @@
-"""What is said on a stream: at once, in order, and no more once a write has failed."""
+"""The stream writer keeps the order and stops after a failed write."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from grpc_health.v1 import health_pb2
 
 from weft.errors import PeerLost
 from weft.rpc.client import open_channel
-from weft.rpc.stream_writer import EagerStreamWriter, writing_to
+from weft.rpc.stream_writer import StreamWriter, writing_to
 
 
 class Wire:
-    """Takes messages one at a time, each until it is let through."""
+    """Takes messages one at a time; a test lets each through."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
         self.gates: deque[asyncio.Future[None]] = deque()
         self.num_failures = 0
         self.left: deque[str] = deque()
-        self.outgoing = EagerStreamWriter(self.write, self.take, self.fail)
+        self.outgoing = StreamWriter(self.write, self.take, self.fail)
 
     async def write(self, message: str) -> None:
         self.begun.append(message)
@@ -38,73 +38,69 @@ class Wire:
     def fail(self) -> None:
         self.num_failures += 1
 
-    def say(self, message: str) -> None:
+    async def say(self, message: str) -> None:
         self.left.append(message)
         self.outgoing.push()
+        await turns()
 
 
-async def test_the_first_is_begun_at_once_and_the_others_follow_in_order() -> None:
+async def turns() -> None:
+    """Let the writer's task run until it waits."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_messages_are_written_one_at_a_time_in_order() -> None:
     wire = Wire()
     for message in ("a", "b", "c"):
-        wire.say(message)
-    assert wire.begun == ["a"], "without a turn of the loop, and one at a time"
+        await wire.say(message)
+    assert wire.begun == ["a"]
     for expected in (["a", "b"], ["a", "b", "c"], ["a", "b", "c"]):
         wire.gates.popleft().set_result(None)
-        await asyncio.sleep(0)
+        await turns()
         assert wire.begun == expected
-    wire.say("d")
-    assert wire.begun[-1] == "d", "at once again"
-
-
-async def test_a_write_that_waits_for_nothing() -> None:
-    written: list[int] = []
-
-    async def write(message: int) -> None:
-        written.append(message)
-
-    left = deque(range(5))
-    EagerStreamWriter(write, lambda: left.popleft() if left else None, lambda: None).push()
-    assert written == [0, 1, 2, 3, 4]
+    await wire.say("d")
+    assert wire.begun[-1] == "d"
+    wire.outgoing.close()
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_after_a_failure_nothing_is_written(is_late: bool) -> None:
+async def test_failed_write_ends_the_stream(is_late: bool) -> None:
     wire = Wire()
     if is_late:
-        wire.say("a")
+        await wire.say("a")
         wire.left.append("b")
         wire.gates.popleft().set_exception(ConnectionError("gone"))
-        await asyncio.sleep(0)
+        await turns()
     else:
 
         async def broken(message: str) -> None:
             raise ConnectionError("gone")
 
-        wire.outgoing = EagerStreamWriter(broken, wire.take, wire.fail)
-        wire.say("a")
-    wire.say("c")
+        wire.outgoing = StreamWriter(broken, wire.take, wire.fail)
+        await wire.say("a")
+    await wire.say("c")
     assert wire.num_failures == 1
     assert isinstance(wire.outgoing.failure, ConnectionError)
     assert wire.begun == (["a"] if is_late else [])
 
 
-async def test_a_write_that_is_cancelled_is_a_failure_too() -> None:
+async def test_cancelled_write_ends_the_stream() -> None:
     wire = Wire()
-    wire.say("a")
+    await wire.say("a")
     wire.gates.popleft().cancel()
-    await asyncio.sleep(0)
-    wire.say("b")
+    await wire.say("b")
     assert (wire.num_failures, wire.begun) == (1, ["a"])
 
 
-async def test_what_is_closed_says_nothing_more() -> None:
+async def test_close_writes_nothing_more() -> None:
     wire = Wire()
-    wire.say("a")
+    await wire.say("a")
     wire.left.append("b")
     wire.outgoing.close()
-    wire.gates.popleft().set_result(None)
-    await asyncio.sleep(0)
-    assert wire.begun == ["a"]
+    wire.gates.popleft().cancel()
+    await turns()
+    assert (wire.num_failures, wire.begun) == (0, ["a"])
 
 
 async def echo(requests: AsyncIterator[Any], context: Any) -> None:
@@ -112,7 +108,7 @@ async def echo(requests: AsyncIterator[Any], context: Any) -> None:
         await context.write(request)
 
 
-async def test_over_grpc_all_of_it_arrives() -> None:
+async def test_all_messages_arrive_over_grpc() -> None:
     kinds = health_pb2.HealthCheckRequest
     handler = grpc.stream_stream_rpc_method_handler(echo, kinds.FromString, kinds.SerializeToString)
     server = grpc.aio.server()
@@ -134,7 +130,7 @@ async def test_over_grpc_all_of_it_arrives() -> None:
 
 
 class Broken:
-    """A call whose writes fail, and whose answer does not come."""
+    """A call whose writes fail and that never answers."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,7 +142,7 @@ class Broken:
         self.answer.cancel()
 
 
-async def test_who_reads_hears_of_a_failure_and_not_of_a_cancellation() -> None:
+async def test_reader_gets_peer_lost_after_a_failed_write() -> None:
     left = deque(["a"])
 
     async def speak() -> None:
@@ -158,7 +154,7 @@ async def test_who_reads_hears_of_a_failure_and_not_of_a_cancellation() -> None:
         await speak()
 
 
-async def test_who_is_cancelled_is_cancelled() -> None:
+async def test_cancellation_of_the_reader_stays_one() -> None:
     async def speak() -> None:
         async with writing_to(Broken(), lambda: None) as (call, _):
             await call.answer

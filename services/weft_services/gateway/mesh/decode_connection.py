@@ -35,7 +35,7 @@ from weft.request import (
 )
 from weft.rpc import wire
 from weft.rpc.client import open_channel
-from weft.rpc.stream_writer import EagerStreamWriter, writing_to
+from weft.rpc.stream_writer import StreamWriter, writing_to
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_services.gateway.mesh.scheduler_client import SequencePlacement
@@ -241,7 +241,7 @@ class DecodeConnection:
         self._wake_batcher = wake_batcher
         # bounded: each cancel follows a start, and starts are bounded
         self._commands: deque[decode_pb.AttachRequest] = deque()
-        self._outgoing: EagerStreamWriter[decode_pb.AttachRequest] | None = None  # set while the stream is open
+        self._outgoing: StreamWriter[decode_pb.AttachRequest] | None = None  # set while the stream is open
         # request id -> key and queue of its latest attempt on this worker
         self._queues: dict[str, tuple[RequestKey, UpdateQueue]] = {}
         self._channel = open_channel(worker.address)

@@ -36,7 +36,7 @@ from weft.request import RequestKey, RequestStage, WorkerAddress, WorkerRole
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES, open_channel, rpc_errors_translated
 from weft.rpc.fleet_wire import loading_from_wire, query_to_wire, status_from_wire, usage_from_wire
-from weft.rpc.stream_writer import EagerStreamWriter, writing_to
+from weft.rpc.stream_writer import StreamWriter, writing_to
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
@@ -110,7 +110,7 @@ class RouteStream:
         self._withdrawn: deque[common_pb2.RequestKey] = deque()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
         self._has_sent_id = False
-        self._outgoing: EagerStreamWriter[pb.RouteManyRequest] | None = None  # set while a stream is open
+        self._outgoing: StreamWriter[pb.RouteManyRequest] | None = None  # set while a stream is open
         self._has_request = asyncio.Event()
         self.num_answers = 0  # answer messages received, over all streams
 
