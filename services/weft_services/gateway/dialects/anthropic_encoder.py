@@ -73,7 +73,6 @@ class MessagesEncoder:
 
     @property
     def finish_reasons(self) -> Sequence[str]:
-        """The finish reason of the one choice, once it has ended."""
         return self._answers.finish_reasons
 
     def encode_end(self, usage: Usage) -> bytes:

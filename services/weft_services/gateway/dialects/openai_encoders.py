@@ -110,11 +110,9 @@ class CompletionEncoder:
         return self.envelope.frame(self._choice(piece.index, piece.text, piece, piece.prompt_logprobs))
 
     def encode_end(self, usage: Usage) -> bytes:
-        """Encode the last frames of a stream."""
         return self.envelope.encode_end(usage)
 
     def encode_failure(self, error: WeftError) -> bytes:
-        """Encode the last frames of a failed stream."""
         return error_frame(error)
 
     def encode_body(self, choices: Sequence[CollectedChoice], usage: Usage) -> bytes:
@@ -199,16 +197,13 @@ class ChatEncoder:
 
     @property
     def finish_reasons(self) -> Sequence[str]:
-        """Finish reasons of the choices that have ended."""
         return self._answers.finish_reasons
 
     def encode_end(self, usage: Usage) -> bytes:
-        """Encode the last frames of a stream."""
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
         return self.envelope.encode_end(usage)
 
     def encode_failure(self, error: WeftError) -> bytes:
-        """Encode the last frames of a failed stream."""
         return error_frame(error)
 
     def encode_body(self, choices: Sequence[CollectedChoice], usage: Usage) -> bytes:

@@ -28,7 +28,7 @@ from weft_services.gateway.error_body import HttpError, status_of
 from weft_services.gateway.front import responses
 from weft_services.gateway.front.asgi_io import error_encoder, suggested_path
 from weft_services.gateway.front.endpoints import ApiSpec, EmbeddingEndpoint, GenerationEndpoint
-from weft_services.gateway.front.fleet_endpoints import DrainEndpoint, FleetEvents, RoleEndpoint
+from weft_services.gateway.front.fleet_endpoints import fleet_routes
 from weft_services.gateway.front.local_endpoints import health_routes, local_routes, metrics
 from weft_services.gateway.front.middleware import AuthMiddleware, CorsMiddleware, FastRoutes, RequestIdMiddleware
 from weft_services.gateway.front.request_record import ApiEndpoint
@@ -73,10 +73,7 @@ def build_app(
         generating += responses.stored_response_routes(pipeline, store, APIS[responses.PATH], timeout_seconds)
     routes = [
         *generating,  # requests with other methods than POST reach these
-        Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
-        Route("/weft/workers/{worker_id}/drain", DrainEndpoint(pipeline, undo=False), methods=["POST"]),
-        Route("/weft/workers/{worker_id}/role", RoleEndpoint(pipeline), methods=["POST"]),
-        Route("/weft/workers/{worker_id}/undrain", DrainEndpoint(pipeline, undo=True), methods=["POST"]),
+        *fleet_routes(pipeline),
         Route("/v1/embeddings", EmbeddingEndpoint(pipeline, timeout_seconds), methods=["POST"]),
         *local_routes(pipeline),
         *health_routes(pipeline),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,51 +95,62 @@ class ResponseContext:
     store_response: Callable[[ResponseEncoder], Awaitable[None]]
 
 
-class GenerationEndpoint:
-    """POST endpoint that answers by generating."""
+class RecordedEndpoint(ABC):
+    """POST endpoint that needs workers. Admits, records and ends each request."""
 
-    def __init__(self, pipeline: Pipeline, api: ApiSpec, timeout_seconds: float) -> None:
+    def __init__(self, pipeline: Pipeline, name: ApiEndpoint, timeout_seconds: float) -> None:
         self._pipeline = pipeline
-        self._api = api
+        self._name = name
         self._timeout_seconds = timeout_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request to its end."""
-        record = RequestRecord(self._api.name, trace.incoming(scope["headers"]))
+        record = RequestRecord(self._name, trace.incoming(scope["headers"]))
         writer = ResponseWriter(scope, send)
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                session = client_hints(scope["headers"])
-                context = ResponseContext(
-                    record, header(scope, HEADER) == "1", partial(self._store_response, session=session)
-                )
-                await unless_disconnected(receive, self._answer(body, session, writer, context))
+                await unless_disconnected(receive, self._answer_or_fail(body, scope, writer, record))
         except Exception as error:
             await report_failure(writer, record, error)
         finally:
             record.close(RequestStage.CANCELLED)
 
-    async def _answer(
-        self, body: bytes, session: ClientHints, writer: ResponseWriter, context: ResponseContext
-    ) -> None:
-        record = context.record
+    async def _answer_or_fail(self, body: bytes, scope: Scope, writer: ResponseWriter, record: RequestRecord) -> None:
         try:
-            parse, num_earlier_bytes = await self._parser(body, session)
-            prepared = await self._pipeline.prepare(parse, body, num_earlier_bytes)
-            record.mark_stage("prepared")
-            run = self._pipeline.start_run(prepared, session, self._timeout_seconds)
-            record.attach_run(run)
-            async with run:
-                # A worker is busy with the request from here on, so this work delays nothing.
-                record.mark_stage("routed")
-                encoder = self._api.make_encoder(prepared, self._pipeline.fleet.of(prepared.model.name).fingerprint)
-                if prepared.generation.stream:
-                    await _stream(run, encoder, writer, context)
-                else:
-                    await _collect(run, encoder, writer, context)
+            await self._answer(body, scope, writer, record)
         except Exception as error:
             await report_failure(writer, record, error)
+
+    @abstractmethod
+    async def _answer(self, body: bytes, scope: Scope, writer: ResponseWriter, record: RequestRecord) -> None:
+        """Write the whole response. Raises WeftError."""
+
+
+class GenerationEndpoint(RecordedEndpoint):
+    """POST endpoint that answers by generating."""
+
+    def __init__(self, pipeline: Pipeline, api: ApiSpec, timeout_seconds: float) -> None:
+        super().__init__(pipeline, api.name, timeout_seconds)
+        self._api = api
+
+    async def _answer(self, body: bytes, scope: Scope, writer: ResponseWriter, record: RequestRecord) -> None:
+        session = client_hints(scope["headers"])
+        parse, num_earlier_bytes = await self._parser(body, session)
+        prepared = await self._pipeline.prepare(parse, body, num_earlier_bytes)
+        record.mark_stage("prepared")
+        run = self._pipeline.start_run(prepared, session, self._timeout_seconds)
+        record.attach_run(run)
+        async with run:
+            # A worker is busy with the request from here on, so this work delays nothing.
+            record.mark_stage("routed")
+            store_response = partial(self._store_response, session=session)
+            context = ResponseContext(record, header(scope, HEADER) == "1", store_response)
+            encoder = self._api.make_encoder(prepared, self._pipeline.fleet.of(prepared.model.name).fingerprint)
+            if prepared.generation.stream:
+                await _stream(run, encoder, writer, context)
+            else:
+                await _collect(run, encoder, writer, context)
 
     async def _parser(self, body: bytes, session: ClientHints) -> tuple[Callable[[bytes], Generation], int]:
         """Return the parser for this body, and the size of the stored answer that it reads."""
@@ -241,36 +253,18 @@ async def embed(
     return asked, await pipeline.embeddings.embed(prepared, priority, seconds), prepared.num_tokens
 
 
-class EmbeddingEndpoint:
+class EmbeddingEndpoint(RecordedEndpoint):
     """POST endpoint that answers with embeddings."""
 
     def __init__(self, pipeline: Pipeline, timeout_seconds: float) -> None:
-        self._pipeline = pipeline
-        self._timeout_seconds = timeout_seconds
+        super().__init__(pipeline, ApiEndpoint.EMBEDDINGS, timeout_seconds)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request to its end."""
-        record, writer = (
-            RequestRecord(ApiEndpoint.EMBEDDINGS, trace.incoming(scope["headers"])),
-            ResponseWriter(scope, send),
-        )
-        try:
-            with self._pipeline.admitted():
-                body = await read_json_body(scope, receive)
-                await unless_disconnected(receive, self._answer(body, client_hints(scope["headers"]), writer, record))
-        except Exception as error:
-            await report_failure(writer, record, error)
-        finally:
-            record.close(RequestStage.CANCELLED)
-
-    async def _answer(self, body: bytes, session: ClientHints, writer: ResponseWriter, record: RequestRecord) -> None:
-        try:
-            found = await embed(self._pipeline, lambda: parse_embedding(body), session, record, self._timeout_seconds)
-            record.close(RequestStage.FINISHED)
-            if sum(map(len, found[1])) > MAX_INLINE_FLOATS:
-                answer = await asyncio.to_thread(embedding_body, *found)
-            else:
-                answer = embedding_body(*found)
-            await writer.send_body(200, answer)
-        except Exception as error:
-            await report_failure(writer, record, error)
+    async def _answer(self, body: bytes, scope: Scope, writer: ResponseWriter, record: RequestRecord) -> None:
+        session = client_hints(scope["headers"])
+        found = await embed(self._pipeline, lambda: parse_embedding(body), session, record, self._timeout_seconds)
+        record.close(RequestStage.FINISHED)
+        if sum(map(len, found[1])) > MAX_INLINE_FLOATS:
+            answer = await asyncio.to_thread(embedding_body, *found)
+        else:
+            answer = embedding_body(*found)
+        await writer.send_body(200, answer)

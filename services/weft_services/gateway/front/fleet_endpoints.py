@@ -7,17 +7,18 @@ They never contain addresses.
 from __future__ import annotations
 
 import ipaddress
-from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import orjson
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import InvalidRequest, NotFound, WeftError
 from weft.fleet_types import WorkerStatus
 from weft.request import WorkerRole
 from weft_services.gateway.access.authentication import current_principal
-from weft_services.gateway.dialects.chat_translation import read_json_object
+from weft_services.gateway.dialects.chat_translation import Fields, read_json_object
 from weft_services.gateway.error_body import HttpError, error_fields
 from weft_services.gateway.front.asgi_io import (
     ResponseWriter,
@@ -30,6 +31,7 @@ from weft_services.gateway.mesh.fleet import HandOff, Subscription
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.scheduler_client import FleetReport
 
+WORKER = "/weft/workers/{worker_id}"
 REFUSAL = (
     "operators only: use an operator's key, or without WEFT_KEYS and WEFT_ALLOW_UNAUTHENTICATED call from the "
     "gateway's machine"
@@ -70,11 +72,12 @@ def _is_loopback(name: str) -> bool:
         return False
 
 
-class OperatorEndpoint(ABC):
+class OperatorEndpoint:
     """POST /weft/workers/{worker_id}/VERB with a JSON body, which a foreign page cannot send without a preflight."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, act: Callable[[str, Fields], Awaitable[Fields]]) -> None:
+        """`act`: acts on a worker and returns fields of the answer. Raises NotFound, WeftError."""
+        self._act = act
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = ResponseWriter(scope, send)
@@ -89,32 +92,29 @@ class OperatorEndpoint(ABC):
                 raise HttpError(404, str(error), "worker_not_found") from error
             await writer.send_body(200, orjson.dumps({"worker_id": worker_id, **done}))
 
-    @abstractmethod
-    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Act on the worker and return fields of the answer. Raises NotFound, WeftError."""
 
+def fleet_routes(pipeline: Pipeline) -> list[Route]:
+    """Return the routes of all endpoints of this module."""
 
-class DrainEndpoint(OperatorEndpoint):
-    """POST .../drain and .../undrain: take a worker out of service and back."""
+    async def drain(worker_id: str, fields: Fields, undo: bool) -> Fields:
+        await pipeline.scheduler.drain(worker_id, undo)
+        return {"draining": not undo}
 
-    def __init__(self, pipeline: Pipeline, undo: bool) -> None:
-        super().__init__(pipeline)
-        self._undo = undo
-
-    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
-        await self._pipeline.scheduler.drain(worker_id, self._undo)
-        return {"draining": not self._undo}
-
-
-class RoleEndpoint(OperatorEndpoint):
-    """POST .../role with a body such as `{"role": "prefill"}`."""
-
-    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+    async def set_role(worker_id: str, fields: Fields) -> Fields:
         role = fields.get("role")
         if role not in list(WorkerRole):
             raise InvalidRequest(f"role: expected one of {', '.join(WorkerRole)}", "role")
-        await self._pipeline.scheduler.set_role(worker_id, WorkerRole(role))
+        await pipeline.scheduler.set_role(worker_id, WorkerRole(role))
         return {"role": role}
+
+    verbs = {"drain": partial(drain, undo=False), "undrain": partial(drain, undo=True), "role": set_role}
+    return [
+        Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
+        *(
+            Route(f"/weft/workers/{{worker_id}}/{verb}", OperatorEndpoint(act), methods=["POST"])
+            for verb, act in verbs.items()
+        ),
+    ]
 
 
 class FleetEvents:
@@ -152,7 +152,7 @@ class FleetEvents:
             self._last_fleet_event = item, _event("fleet", self._fleet_fields(item))
         return self._last_fleet_event[1]
 
-    def _fleet_fields(self, fleet: FleetReport) -> dict[str, Any]:
+    def _fleet_fields(self, fleet: FleetReport) -> Fields:
         return {
             "ready": self._pipeline.is_ready,
             "reasons": self._pipeline.reasons,
@@ -177,7 +177,7 @@ def _state(worker: WorkerStatus) -> str:
     return "ready" if report.ready else "full" if report.is_full else "not ready"
 
 
-def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
+def _worker_fields(worker: WorkerStatus) -> Fields:
     hello, report = worker.hello, worker.report
     return {
         "id": worker.address.worker_id,
@@ -207,5 +207,5 @@ def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
     }
 
 
-def _event(name: str, fields: dict[str, Any]) -> bytes:
+def _event(name: str, fields: Fields) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(fields) + b"\n\n"

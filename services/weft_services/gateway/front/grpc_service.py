@@ -6,22 +6,26 @@ Until a handler asks for the message, gRPC takes no more of it than one flow-con
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import grpc
 
 from weft import trace
-from weft.errors import Cancelled
+from weft.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from weft.request import RequestStage
 from weft.rpc import wire
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from weft_services.gateway.access.authentication import Authenticator, current_principal
 from weft_services.gateway.dialects.answers import ChatChoices, Usage, positions_of
 from weft_services.gateway.error_body import public_error, status_of
+from weft_services.gateway.front.asgi_io import BODY_SECONDS, MAX_BODY_BYTES
 from weft_services.gateway.front.endpoints import MAX_INLINE_FLOATS, embed
 from weft_services.gateway.front.grpc_requests import (
     read_chat,
@@ -31,25 +35,22 @@ from weft_services.gateway.front.grpc_requests import (
     read_tokenize,
 )
 from weft_services.gateway.front.local_endpoints import text_of, tokens_of
-from weft_services.gateway.front.request_record import HEADER, REJECTED, ApiEndpoint, RequestRecord, response_header
+from weft_services.gateway.front.request_record import (
+    HEADER,
+    REJECTED,
+    AccessLogEntry,
+    ApiEndpoint,
+    RequestRecord,
+    note,
+    open_entry,
+    response_header,
+)
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.embeddings import Vector
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate
-from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
+from weft_services.gateway.mesh.pipeline import Pipeline, charge_on_error, client_hints
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind
-
-if TYPE_CHECKING:
-    import grpc
-from collections.abc import AsyncIterator, Awaitable
-
-import grpc
-
-from weft.errors import DeadlineExceeded, InvalidRequest
-from weft_services.gateway.access.authentication import Authenticator, current_principal
-from weft_services.gateway.front.asgi_io import BODY_SECONDS, MAX_BODY_BYTES
-from weft_services.gateway.front.request_record import AccessLogEntry, note, open_entry
-from weft_services.gateway.mesh.pipeline import charge_on_error
 
 IDLE_SECONDS = 60.0
 # The longest wait for a client that does not read while its buffers are full.

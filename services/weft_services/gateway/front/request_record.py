@@ -24,7 +24,6 @@ from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.answers import Usage
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.generation_run import ChoiceUpdate, GenerationRun
-from weft_services.gateway.mesh.scheduler_client import Forecast
 
 logger = logging.getLogger(__name__)
 MAX_CHARS = 200
@@ -90,8 +89,8 @@ def _quoted(value: Any) -> str:
     return text if PLAIN.fullmatch(text) else json.dumps(text[:MAX_CHARS])
 
 
-PROVIDER = "weft"
-OTHERS = {
+# gen_ai.operation.name of endpoints that do not chat.
+_OPERATIONS = {
     "completions": "text_completion",
     "grpc.generate": "text_completion",
     "embeddings": "embeddings",
@@ -100,17 +99,7 @@ OTHERS = {
 
 
 def _operation(endpoint: str) -> str:
-    """Return gen_ai.operation.name of an endpoint."""
-    return OTHERS.get(endpoint, "chat")
-
-
-def _begin_attributes(endpoint: str) -> dict[str, Any]:
-    """Return attributes that are known before the body is read."""
-    return {
-        "gen_ai.operation.name": _operation(endpoint),
-        "gen_ai.provider.name": PROVIDER,
-        "weft.endpoint": endpoint,
-    }
+    return _OPERATIONS.get(endpoint, "chat")
 
 
 def _request_attributes(generation: Generation) -> dict[str, Any]:
@@ -170,7 +159,8 @@ class RequestRecord:
         self._endpoint = endpoint
         self._span = trace.start_span(_operation(endpoint), traceparent)
         if self._span is not None:
-            self._span.set(_begin_attributes(endpoint))
+            self._span.set({"gen_ai.operation.name": _operation(endpoint), "gen_ai.provider.name": "weft"})
+            self._span.set({"weft.endpoint": endpoint})
         self._model = ""
         self._between_tokens: Histogram
         self._received = time.monotonic()
@@ -279,7 +269,7 @@ class RequestRecord:
     def _log_fields(self, outcome: str, usage: Usage, error: Exception | None) -> dict[str, Any]:
         """Return the fields of the access log."""
         pairs: dict[str, Any] = {"endpoint": self._endpoint, "outcome": outcome, "model": self._model}
-        pairs |= {f"{stage}_ms": self._since(moment) for stage, moment in self._stages.items()}
+        pairs |= {f"{stage}_ms": round((moment - self._received) * 1000) for stage, moment in self._stages.items()}
         if self._run is not None:
             prompt = self._run.worst_prompt
             pairs |= {"id": self._run.request_id, "prefill": prompt.prefill_worker_id, "decode": self._run.decode_id}
@@ -287,27 +277,14 @@ class RequestRecord:
             pairs |= {"completion": usage.completion_tokens, "attempts": self._run.num_attempts}
             pairs |= {"queue_ms": prompt.queue_ms, "compute_ms": prompt.compute_ms}
             pairs |= {"transfer_ms": prompt.exposed_transfer_ms, "transfer_bytes": prompt.transferred_bytes}
-            pairs |= _forecast_pairs(self._run.forecast)
+            if (forecast := self._run.forecast) is not None:  # its times count from placement
+                pairs |= {"predicted_ttft_ms": forecast.ttft_ms, "predicted_itl_ms": forecast.itl_ms}
+                pairs |= {"predicted_cached": forecast.cached_tokens, "waited_ms": forecast.waited_ms}
         elif self.prompt_tokens:
             pairs["prompt"] = self.prompt_tokens
         pairs["trace"] = self._span.trace_id if self._span is not None else ""
         pairs["error"] = f"{type(error).__name__}: {error}" if error is not None else ""
         return pairs
-
-    def _since(self, moment: float) -> int:
-        return round((moment - self._received) * 1000)
-
-
-def _forecast_pairs(forecast: Forecast | None) -> dict[str, int]:
-    """Return the placement forecast. Its time to first token counts from placement, first_token_ms from arrival."""
-    if forecast is None:
-        return {}
-    return {
-        "predicted_ttft_ms": forecast.ttft_ms,
-        "predicted_itl_ms": forecast.itl_ms,
-        "predicted_cached": forecast.cached_tokens,
-        "waited_ms": forecast.waited_ms,
-    }
 
 
 def init_series(models: Iterable[str]) -> None:
