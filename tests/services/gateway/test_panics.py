@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from tests.services.gateway.conftest import END, MODEL_NAME, TEMPLATE, MakeBench, tiny_tokenizer, write_model
 from tests.services.gateway.fakes import speaking
-from tests.services.gateway.test_grpc_edge import code_of
+from tests.services.gateway.test_grpc import code_of
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 

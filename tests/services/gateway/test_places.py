@@ -13,8 +13,8 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
-from tests.services.gateway.test_disconnect import connect
-from tests.services.gateway.test_grpc_edge import GENERATE, channel_to, code_of, unsaid
+from tests.services.gateway.test_connections import connect
+from tests.services.gateway.test_grpc import GENERATE, channel_to, code_of, unsaid
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_services.gateway.front import asgi_io, grpc_service
 from weft_services.gateway.front.asgi_io import MAX_BODY_BYTES

@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
-from tests.services.gateway.test_grpc_edge import code_of
+from tests.services.gateway.test_grpc import code_of
 from tests.services.gateway.test_page import events
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb

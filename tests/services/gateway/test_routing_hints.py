@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
-from tests.services.gateway.test_grpc_edge import channel_to
+from tests.services.gateway.test_grpc import channel_to
 from weft.api_keys import ApiKey, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub

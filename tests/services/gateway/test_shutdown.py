@@ -18,7 +18,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, MakeBench
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode, speaking
 from tests.services.gateway.test_failures import events
-from tests.services.gateway.test_grpc_edge import code_of
+from tests.services.gateway.test_grpc import code_of
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 

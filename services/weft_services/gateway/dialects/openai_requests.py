@@ -263,7 +263,7 @@ class _Body(SamplingExtensions):
     top_k: Annotated[WholeNumber, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda value: max(value, 0))] | None = None
     response_format: Any = None
     n: Annotated[WholeNumber | None, Field(ge=1, le=16)] = None
-    stop: Annotated[Stops, BeforeValidator(as_stop_list)] = ()
+    stop: Annotated[Stops, BeforeValidator(as_stop_list), Field(default_factory=tuple)]
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
