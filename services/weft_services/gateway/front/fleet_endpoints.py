@@ -37,6 +37,7 @@ REFUSAL = (
     "gateway's machine"
 )
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
+Act = Callable[[str, Fields], Awaitable[Fields]]
 News = Subscription[FleetReport | HandOff]
 
 
@@ -75,7 +76,7 @@ def _is_loopback(name: str) -> bool:
 class OperatorEndpoint:
     """POST /weft/workers/{worker_id}/VERB with a JSON body, which a foreign page cannot send without a preflight."""
 
-    def __init__(self, act: Callable[[str, Fields], Awaitable[Fields]]) -> None:
+    def __init__(self, act: Act) -> None:
         """`act`: acts on a worker and returns fields of the answer. Raises NotFound, WeftError."""
         self._act = act
 
@@ -107,7 +108,11 @@ def fleet_routes(pipeline: Pipeline) -> list[Route]:
         await pipeline.scheduler.set_role(worker_id, WorkerRole(role))
         return {"role": role}
 
-    verbs = {"drain": partial(drain, undo=False), "undrain": partial(drain, undo=True), "role": set_role}
+    verbs: dict[str, Act] = {
+        "drain": partial(drain, undo=False),
+        "undrain": partial(drain, undo=True),
+        "role": set_role,
+    }
     return [
         Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
         *(
