@@ -25,7 +25,7 @@ from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer
 from weft.worker.config import LEASE_SECONDS
-from weft.worker.engine_client import EngineEvents
+from weft.worker.engine_client import EngineClient, EngineEvents
 from weft.worker.fetch_cost import AlwaysFetch
 from weft.worker.kv_pull import advertised_endpoint
 from weft.worker.process import WorkerContext
@@ -84,7 +84,7 @@ class Worker:
     """A listening worker and its insides."""
 
     place: WorkerContext
-    desk: Any
+    client: EngineClient[Any]
     address: WorkerAddress
     rpc: RpcServer
 
@@ -162,6 +162,7 @@ async def start_worker(
     boot_id: str = "",
     port: int = 0,
     kvstore_addr: str = "",
+    fingerprint: ModelFingerprint | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker on a port of its own, or on that one; `store` instead of a client of that kvstore."""
     feed = EngineEvents()
@@ -177,39 +178,40 @@ async def start_worker(
         meddler.inner = transports[0]
         transports[0] = meddler
     estimate = AlwaysFetch(BLOCK_TOKENS, CHUNK_TOKENS)
-    client = StoreClient(kvstore_addr, memory, fingerprint_of(tiny), engine.unpin, estimate)
-    feed.subscribe(lambda output: client.offer(output.sealed))
+    fingerprint = fingerprint or fingerprint_of(tiny)
+    store_client = StoreClient(kvstore_addr, memory, fingerprint, engine.unpin, estimate)
+    feed.subscribe(lambda output: store_client.offer(output.sealed))
     rpc = RpcServer([])
     engine.start()
     try:
-        await client.connect()
+        await store_client.connect()
         async with background_tasks() as tasks:
             place = WorkerContext(
                 worker_id=name,
                 boot_id=boot_id or f"boot-of-{name}",
                 engine=engine,
                 events=feed,
-                fingerprint=fingerprint_of(tiny),
+                fingerprint=fingerprint,
                 memory=memory,
                 transports=tuple(transports),
                 endpoint=endpoint,
                 channels=channels,
-                store=store or client,
+                store=store or store_client,
                 tasks=tasks,
                 with_checksums=True,
                 lease_seconds=lease_seconds,
             )
-            desk = install(place, rpc.server)
+            client = install(place, rpc.server)
             address = await rpc.start("127.0.0.1", port)
             try:
-                yield Worker(place, desk, WorkerAddress(name, place.boot_id, address), rpc)
+                yield Worker(place, client, WorkerAddress(name, place.boot_id, address), rpc)
             finally:
                 await rpc.stop(0)
                 for each in transports:
                     await each.close()
                 await channels.close()
     finally:
-        await client.close()
+        await store_client.close()
         await asyncio.to_thread(engine.stop)
 
 
@@ -242,14 +244,16 @@ async def start_pair(
     prefill_blocks: int = 64,
     lease_seconds: float = LEASE_SECONDS,
     kvstore_addr: str = "",
+    fingerprint: ModelFingerprint | None = None,
 ) -> AsyncIterator[Pair]:
-    """Both workers, speaking `transport`; meddler and `num_blocks` are decode's, store and kvstore prefill's."""
+    """Start both workers. `meddler` and `num_blocks` are decode's; store, kvstore and `fingerprint` prefill's."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
             start_worker(
                 *(tiny, "prefill-0", install_prefill, transport, prefill_blocks, store),
                 lease_seconds=lease_seconds,
                 kvstore_addr=kvstore_addr,
+                fingerprint=fingerprint,
             )
         )
         decode = await stack.enter_async_context(

@@ -1,23 +1,30 @@
-"""Connects the engine's thread to the event loop: step events and metrics; and compiles grammars for sequences.
+"""The engine as the event loop sees it: run a sequence, wait for its events, end it.
 
-Consumers select the events of their own keys.
+EngineEvents brings every step's output from the engine's thread to the loop and updates metrics. An EngineClient, one
+for each role, routes the events to its sequences. GrammarCompiler makes the constraints of sequences with a grammar.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, KeysView
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Generic, TypeVar
 
 from weft import metrics
-from weft.engine.messages import Constraint, EngineLoad, StepOutput
-from weft.errors import Incompatible
+from weft.engine.engine import Engine
+from weft.engine.messages import Constraint, EngineLoad, PromptProgress, Reserved, SequenceSpec, StepOutput, TokenDelta
+from weft.errors import Incompatible, InvalidRequest, PeerLost, WeftError
 from weft.fleet_types import NO_ENGINE_TIME
 from weft.grammar import Grammars
-from weft.request import Grammar
+from weft.request import Grammar, RequestKey, WorkerRole
 
 Consumer = Callable[[StepOutput], None]
 ComputeListener = Callable[[int, float], None]
+WATCH_SECONDS = 0.5
 metrics.init_series(metrics.ENGINE_TOKENS, ("prompt", "generated"))
 
 
@@ -88,6 +95,194 @@ def _set_gauges(load: EngineLoad) -> None:
     metrics.BLOCKS.labels("cached").set(load.cached_blocks)
     metrics.BLOCKS.labels("active").set(load.active_blocks)
     metrics.BLOCKS.labels("quarantined").set(load.quarantined_blocks)
+
+
+class EngineSequence:
+    """One sequence and its events so far; roles derive their own. Open it with an EngineClient.
+
+    Every wait raises the engine's failure, or the error given to `fail`.
+    """
+
+    def __init__(self, key: RequestKey) -> None:
+        self.key = key
+        self.failure: WeftError | None = None
+        self.is_submitted = False
+        self.has_ended = False  # the engine has released it
+        self._reserved: Reserved | None = None
+        self._progress: PromptProgress | None = None
+        self._deltas: deque[TokenDelta] = deque()
+        self._changed = asyncio.Event()
+
+    async def until_reserved(self) -> Reserved:
+        """Wait until blocks are reserved for the prompt, for a spec with `wait_for_kv`."""
+        while self._reserved is None:
+            await self._change()
+        return self._reserved
+
+    async def until_first_token(self) -> TokenDelta:
+        async for event in self.events():
+            if isinstance(event, TokenDelta):
+                return event
+        raise AssertionError("a sequence ends with a token or a failure")
+
+    async def until_ended(self) -> None:
+        """Wait for the last token."""
+        while self.failure is not None or not self.has_ended:
+            await self._change()
+
+    async def events(self) -> AsyncIterator[TokenDelta | PromptProgress]:
+        """Yield tokens, and the prompt's progress. One task may iterate at a time.
+
+        After a slow consumer come the tokens first, then only the latest progress, which includes all earlier ones.
+        """
+        while True:
+            if self._deltas:
+                yield self._deltas.popleft()
+            elif self._progress is not None:
+                progress, self._progress = self._progress, None
+                yield progress
+            elif self.has_ended and self.failure is None:
+                return
+            else:
+                await self._change()
+
+    def fail(self, error: WeftError) -> None:
+        """Make every wait raise `error`; the engine still holds the sequence."""
+        self.failure = error
+        self._changed.set()
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        self._reserved = reserved
+        self._changed.set()
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        self._progress = progress
+        self._changed.set()
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self._deltas.append(delta)
+        self._changed.set()
+
+    def on_ended(self, failure: WeftError | None = None) -> None:
+        self.has_ended, self.failure = True, failure
+        self._changed.set()
+
+    async def _change(self) -> None:
+        if self.failure is None:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.failure is not None:
+            raise self.failure
+
+
+SequenceT = TypeVar("SequenceT", bound=EngineSequence)
+
+
+class EngineClient(Generic[SequenceT]):
+    """The sequences of one role. Belongs to the event loop.
+
+    - `worker_id`: names this worker in PeerLost.
+    - `on_deltas`: receives all tokens of a step in one call, before any task runs. Without it, each sequence queues its
+      own for `EngineSequence.events`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        events: EngineEvents,
+        grammars: GrammarCompiler,
+        role: WorkerRole,
+        worker_id: str,
+        on_deltas: Callable[[list[tuple[SequenceT, TokenDelta]]], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._grammars = grammars
+        self._role = role
+        self._worker_id = worker_id
+        self._on_deltas = on_deltas
+        self._sequences: dict[RequestKey, SequenceT] = {}
+        self._is_open = True
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        events.subscribe(self._on_step)
+
+    @property
+    def keys(self) -> KeysView[RequestKey]:
+        """Keys of all open sequences."""
+        return self._sequences.keys()
+
+    def get(self, key: RequestKey) -> SequenceT | None:
+        """Return the open sequence with this key."""
+        return self._sequences.get(key)
+
+    @contextmanager
+    def open(self, sequence: SequenceT) -> Iterator[None]:
+        """Receive events for a sequence; the engine releases it at the end of the scope.
+
+        Raises PeerLost after `close`, and InvalidRequest if a sequence with this key is open.
+        """
+        key = sequence.key
+        if not self._is_open:
+            raise PeerLost(f"this {self._role} worker is shutting down", self._worker_id)
+        if key in self._sequences:
+            raise InvalidRequest("this attempt is already running")
+        self._sequences[key] = sequence
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            del self._sequences[key]
+            if not self._sequences:
+                self._is_idle.set()
+            if sequence.is_submitted and not sequence.has_ended:
+                self._engine.cancel(key)
+
+    async def submit(self, sequence: EngineSequence, spec: SequenceSpec) -> None:
+        """Compile the grammar of `spec`, which may take seconds, then run it.
+
+        Raises InvalidRequest, Incompatible, Overloaded or EngineFailed.
+        """
+        self._engine.submit(replace(spec, constraint=await self._grammars.compile(spec.sampling.grammar)))
+        sequence.is_submitted = True
+
+    def close(self) -> None:
+        """Reject new sequences; open ones continue."""
+        self._is_open = False
+
+    async def until_idle(self) -> None:
+        """Wait until no sequence is open."""
+        await self._is_idle.wait()
+
+    async def watch(self) -> None:
+        """Fail all sequences when the engine hangs, so that callers go elsewhere. Never returns."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._engine.watchdog.is_hung:
+                for sequence in self._sequences.values():
+                    sequence.fail(PeerLost(f"the {self._role} engine hangs", self._worker_id))
+
+    def _on_step(self, output: StepOutput) -> None:
+        """Route events to their sequences; keys of other clients are ignored."""
+        sequences = self._sequences
+        for reserved in output.reserved:
+            if sequence := sequences.get(reserved.key):
+                sequence.on_reserved(reserved)
+        for progress in output.progress:
+            if sequence := sequences.get(progress.key):
+                sequence.on_progress(progress)
+        self._on_tokens([(found, delta) for delta in output.deltas if (found := sequences.get(delta.key))])
+        for failure in output.failures:
+            if sequence := sequences.get(failure.key):
+                sequence.on_ended(failure.error)
+
+    def _on_tokens(self, deltas: list[tuple[SequenceT, TokenDelta]]) -> None:
+        if self._on_deltas is not None:
+            self._on_deltas(deltas)
+        for sequence, delta in deltas:
+            if self._on_deltas is None:
+                sequence.on_delta(delta)
+            if delta.finish_reason is not None:
+                sequence.on_ended()
 
 
 class GrammarCompiler:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -33,7 +33,7 @@ from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer, until_signal
 from weft.stall_clock import StallAwareClock
 from weft.worker.config import LEASE_SECONDS, WorkerConfig
-from weft.worker.engine_client import EngineEvents, GrammarCompiler
+from weft.worker.engine_client import EngineClient, EngineEvents, GrammarCompiler
 from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
 from weft.worker.fleet_client import LoadProgress, Membership, reporting_progress
 from weft.worker.health import EngineHealth, WorkerHealth
@@ -53,16 +53,6 @@ CUT_OFF_SECONDS = 0.2
 PARK_GRACE_SECONDS = 60.0
 # Several times the duration of a transfer that gets no answer.
 RELEASE_SECONDS = 30.0
-
-
-class RequestTracker(Protocol):
-    """The running requests of a role."""
-
-    def close(self) -> None:
-        """Reject new requests; running ones continue."""
-
-    async def until_idle(self) -> None:
-        """Wait until every request has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ class RoleService:
 
     role: WorkerRole
     service_name: str
-    install: Callable[[WorkerContext, grpc.aio.Server], RequestTracker]
+    install: Callable[[WorkerContext, grpc.aio.Server], EngineClient[Any]]
 
 
 async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
@@ -154,7 +144,7 @@ async def _serve(
     rpc = RpcServer([role_service.service_name for role_service in roles])
     context = replace(await _build_context(config, loaded, events, tasks), clock=clock)
     log.startup_phase("transport and store")
-    trackers = [role_service.install(context, rpc.server) for role_service in roles]
+    clients = [role_service.install(context, rpc.server) for role_service in roles]
     address = await rpc.start(config.host, config.port)
     engine = context.engine
     engine_health = EngineHealth(engine.watchdog, lambda: engine.load, loaded.engine_config.num_blocks, clock)
@@ -173,7 +163,7 @@ async def _serve(
             _watch_engine(engine, health),
             events.until_broken(),
         )
-        drain = partial(_drain, trackers=trackers, membership=membership, rpc=rpc)
+        drain = partial(_drain, clients=clients, membership=membership, rpc=rpc)
         return await _serve_until_drained(config, membership, drain, watches)
     finally:
         keeping.cancel()
@@ -278,17 +268,17 @@ async def _watch_engine(engine: Engine, health: WorkerHealth) -> None:
 
 
 async def _drain(
-    grace_seconds: float, trackers: Sequence[RequestTracker], membership: Membership, rpc: RpcServer
+    grace_seconds: float, clients: Sequence[EngineClient[Any]], membership: Membership, rpc: RpcServer
 ) -> None:
     """Leave the fleet, then wait up to `grace_seconds` for running requests."""
     await rpc.set_ready(False)
-    for tracker in trackers:
-        tracker.close()
+    for client in clients:
+        client.close()
     await membership.leave(LEAVE_SECONDS)
     try:
         async with asyncio.timeout(grace_seconds):
-            for tracker in trackers:
-                await tracker.until_idle()
+            for client in clients:
+                await client.until_idle()
     except TimeoutError:
         logger.warning("requests aborted, grace period over seconds=%g", grace_seconds)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weft import log, trace
-from weft.engine.engine import StepWatchdog
-from weft.engine.messages import Constraint, PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec, TokenDelta
 from weft.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -23,7 +23,8 @@ from weft.errors import (
 )
 from weft.kv.tiers import Tier
 from weft.kv.transfer_protocol import is_superseded
-from weft.request import PromptUsage, RequestKey, RequestStage
+from weft.request import PromptUsage, RequestKey, RequestStage, WorkerRole
+from weft.worker.engine_client import EngineClient, EngineSequence
 from weft.worker.hidden_state_observers import PromptLogprobReader
 from weft.worker.process import WorkerContext
 from weft.worker.store_client import StorePrefix
@@ -32,13 +33,13 @@ from weft_services.decode.remote_prefill import PoolDeadlockDetector, RemotePref
 from weft_services.decode.stage_clock import StageClock
 
 logger = logging.getLogger(__name__)
-WATCH_SECONDS = 0.5
 
 
-class DecodeSequence:
-    """A running sequence and the engine's events for it."""
+class DecodeSequence(EngineSequence):
+    """A sequence in the engine, its gateway, and the parts of its usage."""
 
     def __init__(self, request: SequenceRequest, outbox: Outbox[DecodeUpdate]) -> None:
+        super().__init__(request.key)
         self.request = request
         self.outbox = outbox
         # `prefill_usage`: set once the remote prefill is over. `counts`: the engine's prompt counts, until they are
@@ -47,113 +48,47 @@ class DecodeSequence:
         self.counts: PromptCounts | None = None
         # Tokens of a locally computed prompt found in the store; None if it was not asked.
         self.store_tokens: int | None = None
-        self.has_ended = False
         self.stages = StageClock(request.remaining_seconds)
         wanted = request.num_prompt_logprobs
         self.scorer = None if wanted is None else PromptLogprobReader(request.token_ids, wanted)
-        self._reserved: Reserved | None = None
-        self._failure: WeftError | None = None
-        self._changed = asyncio.Event()
-
-    def on_reserved(self, reserved: Reserved) -> None:
-        """Blocks are reserved for the prompt."""
-        self.stages.reach(RequestStage.RESERVED)
-        self._reserved = reserved
-        self._changed.set()
-
-    def end(self, failure: WeftError | None = None) -> None:
-        """The engine has released the sequence."""
-        self.has_ended = True
-        self._failure = failure
-        self._changed.set()
-
-    def fail(self, failure: WeftError) -> None:
-        """End a sequence that the engine still holds."""
-        self._failure = failure
-        self._changed.set()
-
-    async def until_reserved(self) -> Reserved:
-        """Wait for the blocks. Raises the engine's rejection."""
-        while self._reserved is None:
-            await self._change()
-        return self._reserved
-
-    async def until_ended(self) -> None:
-        """Wait for the end. Raises the engine's failure."""
-        while not self.has_ended:
-            await self._change()
-        if self._failure is not None:  # it came while no task waited
-            raise self._failure
-
-    async def _change(self) -> None:
-        await self._changed.wait()
-        self._changed.clear()
-        if self._failure is not None:
-            raise self._failure
 
 
 class SequenceManager:
-    """All sequences of this worker. Subscribe `on_step` to the engine's events."""
+    """All sequences of this worker; `client` holds them."""
 
     def __init__(self, context: WorkerContext, remote_prefill: RemotePrefill) -> None:
         self._engine = context.engine
         self._worker_id = context.worker_id
         self._boot_id = context.boot_id
-        self._grammars = context.grammars
         self._remote_prefill = remote_prefill
         self._store_prefix = StorePrefix(context.store, context.engine.paging, context.stats)
-        self._sequences: dict[RequestKey, DecodeSequence] = {}
-        self._is_open = True
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self.client = EngineClient[DecodeSequence](
+            *(context.engine, context.events, context.grammars, WorkerRole.DECODE, context.worker_id), self._send
+        )
 
-    def close(self) -> None:
-        """Reject new sequences; running ones continue."""
-        self._is_open = False
-
-    async def until_idle(self) -> None:
-        """Wait until all sequences have ended."""
-        await self._is_idle.wait()
-
-    def on_step(self, output: StepOutput) -> None:
+    def _send(self, deltas: Sequence[tuple[DecodeSequence, TokenDelta]]) -> None:
         """Put one frame for each gateway that this step has tokens for."""
         frames: dict[Outbox[DecodeUpdate], list[DecodeUpdate]] = {}
-        for reserved in output.reserved:
-            if sequence := self._sequences.get(reserved.key):
-                sequence.on_reserved(reserved)
-        for delta in output.deltas:
-            if sequence := self._sequences.get(delta.key):
-                _send_prompt_logprobs(sequence)
-                frames.setdefault(sequence.outbox, []).append(self._to_update(sequence, delta))
-        for failure in output.failures:
-            if sequence := self._sequences.get(failure.key):
-                sequence.end(failure.error)
+        for sequence, delta in deltas:
+            _send_prompt_logprobs(sequence)
+            frames.setdefault(sequence.outbox, []).append(self._to_update(sequence, delta))
         for outbox, frame in frames.items():
             outbox.put(frame)
-
-    async def watch(self, watchdog: StepWatchdog) -> None:
-        """Fail all sequences when the engine hangs, so that gateways migrate them. Never returns."""
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            if watchdog.is_hung:
-                for sequence in self._sequences.values():
-                    sequence.fail(PeerLost("the decode engine hangs", self._worker_id))
 
     async def run(self, request: SequenceRequest, outbox: Outbox[DecodeUpdate]) -> None:
         """Run a sequence to its end, which goes to `outbox` unless this task is cancelled.
 
         A second request with a running key, or one of an earlier attempt, changes nothing.
         """
-        if request.key in self._sequences or is_superseded(request.key, self._sequences):
+        if request.key in self.client.keys or is_superseded(request.key, self.client.keys):
             return
         log.request_id.set(str(request.key))
-        sequence = self._sequences[request.key] = DecodeSequence(request, outbox)
-        self._is_idle.clear()
+        sequence = DecodeSequence(request, outbox)
         span = trace.start_span("decode", request.traceparent) if request.traceparent else None
         try:
             async with asyncio.timeout(request.remaining_seconds):
-                waits = self._submit(sequence, await self._grammars.compile(request.sampling.grammar))
-                await self._run_sequence(sequence, waits)
+                with self.client.open(sequence):
+                    await self._run_sequence(sequence)
         except WeftError as error:
             outbox.put([self._failed(request.key, error)])
         except TimeoutError:
@@ -163,30 +98,23 @@ class SequenceManager:
             logger.exception("sequence failed by a bug")
             outbox.put([self._failed(request.key, EngineFailed("internal error"))])
         finally:
-            del self._sequences[request.key]
             self._remote_prefill.local_prefills.end(request.key)
             sequence.stages.reach(RequestStage.FINISHED)
             if span is not None:
                 sequence.stages.trace(span)
                 span.set({"weft.prompt_tokens": len(request.token_ids), "weft.resumed_tokens": request.resumed_tokens})
                 span.end()
-            if not self._sequences:
-                self._is_idle.set()
-            if not sequence.has_ended:
-                self._engine.cancel(request.key)
 
-    def _submit(self, sequence: DecodeSequence, constraint: Constraint | None) -> bool:
-        """Submit to the engine; True if it waits for KV from elsewhere."""
+    def _spec(self, sequence: DecodeSequence) -> SequenceSpec:
+        """Return the sequence for the engine. Raises Incompatible or InvalidRequest."""
         request, scorer = sequence.request, sequence.scorer
-        if not self._is_open:
-            raise PeerLost("this decode worker is shutting down", self._worker_id)
         if request.decode_boot_id != self._boot_id:
             raise Incompatible("the decode worker has been restarted since the request was routed")
         if scorer is not None and request.prefill is not None:
             raise InvalidRequest(
                 "prefill must be empty with num_prompt_logprobs: the decode worker computes such prompts", "prefill"
             )
-        spec = SequenceSpec(
+        return SequenceSpec(
             key=request.key,
             token_ids=request.token_ids,
             sampling=request.sampling,
@@ -195,38 +123,36 @@ class SequenceManager:
             wait_for_kv=scorer is None
             and (request.prefill is not None or self._store_prefix.may_have(request.token_ids)),
             resumed_tokens=request.resumed_tokens,
-            constraint=constraint,
             priority=request.priority,
             retention=request.retention,
             observer=scorer,
         )
-        self._engine.submit(spec)
-        return spec.wait_for_kv
 
-    async def _run_sequence(self, sequence: DecodeSequence, waits: bool) -> None:
-        request = sequence.request
+    async def _run_sequence(self, sequence: DecodeSequence) -> None:
+        request, spec = sequence.request, self._spec(sequence)
+        await self.client.submit(sequence, spec)
         if request.prefill is not None:
             reserved = await sequence.until_reserved()
-            deadlock_detector = PoolDeadlockDetector(lambda: self._engine.load, self._sequences.__len__)
+            sequence.stages.reach(RequestStage.RESERVED)
+            deadlock_detector = PoolDeadlockDetector(lambda: self._engine.load, self.client.keys.__len__)
             usage = await self._remote_prefill.fill(
                 request, request.prefill, reserved, sequence.stages, deadlock_detector
             )
             sequence.prefill_usage = usage or PromptUsage()
-        elif waits:
+        elif spec.wait_for_kv:
             await self._fill(sequence)
         await sequence.until_ended()
 
     async def _fill(self, sequence: DecodeSequence) -> None:
         """Fill a locally computed prompt with blocks from the store."""
         request, reserved = sequence.request, await sequence.until_reserved()
+        sequence.stages.reach(RequestStage.RESERVED)
         found = await self._store_prefix.fetch(request.token_ids, request.cache_salt, reserved)
         sequence.store_tokens = sum(found.values())
         sequence.stages.reach(RequestStage.PREFILLING)
         self._engine.complete_kv(request.key, reserved.num_hit_tokens + sequence.store_tokens)
 
     def _to_update(self, sequence: DecodeSequence, delta: TokenDelta) -> DecodeUpdate:
-        if delta.finish_reason is not None:
-            sequence.end()
         sequence.counts = delta.prompt or sequence.counts
         usage = None
         if sequence.counts is not None and sequence.prefill_usage is not None:

@@ -20,13 +20,14 @@ from weft.rpc.wire import (
     sampling_from_wire,
     usage_to_wire,
 )
+from weft.worker.engine_client import EngineClient
 from weft.worker.kv_pull import KvPuller, Quarantine
 from weft.worker.process import RoleService, WorkerContext
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
 from weft_services.decode.kv_receiver import PrefillClient
 from weft_services.decode.messages import DecodeUpdate, Outbox, SequenceRequest
 from weft_services.decode.remote_prefill import RemotePrefill
-from weft_services.decode.sequences import SequenceManager
+from weft_services.decode.sequences import DecodeSequence, SequenceManager
 
 # Frames that a gateway may lag behind.
 MAX_FRAMES = 1024
@@ -113,7 +114,7 @@ def update_to_wire(delta: DecodeUpdate) -> decode_service_pb2.SequenceDelta:
 SERVICE_NAME = decode_service_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
 
-def install(context: WorkerContext, server: grpc.aio.Server) -> SequenceManager:
+def install(context: WorkerContext, server: grpc.aio.Server) -> EngineClient[DecodeSequence]:
     """Install the decode role in a worker."""
     quarantine = Quarantine(context.engine.unquarantine)
     context.tasks.create_task(quarantine.run())
@@ -121,10 +122,9 @@ def install(context: WorkerContext, server: grpc.aio.Server) -> SequenceManager:
     prefill_client = PrefillClient(context.channels, context.lease_seconds, context.clock)
     remote_prefill = RemotePrefill(context.engine, prefill_client, puller, context.fingerprint, context.stats)
     manager = SequenceManager(context, remote_prefill)
-    context.tasks.create_task(manager.watch(context.engine.watchdog))
-    context.events.subscribe(manager.on_step)
+    context.tasks.create_task(manager.client.watch())
     decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(manager), server)
-    return manager
+    return manager.client
 
 
 DECODE_ROLE = RoleService(WorkerRole.DECODE, SERVICE_NAME, install)

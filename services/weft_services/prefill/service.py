@@ -1,17 +1,17 @@
-"""PrefillService: converts messages; LeaseManager and Embedder decide."""
+"""PrefillService: leases of prompts for decode workers, and embeddings, which transfer no blocks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from weft import trace
-from weft.errors import Incompatible, InvalidRequest, NotFound, PeerLost
+from weft.engine.messages import SequenceMode, SequenceSpec
+from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.kv.memory import BlockBytes
 from weft.kv.transfer_protocol import (
     HEARTBEATS_PER_LEASE,
@@ -22,20 +22,23 @@ from weft.kv.transfer_protocol import (
     PrefillRequest,
     PromptFinished,
 )
-from weft.request import WorkerRole
+from weft.request import SamplingParams, WorkerRole
 from weft.rpc.grpc_transport import block_chunks
 from weft.rpc.transfer_wire import event_to_wire, prefill_request_from_wire
 from weft.rpc.wire import key_from_wire
 from weft.stall_clock import StallAwareTimeout
+from weft.worker.engine_client import EngineClient, EngineSequence
+from weft.worker.hidden_state_observers import MeanPooling
 from weft.worker.process import RoleService, WorkerContext
 from weft.worker.store_client import StorePrefix
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
-from weft_services.prefill.embedder import Embedder
 from weft_services.prefill.leases import KvLease, LeaseManager
 
 FIRST_MESSAGE_SECONDS = 10.0
 # Lower bound, so that a peer's short lease cannot keep the loop busy.
 MIN_BEAT_SECONDS = 0.01
+# A sequence for its hidden states; its one token is dropped.
+NO_TEXT = SamplingParams(max_tokens=1, temperature=0)
 Requests = AsyncIterator[prefill_service_pb2.PrefillRequest]
 
 
@@ -58,14 +61,14 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
     def __init__(
         self,
         leases: LeaseManager,
-        embedder: Embedder,
+        client: EngineClient[EngineSequence],
         memory: BlockBytes,
         accepted: Accepted,
         with_checksums: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._leases = leases
-        self._embedder = embedder
+        self._client = client
         self._memory = memory
         self._accepted = accepted
         self._with_checksums = with_checksums
@@ -87,7 +90,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
     async def _lend(
         self, request: PrefillRequest, requests: Requests, responses: _ResponseStream, span: trace.Span | None
     ) -> None:
-        async with self._leases.open(request) as lease:
+        with self._leases.open(request) as lease:
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(self._until_done(requests, lease))
                 group.create_task(self._send_heartbeats(responses, listening, lease))
@@ -98,7 +101,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 # decode may answer before the send returns.
                 lease.is_accepted = True
                 await responses.send(self._accepted)
-                async for event in lease.events(self._memory, self._leases.paging, self._with_checksums):
+                async for event in lease.prefill_events(self._memory, self._leases.paging, self._with_checksums):
                     if span is not None and isinstance(event, PromptFinished):
                         _describe(span, request, event)
                     await responses.send(event)
@@ -106,7 +109,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             await responses.send(LeaseClosed(lease_held=True))
 
     async def _send_heartbeats(self, responses: _ResponseStream, listening: asyncio.Task[None], lease: KvLease) -> None:
-        """Send heartbeats until decode is done. Raises PeerLost when the engine hangs."""
+        """Send heartbeats until decode is done. Raises the sequence's failure, also after the last block."""
         # While a prompt is queued, decode uses its own lease, which may be shorter than ours.
         shorter_ms = min(self._accepted.lease_ms, lease.request.lease_ms or self._accepted.lease_ms)
         pause = max(shorter_ms / 1000 / HEARTBEATS_PER_LEASE, MIN_BEAT_SECONDS)
@@ -114,9 +117,8 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             await asyncio.wait({listening}, timeout=pause)
             if listening.done():
                 return
-            if self._leases.is_stalled:
-                lease.end = "stalled"
-                raise PeerLost("the prefill engine hangs")
+            if lease.failure is not None:
+                raise lease.failure
             await responses.send(Heartbeat())
 
     async def _until_done(self, requests: Requests, lease: KvLease) -> None:
@@ -146,9 +148,14 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_service_pb2.PrefillServiceEmbedResponse:
         if request.prefill_boot_id != self._accepted.boot_id:
             raise Incompatible("the prefill worker has been restarted since it was chosen")
-        key = key_from_wire(request.key)
-        values = await self._embedder.embed(key, tuple(request.token_ids), request.cache_salt, request.priority)
-        return prefill_service_pb2.PrefillServiceEmbedResponse(values=values)
+        key, prompt = key_from_wire(request.key), tuple(request.token_ids)
+        pooling, mode = MeanPooling(len(prompt)), SequenceMode.PREFILL
+        spec = SequenceSpec(key, prompt, NO_TEXT, mode, request.cache_salt, priority=request.priority, observer=pooling)
+        sequence = EngineSequence(key)
+        with self._client.open(sequence):
+            await self._client.submit(sequence, spec)
+            await sequence.until_first_token()
+        return prefill_service_pb2.PrefillServiceEmbedResponse(values=pooling.mean())
 
     async def ReadBlocks(
         self, request: prefill_service_pb2.ReadBlocksRequest, context: Any
@@ -176,34 +183,17 @@ def _describe(span: trace.Span, request: PrefillRequest, finished: PromptFinishe
 SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRole:
-    leases: LeaseManager
-    embedder: Embedder
-
-    def close(self) -> None:
-        """Reject new requests; running ones continue."""
-        self.leases.close()
-        self.embedder.close()
-
-    async def until_idle(self) -> None:
-        """Wait until every request has ended."""
-        await self.leases.until_idle()
-        await self.embedder.until_idle()
-
-
-def install(worker: WorkerContext, server: grpc.aio.Server) -> PrefillRole:
+def install(worker: WorkerContext, server: grpc.aio.Server) -> EngineClient[EngineSequence]:
     """Install the prefill role in a worker."""
-    prefix = StorePrefix(worker.store, worker.engine.paging, worker.stats)
-    leases = LeaseManager(worker.engine, prefix, worker.boot_id, worker.fingerprint, worker.grammars)
-    worker.events.subscribe(leases.on_step)
-    embedder = Embedder(worker.engine)
-    worker.events.subscribe(embedder.on_step)
-    worker.tasks.create_task(embedder.watch(worker.engine.watchdog))
+    engine = worker.engine
+    client = EngineClient[EngineSequence](engine, worker.events, worker.grammars, WorkerRole.PREFILL, worker.worker_id)
+    worker.tasks.create_task(client.watch())
+    prefix = StorePrefix(worker.store, engine.paging, worker.stats)
+    leases = LeaseManager(client, engine, prefix, worker.boot_id, worker.fingerprint)
     accepted = Accepted(worker.boot_id, worker.endpoint, round(worker.lease_seconds * 1000))
-    servicer = PrefillServicer(leases, embedder, worker.memory, accepted, worker.with_checksums, worker.clock)
+    servicer = PrefillServicer(leases, client, worker.memory, accepted, worker.with_checksums, worker.clock)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
-    return PrefillRole(leases, embedder)
+    return client
 
 
 PREFILL_ROLE = RoleService(WorkerRole.PREFILL, SERVICE_NAME, install)

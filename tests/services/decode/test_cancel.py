@@ -21,6 +21,7 @@ from weft_mesh.v1 import decode_service_pb2
 from weft_services.decode import service
 from weft_services.decode.kv_receiver import KvReceiver
 from weft_services.decode.messages import Outbox
+from weft_services.decode.sequences import SequenceManager
 
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
 
@@ -189,11 +190,11 @@ async def test_a_worker_that_is_leaving_takes_nothing_new(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
         _, living = await pair.gateway.start(prompt(20), sampling=ENDLESS)
         await living.has_begun.wait()
-        pair.decode.desk.close()
+        pair.decode.client.close()
         answer = await pair.gateway.generate(prompt(9))
         assert answer.failure is not None
         assert (answer.failure.code, answer.failure.worker_id) == (PeerLost.code, "decode-0")
-        await pair.decode.desk.until_idle()
+        await pair.decode.client.until_idle()
         await living.has_ended.wait()
         assert living.tokens == pair.expected(prompt(20), ENDLESS.max_tokens)
 
@@ -220,12 +221,20 @@ class NeverReads:
 
 
 async def test_a_gateway_that_reads_too_slowly_loses_its_sequences(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    servicers: list[service.DecodeServicer] = []
+
+    class KeptServicer(service.DecodeServicer):
+        def __init__(self, manager: SequenceManager) -> None:
+            super().__init__(manager)
+            servicers.append(self)
+
     monkeypatch.setattr(service, "MAX_FRAMES", 8)
+    monkeypatch.setattr(service, "DecodeServicer", KeptServicer)
     async with start_pair(tiny) as pair:
         peer = NeverReads()
         start = pair.gateway.start_message(new_key(), prompt(9), None, ENDLESS)
         with pytest.raises(ExceptionGroup) as raised:
-            await service.DecodeServicer(pair.decode.desk).Attach(peer.requests(start), peer)
+            await servicers[0].Attach(peer.requests(start), peer)
         assert isinstance(as_weft_error(raised.value), Overloaded)
         await pair.until_idle()
 

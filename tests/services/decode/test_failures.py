@@ -155,24 +155,23 @@ async def test_a_prefill_worker_that_was_restarted(tiny: Tiny) -> None:
 
 
 async def test_a_prefill_worker_of_another_model(tiny: Tiny) -> None:
-    async with start_pair(tiny) as pair:
-        pair.prefill.desk.leases._fingerprint = dataclasses.replace(pair.prefill.place.fingerprint, weights_hash="beef")
+    fingerprint = dataclasses.replace(fingerprint_of(tiny), weights_hash="beef")
+    async with start_pair(tiny, fingerprint=fingerprint) as pair:
         await expect_local(pair, pair.prefill.address, "incompatible")
         await pair.prefill.until_idle()
 
 
 async def test_a_prefill_worker_of_the_same_weights_that_rotates_otherwise(tiny: Tiny) -> None:
     config = dataclasses.replace(tiny.config, rope=dataclasses.replace(tiny.config.rope, theta=5e5))
-    async with start_pair(tiny) as pair:
-        fingerprint = fingerprint_of(dataclasses.replace(tiny, config=config))
-        pair.prefill.desk.leases._fingerprint = fingerprint
+    fingerprint = fingerprint_of(dataclasses.replace(tiny, config=config))
+    async with start_pair(tiny, fingerprint=fingerprint) as pair:
         await expect_local(pair, pair.prefill.address, "incompatible")
         await pair.prefill.until_idle()
 
 
 async def test_a_prefill_worker_that_is_leaving(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
-        pair.prefill.desk.close()
+        pair.prefill.client.close()
         await expect_local(pair, pair.prefill.address, "peer_lost")
 
 

@@ -14,14 +14,15 @@ from tests.services.workers import start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background_tasks
 from weft.engine.messages import EngineLoad
+from weft.worker.engine_client import EngineClient
 from weft.worker.process import WorkerContext
 from weft_services.decode.remote_prefill import PoolDeadlockDetector
-from weft_services.decode.sequences import SequenceManager
+from weft_services.decode.sequences import DecodeSequence
 from weft_services.decode.service import install as install_decode
 from weft_services.prefill.service import install as install_prefill
 
 
-def install_both(place: WorkerContext, server: grpc.aio.Server) -> SequenceManager:
+def install_both(place: WorkerContext, server: grpc.aio.Server) -> EngineClient[DecodeSequence]:
     install_prefill(place, server)
     return install_decode(place, server)
 

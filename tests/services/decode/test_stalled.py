@@ -178,7 +178,7 @@ def test_only_so_many_tokens_of_failed_hand_offs_are_computed_here(monkeypatch: 
 async def test_beyond_them_the_gateway_hears_which_worker_is_lost(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_prefill, "MAX_LOCAL_PREFILL_TOKENS", 50)
     async with start_pair(tiny) as pair:
-        pair.prefill.desk.close()
+        pair.prefill.client.close()
         before = failures("peer_lost")
         async with standing(pair.decode):
             started = [await pair.gateway.start(prompt(30, seed=seed), pair.prefill.address) for seed in (1, 2, 3)]

@@ -61,13 +61,13 @@ async def test_a_worker_that_leaves_ends_its_embeddings_first_and_takes_no_more(
     async with embedding_worker(tiny) as (worker, stub):
         calls = [stub.Embed(request(worker, PROMPT * 2), timeout=20) for _ in range(8)]
         await worker.until_load(lambda load: load.num_running + load.num_waiting > 0)
-        worker.desk.close()
-        await worker.desk.until_idle()
+        worker.client.close()
+        await worker.client.until_idle()
         await worker.until_idle()
         answers = await asyncio.gather(*calls, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
         assert len(refused) < len(calls)
-        assert {error.details() for error in refused} <= {"the worker is shutting down"}, "who came too late"
+        assert {error.details() for error in refused} <= {"this prefill worker is shutting down"}, "who came too late"
         with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
             await stub.Embed(request(worker, PROMPT), timeout=20)
 

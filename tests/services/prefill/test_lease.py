@@ -22,7 +22,7 @@ from weft.kv.layer_groups import AttentionSpan, PageRange, PagingPolicy
 from weft.kv.memory import HostBlocks
 from weft.kv.transfer_protocol import Accepted, LeaseClosed, PrefillEvent, PrefillRequest, PromptFinished, ReadyBlocks
 from weft.request import Grammar, SamplingParams
-from weft.worker.engine_client import GrammarCompiler
+from weft.worker.engine_client import EngineSequence, GrammarCompiler
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_services.prefill.leases import KvLease
 from weft_services.prefill.service import _ResponseStream
@@ -114,13 +114,13 @@ async def test_a_prompt_that_waits_for_its_turn_outlives_the_shorter_lease(
     tiny: Tiny, ours: float, theirs_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode hears three signs in the shorter one, and is not taken for silent before the longer one has passed."""
-    may_begin, until_reserved = asyncio.Event(), KvLease.until_reserved
+    may_begin, until_reserved = asyncio.Event(), EngineSequence.until_reserved
 
-    async def held(lease: KvLease) -> Reserved:
+    async def held(sequence: EngineSequence) -> Reserved:
         await may_begin.wait()
-        return await until_reserved(lease)
+        return await until_reserved(sequence)
 
-    monkeypatch.setattr(KvLease, "until_reserved", held)
+    monkeypatch.setattr(EngineSequence, "until_reserved", held)
     async with start_lender(tiny, lease_seconds=ours) as lender, asyncio.timeout(20):
         borrower = lender.borrower(prompt(22), lease_ms=theirs_ms)
         await borrower.start()
@@ -219,7 +219,7 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
     lease = KvLease(order)
     paging = PagingPolicy((AttentionSpan(),), BLOCK_TOKENS, CHUNK_TOKENS)
     backing = (ctypes.c_ubyte * 64)()
-    events = lease.events(HostBlocks(ctypes.addressof(backing), 4, 16), paging, with_checksums=False)
+    events = lease.prefill_events(HostBlocks(ctypes.addressof(backing), 4, 16), paging, with_checksums=False)
     _ready(lease, CHUNK_TOKENS)
     assert await anext(events) == ReadyBlocks(1, (11,))
     _ready(lease, CHUNK_TOKENS + 3)
@@ -227,7 +227,8 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
     assert await anext(events) == ReadyBlocks(2, (12, 13))
     _ready(lease, 22)
     assert await anext(events) == ReadyBlocks(4, (14,))
-    lease.on_first_token(TokenDelta(order.key, (7,), prompt=PromptCounts(4, 5, 6)))
+    _ready(lease, 22)
+    lease.on_delta(TokenDelta(order.key, (7,), prompt=PromptCounts(4, 5, 6)))
     assert await anext(events) == PromptFinished(7, None, 4, 0, 5, 6)
     assert await anext(events) == ReadyBlocks(5, (15,))
     # over a fast way decode is done before we hear that our last word is out
@@ -238,7 +239,8 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
 
 async def _ended(tiny: Tiny, end: Callable[[KvLease], None]) -> tuple[str, BaseException | None]:
     """What is noted of a lease that ends before it is admitted, and what who waits for that hears."""
-    lease = KvLease(PrefillRequest(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1)))
+    order = PrefillRequest(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1))
+    lease = KvLease(order)
     waiting = asyncio.create_task(lease.until_reserved())
     await asyncio.sleep(0)
     end(lease)
@@ -249,7 +251,7 @@ async def _ended(tiny: Tiny, end: Callable[[KvLease], None]) -> tuple[str, BaseE
 
 async def test_a_refusal_is_heard_by_who_waits_to_be_admitted(tiny: Tiny) -> None:
     full = Overloaded("full", 1.0)
-    assert await _ended(tiny, lambda lease: lease.fail(full)) == ("broken", full)
+    assert await _ended(tiny, lambda lease: lease.on_ended(full)) == ("broken", full)
 
 
 async def test_a_borrower_that_is_done_before_it_has_anything_has_cancelled(tiny: Tiny) -> None:

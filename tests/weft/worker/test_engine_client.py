@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from weft import metrics
 from weft.asyncio_compat import background_tasks
-from weft.engine.messages import EngineLoad, PromptCounts, StepOutput, TokenDelta
-from weft.request import RequestKey
-from weft.worker.engine_client import EngineEvents
+from weft.engine.messages import (
+    EngineLoad,
+    PromptCounts,
+    PromptProgress,
+    SequenceFailed,
+    SequenceMode,
+    SequenceSpec,
+    StepOutput,
+    TokenDelta,
+)
+from weft.errors import EngineFailed, InvalidRequest, PeerLost
+from weft.request import FinishReason, RequestKey, SamplingParams, WorkerRole
+from weft.worker import engine_client
+from weft.worker.engine_client import EngineClient, EngineEvents, EngineSequence, GrammarCompiler
 
 KEY = RequestKey("a")
+SPEC = SequenceSpec(KEY, (1, 2), SamplingParams(max_tokens=1), SequenceMode.GENERATE)
 FIRST, TEXT = TokenDelta(KEY, (7,), prompt=PromptCounts(0, 0, 0)), TokenDelta(KEY, (7,))
 
 
@@ -100,6 +116,123 @@ async def test_a_consumer_that_fails_breaks_the_feed() -> None:
     emit(feed, StepOutput(EngineLoad()), StepOutput(EngineLoad()))
     with pytest.raises(ValueError, match="a bug"):
         await feed.until_broken()
+
+
+class FakeEngine:
+    """Notes what is submitted and cancelled."""
+
+    def __init__(self) -> None:
+        self.submitted: list[SequenceSpec] = []
+        self.cancelled: list[RequestKey] = []
+        self.watchdog = SimpleNamespace(is_hung=False)
+
+    def submit(self, spec: SequenceSpec) -> None:
+        self.submitted.append(spec)
+
+    def cancel(self, key: RequestKey) -> None:
+        self.cancelled.append(key)
+
+
+class Scene:
+    """A client, its engine, and the events that the engine emits."""
+
+    def __init__(self, on_deltas: Callable[[list[tuple[EngineSequence, TokenDelta]]], None] | None = None) -> None:
+        self.engine, self.events = FakeEngine(), EngineEvents()
+        engine: Any = self.engine
+        self.client = EngineClient[EngineSequence](
+            engine, self.events, GrammarCompiler(), WorkerRole.PREFILL, "worker-0", on_deltas
+        )
+
+    @contextmanager
+    def open(self, key: RequestKey = KEY) -> Iterator[EngineSequence]:
+        """Yield an open sequence."""
+        sequence = EngineSequence(key)
+        with self.client.open(sequence):
+            yield sequence
+
+    async def emit(self, **events: Any) -> None:
+        """Deliver the events of one step."""
+        self.events.listener(StepOutput(**events))
+        await asyncio.sleep(0)
+
+
+def progress(num_tokens: int) -> PromptProgress:
+    return PromptProgress(KEY, (), num_tokens)
+
+
+async def test_a_sequence_yields_tokens_before_the_latest_progress() -> None:
+    scene = Scene()
+    with scene.open() as sequence:
+        events = sequence.events()
+        await scene.emit(progress=[progress(4)])
+        assert await anext(events) == progress(4)
+        await scene.emit(progress=[progress(8)])
+        await scene.emit(progress=[progress(9)], deltas=[FIRST, TokenDelta(RequestKey("another"), (1,))])
+        last = TokenDelta(KEY, (2,), finish_reason=FinishReason.STOP)
+        await scene.emit(deltas=[last])
+        assert [event async for event in events] == [FIRST, last, progress(9)]
+        await sequence.until_ended()
+
+
+async def test_tokens_of_a_step_go_to_the_listener_at_once() -> None:
+    steps: list[list[tuple[EngineSequence, TokenDelta]]] = []
+    scene = Scene(steps.append)
+    other = RequestKey("b")
+    with scene.open() as sequence, scene.open(other) as second:
+        deltas = [TEXT, TokenDelta(other, (1,)), TokenDelta(RequestKey("elsewhere"), (1,))]
+        await scene.emit(deltas=deltas)
+        await scene.emit(deltas=[TokenDelta(KEY, (), finish_reason=FinishReason.LENGTH)])
+        assert steps[0] == [*zip((sequence, second), deltas, strict=False)]
+        await sequence.until_ended()
+
+
+@pytest.mark.parametrize("wait", [EngineSequence.until_reserved, EngineSequence.until_ended])
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_every_wait_raises_the_failure(
+    wait: Callable[[EngineSequence], Coroutine[Any, Any, object]], is_early: bool
+) -> None:
+    scene, failed = Scene(), SequenceFailed(KEY, EngineFailed("the step failed"))
+    with scene.open() as sequence:
+        await scene.client.submit(sequence, SPEC)
+        if is_early:
+            await scene.emit(failures=[failed])
+        waiting = asyncio.create_task(wait(sequence))
+        if not is_early:
+            await asyncio.sleep(0)
+            await scene.emit(failures=[failed])
+        with pytest.raises(EngineFailed, match="the step failed"):
+            await waiting
+    assert scene.engine.cancelled == [], "the engine has released it already"
+
+
+@pytest.mark.parametrize(("is_submitted", "cancelled"), [(True, [KEY]), (False, [])])
+async def test_a_scope_ends_what_it_has_submitted(is_submitted: bool, cancelled: list[RequestKey]) -> None:
+    scene = Scene()
+    with scene.open() as sequence:
+        if is_submitted:
+            await scene.client.submit(sequence, SPEC)
+        with pytest.raises(InvalidRequest), scene.open():
+            pass
+        scene.client.close()
+        idle = asyncio.create_task(scene.client.until_idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+    await idle
+    assert scene.engine.cancelled == cancelled
+    with pytest.raises(PeerLost, match="shutting down"), scene.open():
+        pass
+
+
+async def test_a_hung_engine_fails_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "WATCH_SECONDS", 0.01)
+    scene = Scene()
+    scene.engine.watchdog.is_hung = True
+    async with background_tasks() as tasks:
+        with scene.open() as sequence:
+            tasks.create_task(scene.client.watch())
+            with pytest.raises(PeerLost, match="the prefill engine hangs") as raised:
+                await sequence.until_first_token()
+    assert raised.value.worker_id == "worker-0"
 
 
 async def test_background_tasks_end_with_their_scope() -> None:
