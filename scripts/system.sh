@@ -41,9 +41,9 @@ sys.exit(not any(line.startswith(("triton", "pytorch-triton")) for line in lines
 # Mooncake's wheels load libraries that belong to the system. Without them Weft still runs: KV blocks then travel over gRPC.
 check_mooncake() {
     local python="$1" packages="libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 liburing2" why
-    if why="$("$python" -m weft.kv.mooncake_loading 2>&1)"; then return; fi
+    if why="$("$python" -m weft.kv.mooncake 2>&1)"; then return; fi
     # shellcheck disable=SC2086
-    if apt_install $packages && why="$("$python" -m weft.kv.mooncake_loading 2>&1)"; then return; fi
+    if apt_install $packages && why="$("$python" -m weft.kv.mooncake 2>&1)"; then return; fi
     step "Mooncake does not load; KV blocks will travel over gRPC, which is slower"
     note "${why##*$'\n'}" "On Debian and Ubuntu its libraries come with: sudo apt install $packages" \
         "Then remove .venv/.installed-* and run make again."

@@ -123,7 +123,7 @@ class WorkerReport:
     generated_tokens: int = 0
     computed_prompt_tokens: int = 0
     is_draining: bool = False
-    is_parked: bool = False
+    is_asleep: bool = False
     stats: WorkerStats = NO_STATS
     hand_offs: Sequence[Any] = ()
     role: WorkerRole | None = None

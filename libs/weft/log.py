@@ -19,7 +19,7 @@ FORMAT = "%(asctime)s %(levelname).1s %(service)s %(message)s%(request)s"
 STARTUP_PHASE = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
 """Matches the lines of `startup_phase`."""
 SLEEPING, JOINING = "asleep", "joining"
-"""Startup phases: the end of a parked worker's sleep, and the last phase of every start."""
+"""Startup phases: the end of a worker's sleep, and the last phase of every start."""
 PROGRESS = re.compile(r"progress (?P<what>.+): (?P<done>\d+) of (?P<total>\d+) MiB")
 """Matches the lines of `progress`."""
 USUAL_LEVEL = "INFO"

@@ -34,9 +34,8 @@ from loadtest.kv.first_token import Row, measure_ttft
 from loadtest.kv.kv_source import shared_pool
 from loadtest.local_mesh import LocalMesh
 from loadtest.report import ROOT, verdict
-from weft.kv.local_transport import LocalTransport
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transport import CopyRange, Endpoint, KvSource, Transport
+from weft.kv.transfer import CopyRange, Endpoint, KvSource, LocalTransport, Transport
 from weft.request import RequestKey
 
 MIB = 1024 * 1024

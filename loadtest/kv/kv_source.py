@@ -7,10 +7,9 @@ import json
 import signal
 import sys
 
-from weft.kv.local_transport import LocalTransport
 from weft.kv.memfd import SharedMemory, create_shared_memory
-from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
+from weft.kv.transfer import HostBlocks, LocalTransport
 
 
 def shared_pool(size: int) -> tuple[SharedMemory, HostBlocks]:

@@ -7,26 +7,24 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.engine.runner import build_engine
-from weft.kv.tiers import Tier
-from weft.kv.transfer_protocol import PrefillRequest
+from weft.kv.block_pool import Tier
 from weft.model.config import ModelConfig, read_config
 from weft.model.kv_layout import block_bytes, layout_name
-from weft.request import ModelFingerprint, RequestKey, SamplingParams
-from weft.worker.engine_client import EngineEvents
-from weft.worker.fetch_cost import FetchCostModel
+from weft.request import ModelFingerprint, RequestKey, SamplingParams, WorkerRole
+from weft.worker.engine_client import EngineClient, EngineEvents, EngineSequence, GrammarCompiler, StatsRecorder
 from weft.worker.os_tuning import disable_malloc_trim
 from weft.worker.pool_memory import open_blocks
-from weft.worker.stats_recorder import StatsRecorder
 from weft.worker.store_client import StoreClient, StorePrefix
+from weft.worker.store_reader import FetchCostModel
 
 REQUEST_SECONDS = 600.0
 
@@ -53,54 +51,29 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    reserved: asyncio.Future[Reserved]
-    first: asyncio.Future[TokenDelta]
-
-
-@dataclass(slots=True)
 class Prefill:
     """Made by `prefilling`. One caller at a time or several."""
 
     engine: Engine
-    store: StoreClient
+    client: EngineClient[EngineSequence]
     prefix: StorePrefix
-    fingerprint: ModelFingerprint
-    _waiting: dict[RequestKey, _Waiting] = field(default_factory=dict)
     _num_asked: int = 0
-
-    def on_step(self, output: StepOutput) -> None:
-        """For the feed."""
-        self.store.offer(output.sealed)
-        for reserved in output.reserved:
-            self._waiting[reserved.key].reserved.set_result(reserved)
-        for delta in output.deltas:
-            self._waiting[delta.key].first.set_result(delta)
-        for failure in output.failures:
-            # with the engine's end, also what was answered and not yet released
-            if waiting := self._waiting.get(failure.key):
-                waiting.first.set_exception(failure.error)
 
     async def ask(self, token_ids: Sequence[int]) -> Answer:
         """Compute a prompt, as far as no tier has it."""
-        loop = asyncio.get_running_loop()
         self._num_asked += 1
-        key = RequestKey(f"load-{self._num_asked}")
-        waiting = self._waiting[key] = _Waiting(loop.create_future(), loop.create_future())
+        sequence = EngineSequence(RequestKey(f"load-{self._num_asked}"))
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        order = PrefillRequest(key, "", self.fingerprint, tuple(token_ids), sampling)
+        spec = SequenceSpec(sequence.key, tuple(token_ids), sampling, SequenceMode.PREFILL, wait_for_kv=True)
         started = time.perf_counter()
-        self.engine.submit(SequenceSpec(key, order.token_ids, sampling, SequenceMode.PREFILL, wait_for_kv=True))
-        try:
+        with self.client.open(sequence):
+            await self.client.submit(sequence, spec)
             async with asyncio.timeout(REQUEST_SECONDS):
-                reserved = await waiting.reserved
+                reserved = await sequence.until_reserved()
                 found = await self.prefix.fetch(token_ids, b"", reserved)
-                self.engine.complete_kv(key, reserved.num_hit_tokens + sum(found.values()))
-                first = await waiting.first
+                self.engine.complete_kv(sequence.key, reserved.num_hit_tokens + sum(found.values()))
+                first = await sequence.until_first_token()
             seconds = time.perf_counter() - started
-        finally:
-            self.engine.release(key)
-            del self._waiting[key]
         by_tier = {Tier.POOL: reserved.num_hit_tokens, **found}
         return Answer(seconds, first.token_ids[0], by_tier)
 
@@ -132,9 +105,10 @@ async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: Fetc
     fingerprint = _fingerprint(config, shape)
     memory = open_blocks(engine.pool_memory, "cpu")
     store = StoreClient(shape.store, memory, fingerprint, engine.unpin, estimate)
-    worker = Prefill(engine, store, StorePrefix(store, engine_config.paging, StatsRecorder()), fingerprint)
+    client = EngineClient[EngineSequence](engine, feed, GrammarCompiler(), WorkerRole.PREFILL, "prefill-0")
+    worker = Prefill(engine, client, StorePrefix(store, engine_config.paging, StatsRecorder()))
     feed.on_computed = estimate.on_computed
-    feed.subscribe(worker.on_step)
+    feed.on_sealed = store.offer
     await store.connect()
     engine.start()
     try:

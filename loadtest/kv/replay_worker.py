@@ -13,8 +13,8 @@ import torch
 
 from loadtest.kv.prefill import Shape, prefilling, read_weights
 from weft import metrics
-from weft.kv.tiers import Tier
-from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
+from weft.kv.block_pool import Tier
+from weft.worker.store_reader import AlwaysFetch, FetchCostModel
 
 
 async def main() -> None:

@@ -30,8 +30,8 @@ from loadtest.kv.node import KvStoreNode
 from loadtest.kv.prefill import Answer, Shape, prefilling, read_weights
 from loadtest.models import make_model
 from loadtest.report import verdict
-from weft.kv.tiers import Tier
-from weft.worker.fetch_cost import FetchCostModel
+from weft.kv.block_pool import Tier
+from weft.worker.store_reader import FetchCostModel
 
 BLOCK_TOKENS = 16
 SEGMENT_BYTES, DISK_BYTES = 1 << 30, 4 << 30

@@ -1,9 +1,9 @@
-"""Downtime of a worker that was killed, or parked and woken, and the bytes read from disk until it serves again.
+"""Downtime of a worker that was killed, or slept and was woken, and the bytes read from disk until it serves again.
 
     python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--idle 11] [--json FILE] [--timeline FILE.svg]
 
 The weights stay in shared memory. Starts a mesh with `weft up`, kills its decode worker after `--idle` seconds, and its
-successor as soon as that is ready, which waits for the supervisor's backoff. Then it parks and wakes the worker.
+successor as soon as that is ready, which waits for the supervisor's backoff. Then the worker sleeps and wakes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 MODEL = Path("models/weft-nano")
 WORKER = "decode-0"
 PROBE_SECONDS = 0.02
-KILLED, AGAIN, WOKEN = "killed after a while", "killed again at once", "parked, and woken"
+KILLED, AGAIN, WOKEN = "killed after a while", "killed again at once", "asleep, and woken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def restart(mesh_pid: int, record: MeshRecord, what: str) -> Restart:
 
 
 def wake(mesh_pid: int, record: MeshRecord) -> Restart:
-    """Park the worker, and wake it when it has released its memory."""
+    """Put the worker to sleep, and wake it when it has released its memory."""
     scheduler, process = record.services["scheduler"], worker_pid(mesh_pid, record.services[WORKER])
     fleet_commands.sleep(scheduler, WORKER, even_last=True)
     asyncio.run(until_asleep(scheduler))
@@ -123,7 +123,7 @@ async def until_asleep(scheduler: str) -> None:
 
 
 def _sleeps(report: scheduler_service_pb2.WorkerReport) -> bool:
-    return report.parked and not report.free_blocks + report.cached_blocks
+    return report.asleep and not report.free_blocks + report.cached_blocks
 
 
 def disk_bytes(process: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 from tests.services.workers import Meddler, Worker
 from weft.engine.messages import StepOutput
 from weft.kv.block_pool import BlockPool
-from weft.kv.transport import CopyRange, KvSource, TransferFailed
+from weft.kv.transfer import CopyRange, KvSource, TransferFailed
 from weft.request import RequestKey
 from weft.rpc.client import cancelled_on_exit
 from weft_mesh.v1 import prefill_service_pb2 as pb2

@@ -17,7 +17,7 @@ from tests.weft.tiny_llama import Tiny
 from weft.errors import DeadlineExceeded
 from weft.request import WorkerAddress
 from weft.worker import kv_pull
-from weft_services.decode import kv_receiver
+from weft_services.decode import remote_prefill
 
 # a state: the event of prefill's that is held back
 EVENTS = {
@@ -237,7 +237,7 @@ async def _hurt(tiny: Tiny, cell: tuple[str, str], transport: str, monkeypatch: 
     assert strike is not None
     if fault == "transfer fails, lands late":
         # Mooncake's first pull opens the other side, too
-        monkeypatch.setattr(kv_receiver, "PULL_SECONDS", 0.3 if transport == "grpc" else 2.0)
+        monkeypatch.setattr(remote_prefill, "PULL_SECONDS", 0.3 if transport == "grpc" else 2.0)
         monkeypatch.setattr(kv_pull, "EXTRA_WAIT_SECONDS", 0.0)
     fields: dict[str, Any] = {"remaining_ms": _deadline_ms(state, transport)} if fault == "deadline" else {}
     hurt = Hurt(transfer_fault, PULLS.get(state, 0))

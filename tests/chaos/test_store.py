@@ -24,9 +24,8 @@ from tests.services.prefill.borrower import Lender
 from tests.services.workers import BLOCK_TOKENS, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.errors import DeadlineExceeded
-from weft.kv.block_keys import block_keys
-from weft.kv.tiers import Tier
-from weft.kv.transfer_protocol import PromptFinished
+from weft.kv.block_pool import Tier, block_keys
+from weft.kv.transfer import PromptFinished
 from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
 from weft.worker import store_client

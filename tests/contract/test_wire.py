@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PrefillRequest, PromptFinished, ReadyBlocks
-from weft.kv.transport import Endpoint
+from weft.kv.transfer import Accepted, Endpoint, Heartbeat, LeaseClosed, PrefillRequest, PromptFinished, ReadyBlocks
 from weft.request import (
     FinishReason,
     Grammar,
@@ -25,9 +24,9 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
-from weft.rpc import transfer_wire, wire
+from weft.rpc import wire
 from weft_mesh.v1 import common_pb2, decode_service_pb2, prefill_service_pb2
-from weft_services.decode.messages import DecodeUpdate, SequenceFailure
+from weft_services.decode.sequences import DecodeUpdate, SequenceFailure
 from weft_services.decode.service import sequence_from_wire, update_to_wire
 
 MessageT = TypeVar("MessageT", bound=Any)
@@ -146,22 +145,22 @@ def test_a_role_that_is_not_told_is_an_error() -> None:
 
 @given(endpoints)
 def test_transfer_endpoints(endpoint: Endpoint) -> None:
-    assert transfer_wire.endpoint_from_wire(through_bytes(transfer_wire.endpoint_to_wire(endpoint))) == endpoint
+    assert wire.endpoint_from_wire(through_bytes(wire.endpoint_to_wire(endpoint))) == endpoint
 
 
 @given(orders)
 def test_prefill_orders(order: PrefillRequest) -> None:
-    assert transfer_wire.prefill_request_from_wire(through_bytes(transfer_wire.prefill_request_to_wire(order))) == order
+    assert wire.prefill_request_from_wire(through_bytes(wire.prefill_request_to_wire(order))) == order
 
 
 @given(events)
 def test_prefill_events(event: Any) -> None:
-    assert transfer_wire.event_from_wire(through_bytes(transfer_wire.event_to_wire(event))) == event
+    assert wire.event_from_wire(through_bytes(wire.event_to_wire(event))) == event
 
 
 def test_an_event_of_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown"):
-        transfer_wire.event_from_wire(prefill_service_pb2.PrefillResponse())
+        wire.event_from_wire(prefill_service_pb2.PrefillResponse())
 
 
 @given(keys, st.none() | st.builds(WorkerAddress, text, text, text), tokens, samplings, u32)

@@ -79,9 +79,7 @@ def test_the_commands_for_a_running_mesh(mesh: Mesh, tmp_path: Path, monkeypatch
             continue  # a mention
         result = runner.invoke(app, [name, *rest, *ON_A_MESH[name]], input="Who are you?\n")
         if name in ("set-role", "sleep"):
-            assert "last" in result.output, (
-                "the only worker of its role keeps it; test_roles and test_parking have more"
-            )
+            assert "last" in result.output, "the only worker of its role keeps it; test_roles and test_sleep have more"
         else:
             assert result.exit_code == 0, f"weft {name} {shlex.join(rest)}: {result.output}"
         ran.add(name)

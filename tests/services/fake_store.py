@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from weft.kv.memory import BlockBytes
-from weft.kv.tiers import Tier
+from weft.kv.block_pool import Tier
+from weft.kv.transfer import BlockBytes
 from weft.worker.store_reader import FetchRequest, FetchResult
 
 

@@ -25,8 +25,7 @@ from weft.errors import EngineFailed
 from weft.model.config import read_config
 from weft.options import WeightFormat
 from weft.request import SamplingParams, WorkerAddress
-from weft.rpc.health_service import SERVING
-from weft.rpc.server import RpcServer
+from weft.rpc.server import SERVING, RpcServer
 from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
@@ -125,7 +124,7 @@ async def silent_prefill() -> AsyncIterator[WorkerAddress]:
 async def test_an_exhausted_pool_is_told_to_probes_and_by_way_of_the_scheduler_to_the_gateway(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.worker.health.EXHAUSTED_SECONDS", 0.1)
+    monkeypatch.setattr("weft.worker.process.EXHAUSTED_SECONDS", 0.1)
     monkeypatch.setattr("weft.worker.process.WATCH_SECONDS", 0.05)
     async with serving(AffinityStore("", 60)) as scheduler, silent_prefill() as silent, background_tasks() as tasks:
         # what the gateway answers to /ready

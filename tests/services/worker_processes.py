@@ -18,8 +18,7 @@ from weft.capacity.sizes import BLOCK_TOKENS
 from weft.options import TransportChoice
 from weft.request import WorkerAddress
 from weft.rpc.client import open_channel
-from weft.rpc.health_service import SERVING
-from weft.rpc.server import RpcServer
+from weft.rpc.server import SERVING, RpcServer
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Image, write_image
 from weft.worker.config import WorkerConfig
@@ -57,7 +56,7 @@ class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2
     async def SetRole(self, request: Any, context: Any) -> Any:
         raise AssertionError("workers do not ask")
 
-    async def Park(self, request: Any, context: Any) -> fleet_pb2.ParkResponse:
+    async def Sleep(self, request: Any, context: Any) -> fleet_pb2.SleepResponse:
         raise AssertionError("workers do not ask")
 
     async def ListWorkers(self, request: Any, context: Any) -> fleet_pb2.ListWorkersResponse:

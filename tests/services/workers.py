@@ -15,10 +15,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import EngineLoad, StepOutput
 from weft.engine.runner import build_engine
-from weft.kv.local_transport import LocalTransport
-from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transport import CopyRange, Endpoint, KvSource, Transport
+from weft.kv.transfer import CopyRange, Endpoint, HostBlocks, KvSource, LocalTransport, Transport
 from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint, WorkerAddress
 from weft.rpc.client import ChannelPool
@@ -26,10 +24,10 @@ from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer
 from weft.worker.config import LEASE_SECONDS
 from weft.worker.engine_client import EngineClient, EngineEvents
-from weft.worker.fetch_cost import AlwaysFetch
 from weft.worker.kv_pull import advertised_endpoint
 from weft.worker.process import WorkerContext
 from weft.worker.store_client import StoreClient
+from weft.worker.store_reader import AlwaysFetch
 from weft_services.decode.service import install as install_decode
 from weft_services.prefill.service import install as install_prefill
 
@@ -180,7 +178,7 @@ async def start_worker(
     estimate = AlwaysFetch(BLOCK_TOKENS, CHUNK_TOKENS)
     fingerprint = fingerprint or fingerprint_of(tiny)
     store_client = StoreClient(kvstore_addr, memory, fingerprint, engine.unpin, estimate)
-    feed.subscribe(lambda output: store_client.offer(output.sealed))
+    feed.on_sealed = store_client.offer
     rpc = RpcServer([])
     engine.start()
     try:

@@ -24,11 +24,11 @@ REJOIN_SECONDS, RETRY_SECONDS = 3.0, 0.2
 def drain(scheduler: str, worker_id: str, undo: bool) -> None:
     """Ask the scheduler; print the effect. Raises typer.Exit(1) after an error message."""
     request = pb.DrainRequest(worker_id=worker_id, undo=undo)
-    lacking, is_parked = _call_scheduler(
+    lacking, is_asleep = _call_scheduler(
         "undrain" if undo else "drain", scheduler, lambda fleet: _drained(fleet, request)
     )
     what = "takes requests again" if undo else "finishes its requests and gets no new ones"
-    if is_parked:
+    if is_asleep:
         awake = f"`weft wake {worker_id}` loads its model" if undo else "once awake it gets no new requests"
         what = f"is asleep: {awake}"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows it")
@@ -42,9 +42,9 @@ async def _drained(fleet: Any, request: pb.DrainRequest) -> tuple[list[str], boo
     await fleet.Drain(request, timeout=DEADLINE_SECONDS)
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each for each in workers if each.hello.worker.worker_id == request.worker_id]
-    is_parked = any(each.report.parked for each in own)
+    is_asleep = any(each.report.asleep for each in own)
     if request.undo:
-        return [], is_parked
+        return [], is_asleep
     models = {each.hello.model for each in own}
     others = [each for each in workers if each not in own and each.hello.model in models and _takes_work(each.report)]
     return [
@@ -52,7 +52,7 @@ async def _drained(fleet: Any, request: pb.DrainRequest) -> tuple[list[str], boo
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
         if any(role_from_wire(each.hello.role).can(role) for each in own)
         and not any(role_from_wire(each.hello.role).can(role) for each in others)
-    ], is_parked
+    ], is_asleep
 
 
 def _takes_work(report: pb.WorkerReport) -> bool:
@@ -61,8 +61,8 @@ def _takes_work(report: pb.WorkerReport) -> bool:
 
 def sleep(scheduler: str, worker_id: str, even_last: bool) -> None:
     """Ask the scheduler; print the effect. Raises typer.Exit(1) after an error message."""
-    request = pb.ParkRequest(worker_id=worker_id, even_last=even_last)
-    _call_scheduler("sleep", scheduler, lambda fleet: _retry_until_joined(fleet.Park, request))
+    request = pb.SleepRequest(worker_id=worker_id, even_last=even_last)
+    _call_scheduler("sleep", scheduler, lambda fleet: _retry_until_joined(fleet.Sleep, request))
     typer.echo(
         f"{worker_id} finishes its requests and releases its memory; `weft wake {worker_id}` loads its model again"
     )
@@ -70,19 +70,19 @@ def sleep(scheduler: str, worker_id: str, even_last: bool) -> None:
 
 def wake(scheduler: str, worker_id: str) -> None:
     """Ask the scheduler; print the effect. Raises typer.Exit(1) after an error message."""
-    request = pb.ParkRequest(worker_id=worker_id, undo=True)
-    is_parked = _call_scheduler("wake", scheduler, lambda fleet: _woken(fleet, request))
-    what = "loads its model again" if is_parked else "is not asleep, and stays so"
+    request = pb.SleepRequest(worker_id=worker_id, undo=True)
+    is_asleep = _call_scheduler("wake", scheduler, lambda fleet: _woken(fleet, request))
+    what = "loads its model again" if is_asleep else "is not asleep, and stays so"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows when it is ready")
 
 
-async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
+async def _woken(fleet: Any, request: pb.SleepRequest) -> bool:
     """Wake the worker; return whether it was asleep. A draining or full worker has its model loaded."""
-    await _retry_until_joined(fleet.Park, request)
+    await _retry_until_joined(fleet.Sleep, request)
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each.report for each in workers if each.hello.worker.worker_id == request.worker_id]
     is_loaded = [report.ready or report.full or report.draining for report in own]
-    return not all(is_loaded) or any(report.parked for report in own) or not own
+    return not all(is_loaded) or any(report.asleep for report in own) or not own
 
 
 def set_role(scheduler: str, worker_id: str, role: str) -> None:

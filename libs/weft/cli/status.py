@@ -184,7 +184,7 @@ def state_of(report: pb.WorkerReport) -> Text:
         return Text("ready", style="green")
     if report.full:
         return Text("full", style="yellow")
-    if report.parked:
+    if report.asleep:
         return Text("asleep", style="blue")
     return Text("draining", style="yellow") if report.draining else Text("not ready", style="red")
 

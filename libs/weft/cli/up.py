@@ -115,7 +115,7 @@ def mooncake_trouble() -> str:
 
     Loads it in a child process: a library that fails to load may crash.
     """
-    check = [sys.executable, "-m", "weft.kv.mooncake_loading"]
+    check = [sys.executable, "-m", "weft.kv.mooncake"]
     try:
         ended = subprocess.run(check, capture_output=True, text=True, timeout=MOONCAKE_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -20,10 +20,8 @@ from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFai
 from weft.engine.sequence import Sequence, SequenceState
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler, report_progress
 from weft.errors import EngineFailed, Overloaded, WeftError
-from weft.kv.block_keys import tenant_tag
-from weft.kv.block_pool import BlockPool
+from weft.kv.block_pool import BlockPool, FullBlock, OffloadQueue, tenant_tag
 from weft.kv.layer_groups import page_key
-from weft.kv.offload_queue import FullBlock, OffloadQueue
 from weft.request import FinishReason, PositionLogprobs, RequestKey
 
 Command = Callable[[], None]

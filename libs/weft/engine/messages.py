@@ -11,8 +11,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from weft.errors import WeftError
+from weft.kv.block_pool import FullBlock
 from weft.kv.layer_groups import PageRange
-from weft.kv.offload_queue import FullBlock
 from weft.request import KEEP, FinishReason, PositionLogprobs, RequestKey, Retention, SamplingParams
 
 if TYPE_CHECKING:

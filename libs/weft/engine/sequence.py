@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.engine.messages import Constraint, PromptCounts, SequenceMode, SequenceSpec
-from weft.kv.block_keys import block_key, reusable_blocks, root_key
+from weft.kv.block_pool import block_key, reusable_blocks, root_key
 from weft.kv.layer_groups import PageRange
 from weft.request import FinishReason
 

@@ -1,4 +1,9 @@
-"""Block pool bookkeeping: which block numbers are free, held, cached or quarantined. Pure: no bytes and no clock.
+"""KV blocks: their keys, the pool of block numbers, and the queue of full blocks for the store. No bytes, no clock.
+
+Keys are the same in every process on every machine, in worker pools and in the shared store:
+key(i) = BLAKE2b(key(i-1), token ids of block i); key(-1) = BLAKE2b(salt, extras).
+
+A block of the pool is free, held, cached or quarantined:
 
 free --reserve--> reserved(refs) --publish--> ready(key, refs) --last release--> cached(key) --evict--> free
                       |  last release --> free                     ^------match------'
@@ -9,10 +14,88 @@ No timeout ends a quarantine. The caller ends it once nothing can write to the b
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from weft.request import KEEP, ModelFingerprint, Retention
+
+KEY_BYTES = 32
+
+
+class Tier(StrEnum):
+    """Storage tiers of blocks, fastest first.
+
+    POOL: a worker's own memory. DRAM: memory of the shared store. NVME: the store's disk.
+    """
+
+    POOL = "pool"
+    DRAM = "dram"
+    NVME = "nvme"
+
+
+def root_key(cache_salt: bytes, extras: bytes = b"") -> bytes:
+    """Return the parent key of a prompt's first block. `extras`: anything else that changes the KV, such as an adapter
+    id.
+    """
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"weft-kv-root")
+    digest.update(len(cache_salt).to_bytes(4, "little"))
+    digest.update(cache_salt)
+    digest.update(extras)
+    return digest.digest()
+
+
+def tenant_tag(cache_salt: bytes) -> bytes:
+    """Return 8 bytes that identify a tenant for quotas without its salt; empty without a salt."""
+    return hashlib.blake2b(cache_salt, digest_size=8, person=b"weft-kv-tenant").digest() if cache_salt else b""
+
+
+def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the key of one full block."""
+    digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=b"weft-kv-block")
+    packed = array("I", token_ids)
+    digest.update(packed.tobytes())
+    return digest.digest()
+
+
+def block_keys(token_ids: Sequence[int], block_tokens: int, cache_salt: bytes = b"") -> list[bytes]:
+    """Return the keys of all full blocks in order; a partial last block has none."""
+    keys: list[bytes] = []
+    parent = root_key(cache_salt)
+    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+        parent = block_key(parent, token_ids[start : start + block_tokens])
+        keys.append(parent)
+    return keys
+
+
+def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
+    """Return how many leading blocks may come from a cache: the logits need at least one computed token."""
+    return (num_tokens - 1) // block_tokens
+
+
+def fingerprint_digest(fingerprint: ModelFingerprint) -> bytes:
+    """Return 16 bytes for everything that two workers must share before they exchange blocks."""
+    fields = (
+        fingerprint.weights_hash,
+        fingerprint.kv_dtype,
+        str(fingerprint.block_tokens),
+        str(fingerprint.block_bytes),
+        fingerprint.layout,
+    )
+    return hashlib.blake2b("\0".join(fields).encode(), digest_size=16, person=b"weft-kv-model").digest()
+
+
+def store_key(fingerprint: bytes, key: bytes, checksum: int) -> str:
+    """Return a block's name in the Mooncake Store.
+
+    Store objects are immutable, and two workers may round differently. The checksum in the name makes each name stand
+    for one content.
+    """
+    return f"weft/{fingerprint.hex()}/{key.hex()}/{checksum:016x}"
 
 
 class PoolExhausted(Exception):
@@ -134,3 +217,53 @@ class BlockPool:
         del self._block_of[key]
         self._changes[key] = False
         heapq.heappush(self._free, block)
+
+
+@dataclass(frozen=True, slots=True)
+class FullBlock:
+    """A block that became full and findable. It is pinned: answer with `unpin` once it was copied or declined."""
+
+    block_key: bytes
+    block: int
+    tenant: bytes = b""
+    retention: Retention = KEEP
+
+
+class OffloadQueue:
+    """Full blocks to copy to the store: at most `most_pinned` are pinned at a time, the others wait; 0 disables it."""
+
+    def __init__(self, pool: BlockPool, most_pinned: int) -> None:
+        self._pool = pool
+        self._most_pinned = most_pinned
+        # Each key once: while a block is pinned its key is known, so it cannot be published again.
+        self._pinned: set[int] = set()
+        self._waiting: OrderedDict[bytes, FullBlock] = OrderedDict()
+
+    def add(self, full_block: FullBlock) -> list[FullBlock]:
+        """Add a full block; return the blocks that are pinned now."""
+        if not self._most_pinned:
+            return []
+        self._waiting[full_block.block_key] = full_block
+        return self._pin()
+
+    def on_copied(self, blocks: Iterable[int]) -> list[FullBlock]:
+        """Unpin blocks that were copied or declined; return the blocks that are pinned now. Ignores unknown blocks."""
+        done = []
+        for block in blocks:
+            if block in self._pinned:
+                self._pinned.remove(block)
+                done.append(block)
+        self._pool.release(done)  # Release together, so that the end of an unused prefix is evicted first.
+        return self._pin()
+
+    def _pin(self) -> list[FullBlock]:
+        """Pin the blocks that waited longest and still exist."""
+        offered = []
+        while self._waiting and len(self._pinned) < self._most_pinned:
+            key, full_block = self._waiting.popitem(last=False)
+            for block in self._pool.match((key,)):
+                self._pinned.add(block)
+                offered.append(replace(full_block, block=block))
+        if len(self._waiting) > self._pool.num_blocks:  # most of them were evicted
+            self._waiting.popitem(last=False)
+        return offered

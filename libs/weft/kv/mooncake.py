@@ -3,12 +3,15 @@
 Every range is its own transfer, submitted without waiting and polled until it has ended; only then does nothing write
 any more. The library's blocking calls return at the first failure or timeout. Their remaining transfers landed up to 30
 s later, when a frozen peer continued.
+
+`python -m weft.kv.mooncake` loads all of Mooncake that Weft uses, or fails with the reason in its last line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib.util
 import logging
 import os
 import sys
@@ -17,11 +20,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from weft.kv.mooncake_loading import load_cuda_runtime
-from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
+from weft.kv.transfer import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
 
 logger = logging.getLogger(__name__)
 # A hanging peer blocks only this many pulls of its own.
@@ -233,3 +236,28 @@ def pieces(ranges: Sequence[CopyRange]) -> Iterator[CopyRange]:
         for offset in range(0, run.size_bytes, MAX_RUN_BYTES):
             size = min(MAX_RUN_BYTES, run.size_bytes - offset)
             yield CopyRange(run.remote_address + offset, run.local_address + offset, size)
+
+
+def load_cuda_runtime() -> None:
+    """Load the CUDA runtime if it exists. Mooncake's GPU wheels need it, and pip installs it where no loader looks.
+
+    torch loads it too. If Mooncake needs a missing one, importing Mooncake reports it.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for library in sorted(Path(folder).glob("*/lib/libcudart.so.*")):
+            with suppress(OSError):
+                ctypes.CDLL(str(library))
+
+
+def main() -> None:
+    """Load Mooncake as a worker and its store process do. Raises ImportError or OSError."""
+    load_cuda_runtime()
+    from mooncake.engine import TransferEngine as _Engine
+    from mooncake.store import MooncakeDistributedStore as _Store
+
+    _ = _Engine, _Store
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any, TextIO
 
 from weft.kv.memfd import map_file
-from weft.kv.mooncake_loading import load_cuda_runtime
+from weft.kv.mooncake import load_cuda_runtime
 from weft.kv.parent_death import die_with_parent
 
 _ENVIRONMENT = {

@@ -1,4 +1,4 @@
-"""gRPC channels, and streams that end with their scope.
+"""The client side of gRPC: channels, statuses as exceptions, and streams that end with their scope.
 
 A grpc.aio stream that is merely dropped keeps running on the server, so every stream goes through `cancelled_on_exit`.
 """
@@ -16,8 +16,15 @@ from typing import Any, TypeVar
 
 import grpc
 
-from weft.errors import ConfigError, EngineFailed
-from weft.rpc.status import raise_as_weft
+from weft.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailed,
+    Overloaded,
+    WeftError,
+    from_code,
+)
 from weft.rpc.tls import MESH_NAME, channel_credentials
 
 logger = logging.getLogger(__name__)
@@ -48,6 +55,8 @@ CHANNEL_OPTIONS = (
 )
 # Idle time after which a pooled channel is closed.
 MAX_IDLE_SECONDS = 300.0
+# Trailing metadata of RESOURCE_EXHAUSTED, in seconds.
+RETRY_AFTER = "weft-retry-after"
 CallT = TypeVar("CallT")
 
 
@@ -87,6 +96,38 @@ def _one_target(addresses: str) -> str:
         if found[family]:
             return f"{scheme}:{','.join(dict.fromkeys(found[family]))}"
     raise ConfigError(f"{addresses!r}: no name resolves; check WEFT_SCHEDULER_ADDR")
+
+
+def as_weft_error(error: BaseException) -> WeftError:
+    """Return any exception as a WeftError. Details of unknown exceptions stay in the log."""
+    if isinstance(error, WeftError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        known = [as_weft_error(inner) for inner in error.exceptions]
+        return next((e for e in known if not isinstance(e, EngineFailed)), known[0])
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded(str(error) or "deadline exceeded: a peer did not answer in time")
+    if isinstance(error, grpc.aio.AioRpcError):
+        return _from_status(error)
+    return EngineFailed("internal error")
+
+
+def _from_status(error: grpc.aio.AioRpcError) -> WeftError:
+    mapped = from_code(error.code().value[0], error.details() or error.code().name.lower())
+    seconds = dict(error.trailing_metadata() or ()).get(RETRY_AFTER)
+    if isinstance(mapped, Overloaded) and seconds is not None:
+        mapped.retry_after_seconds = float(seconds)
+    return mapped
+
+
+def raise_as_weft(error: BaseException) -> None:
+    """Raise an RPC error as WeftError on the client side; cancellation passes unchanged."""
+    if isinstance(error, asyncio.CancelledError):
+        raise error
+    mapped = as_weft_error(error)
+    if isinstance(mapped, Cancelled):
+        raise Cancelled(str(mapped)) from error
+    raise mapped from error
 
 
 @asynccontextmanager

@@ -13,6 +13,8 @@ from weft.rpc.wire import (
     prefix_stats_to_wire,
     role_from_wire,
     role_to_wire,
+    shared_fields,
+    shared_values,
     worker_stats_from_wire,
 )
 from weft_mesh.v1 import common_pb2
@@ -23,6 +25,9 @@ _PRIORITY_TO_WIRE = {
     Priority.DEFAULT: pb.PRIORITY_DEFAULT,
     Priority.BATCH: pb.PRIORITY_BATCH,
 }
+_HELLO = shared_fields(WorkerHello, "address", "role", "fingerprint", "is_draining")
+_STATUS, _LOADING = shared_fields(WorkerStatus, "hello", "report"), shared_fields(LoadingWorker, "role")
+_STORE_USAGE = shared_fields(StoreUsage)
 _PRIORITY_FROM_WIRE = {wire: priority for priority, wire in _PRIORITY_TO_WIRE.items()}
 
 
@@ -33,30 +38,20 @@ def priority_from_wire(priority: pb.Priority.ValueType) -> Priority:
 
 def hello_to_wire(hello: WorkerHello) -> pb.WorkerHello:
     return pb.WorkerHello(
+        **shared_values(hello, _HELLO),
         worker=address_to_wire(hello.address),
         role=role_to_wire(hello.role),
-        model=hello.model,
         fingerprint=fingerprint_to_wire(hello.fingerprint),
-        num_blocks=hello.num_blocks,
-        max_context_tokens=hello.max_context_tokens,
-        transport=hello.transport,
-        metrics_address=hello.metrics_address,
-        can_change_role=hello.can_change_role,
     )
 
 
 def hello_from_wire(hello: pb.WorkerHello) -> WorkerHello:
     """Raises KeyError for a role that is unspecified or unknown."""
     return WorkerHello(
+        **shared_values(hello, _HELLO),
         address=address_from_wire(hello.worker),
         role=role_from_wire(hello.role),
-        model=hello.model,
         fingerprint=fingerprint_from_wire(hello.fingerprint),
-        num_blocks=hello.num_blocks,
-        max_context_tokens=hello.max_context_tokens,
-        transport=hello.transport,
-        metrics_address=hello.metrics_address,
-        can_change_role=hello.can_change_role,
     )
 
 
@@ -77,7 +72,7 @@ def report_to_wire(report: WorkerReport) -> pb.WorkerReport:
         generating_seconds=report.stats.engine_time.generating_seconds,
         computing_seconds=report.stats.engine_time.computing_seconds,
         draining=report.is_draining,
-        parked=report.is_parked,
+        asleep=report.is_asleep,
         full=report.full,
         prefix=prefix_stats_to_wire(report.stats.prefix),
         hand_offs=report.hand_offs,
@@ -103,7 +98,7 @@ def report_from_wire(report: pb.WorkerReport, with_hand_offs: bool = False) -> W
         generated_tokens=report.generated_tokens,
         computed_prompt_tokens=report.computed_prompt_tokens,
         is_draining=report.draining,
-        is_parked=report.parked,
+        is_asleep=report.asleep,
         full=report.full if report.HasField("full") else None,
         stats=worker_stats_from_wire(report, with_hand_offs),
         hand_offs=report.hand_offs,
@@ -113,63 +108,31 @@ def report_from_wire(report: pb.WorkerReport, with_hand_offs: bool = False) -> W
 
 def status_to_wire(status: WorkerStatus) -> pb.WorkerStatus:
     return pb.WorkerStatus(
-        hello=hello_to_wire(status.hello),
-        report=report_to_wire(status.report),
-        booked_prefill_tokens=status.booked_prefill_tokens,
-        booked_decode_tokens=status.booked_decode_tokens,
-        booked_requests=status.booked_requests,
-        report_age_ms=status.report_age_ms,
+        **shared_values(status, _STATUS), hello=hello_to_wire(status.hello), report=report_to_wire(status.report)
     )
 
 
 def status_from_wire(status: pb.WorkerStatus) -> WorkerStatus:
     """Convert one line of the worker list, hand-off counters included."""
-    return WorkerStatus(
-        hello=hello_from_wire(status.hello),
-        report=report_from_wire(status.report, with_hand_offs=True),
-        booked_prefill_tokens=status.booked_prefill_tokens,
-        booked_decode_tokens=status.booked_decode_tokens,
-        booked_requests=status.booked_requests,
-        report_age_ms=status.report_age_ms,
-    )
+    report = report_from_wire(status.report, with_hand_offs=True)
+    return WorkerStatus(**shared_values(status, _STATUS), hello=hello_from_wire(status.hello), report=report)
 
 
 def loading_to_wire(worker: LoadingWorker) -> pb.WorkerArrival:
-    return pb.WorkerArrival(
-        worker_id=worker.worker_id,
-        role=role_to_wire(worker.role),
-        model=worker.model,
-        phase=worker.phase,
-        done_bytes=worker.done_bytes,
-        total_bytes=worker.total_bytes,
-        since_ms=worker.since_ms,
-    )
+    return pb.WorkerArrival(**shared_values(worker, _LOADING), role=role_to_wire(worker.role))
 
 
 def loading_from_wire(arrival: pb.WorkerArrival) -> LoadingWorker:
     """Raises KeyError for a role that is unspecified or unknown."""
-    return LoadingWorker(
-        worker_id=arrival.worker_id,
-        role=role_from_wire(arrival.role),
-        model=arrival.model,
-        phase=arrival.phase,
-        done_bytes=arrival.done_bytes,
-        total_bytes=arrival.total_bytes,
-        since_ms=arrival.since_ms,
-    )
+    return LoadingWorker(**shared_values(arrival, _LOADING), role=role_from_wire(arrival.role))
 
 
 def usage_to_wire(usage: StoreUsage) -> pb.StoreStatus:
-    return pb.StoreStatus(
-        memory_bytes=usage.memory_bytes,
-        memory_used_bytes=usage.memory_used_bytes,
-        disk_bytes=usage.disk_bytes,
-        disk_used_bytes=usage.disk_used_bytes,
-    )
+    return pb.StoreStatus(**shared_values(usage, _STORE_USAGE))
 
 
 def usage_from_wire(usage: pb.StoreStatus) -> StoreUsage:
-    return StoreUsage(usage.memory_bytes, usage.memory_used_bytes, usage.disk_bytes, usage.disk_used_bytes)
+    return StoreUsage(**shared_values(usage, _STORE_USAGE))
 
 
 def query_to_wire(query: RouteQuery, remaining_seconds: float) -> pb.RouteRequest:

@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from weft.errors import WeftError
-from weft.kv.memory import BlockBytes
-from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
+from weft.kv.transfer import BlockBytes, CopyRange, Endpoint, KvSource, TransferFailed
 from weft.rpc.client import ChannelPool, cancelled_on_exit
 from weft.rpc.wire import key_to_wire
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc

@@ -1,10 +1,25 @@
-"""Converts shared values to and from wire messages, once at the edge of a process."""
+"""Converts shared values to and from wire messages, once at the edge of a process.
+
+Most fields have the same name and type on both sides: a new one of those needs no change here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 from weft.fleet_types import NOTHING_LOOKED_UP, EngineTimeStats, PrefixCacheStats, TransferStats, WorkerStats
+from weft.kv.transfer import (
+    Accepted,
+    Endpoint,
+    Heartbeat,
+    LeaseClosed,
+    PrefillEvent,
+    PrefillRequest,
+    PromptFinished,
+    ReadyBlocks,
+)
 from weft.request import (
     FinishReason,
     Grammar,
@@ -19,7 +34,7 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
-from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
+from weft_mesh.v1 import common_pb2, decode_service_pb2, prefill_service_pb2, scheduler_service_pb2
 
 _FINISH_TO_WIRE = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -34,6 +49,25 @@ _ROLE_TO_WIRE = {
     WorkerRole.BOTH: common_pb2.WORKER_ROLE_BOTH,
 }
 _ROLE_FROM_WIRE = {wire: role for role, wire in _ROLE_TO_WIRE.items()}
+
+
+def shared_fields(kind: type[Any], *converted: str) -> tuple[str, ...]:
+    """Return the fields of a dataclass that its message has with equal names and types; `converted` are the others."""
+    return tuple(field.name for field in fields(kind) if field.name not in converted)
+
+
+def shared_values(source: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return these fields of a value or a message as keyword arguments for the other."""
+    return {name: getattr(source, name) for name in names}
+
+
+_RETENTION, _FINGERPRINT, _USAGE = shared_fields(Retention), shared_fields(ModelFingerprint), shared_fields(PromptUsage)
+_SAMPLING = shared_fields(
+    SamplingParams, "stop_token_ids", "num_logprobs", "repetition_penalty", "logit_bias", "grammar"
+)
+_PREFIX_STATS, _TRANSFER_STATS = shared_fields(PrefixCacheStats), shared_fields(TransferStats)
+_PREFILL_REQUEST = shared_fields(PrefillRequest, "key", "fingerprint", "token_ids", "sampling", "retention")
+_ENDPOINT, _FINISHED = shared_fields(Endpoint), shared_fields(PromptFinished, "logprobs")
 
 
 def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
@@ -64,29 +98,20 @@ def key_from_wire(key: common_pb2.RequestKey) -> RequestKey:
 
 
 def retention_to_wire(retention: Retention) -> common_pb2.Retention:
-    return common_pb2.Retention(idle_seconds=retention.idle_seconds, memory_only=retention.memory_only)
+    return common_pb2.Retention(**shared_values(retention, _RETENTION))
 
 
 def retention_from_wire(retention: common_pb2.Retention) -> Retention:
-    return Retention(retention.idle_seconds, retention.memory_only)
+    return Retention(**shared_values(retention, _RETENTION))
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
+        **shared_values(params, _SAMPLING),
         stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
         num_logprobs=params.num_logprobs,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
         repetition_penalty=None if params.repetition_penalty == 1.0 else params.repetition_penalty,
         logit_bias=[common_pb2.TokenBias(token_id=token, bias=bias) for token, bias in params.logit_bias],
-        min_tokens=params.min_tokens,
         grammar=_grammar_to_wire(params.grammar),
     )
 
@@ -94,20 +119,11 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
 def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
     """Floats come back with float32 precision."""
     return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
+        **shared_values(params, _SAMPLING),
         stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
         num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
         repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
         logit_bias=tuple((entry.token_id, entry.bias) for entry in params.logit_bias),
-        min_tokens=params.min_tokens,
         grammar=Grammar(params.grammar.text, params.grammar.tokenizer_hash) if params.HasField("grammar") else None,
     )
 
@@ -153,23 +169,11 @@ def prompt_logprobs_from_wire(piece: decode_service_pb2.PromptLogprobs) -> Promp
 
 
 def fingerprint_to_wire(fingerprint: ModelFingerprint) -> common_pb2.ModelFingerprint:
-    return common_pb2.ModelFingerprint(
-        weights_hash=fingerprint.weights_hash,
-        kv_dtype=fingerprint.kv_dtype,
-        block_tokens=fingerprint.block_tokens,
-        block_bytes=fingerprint.block_bytes,
-        layout=fingerprint.layout,
-    )
+    return common_pb2.ModelFingerprint(**shared_values(fingerprint, _FINGERPRINT))
 
 
 def fingerprint_from_wire(fingerprint: common_pb2.ModelFingerprint) -> ModelFingerprint:
-    return ModelFingerprint(
-        fingerprint.weights_hash,
-        fingerprint.kv_dtype,
-        fingerprint.block_tokens,
-        fingerprint.block_bytes,
-        fingerprint.layout,
-    )
+    return ModelFingerprint(**shared_values(fingerprint, _FINGERPRINT))
 
 
 def address_to_wire(worker: WorkerAddress) -> scheduler_service_pb2.WorkerAddress:
@@ -188,63 +192,22 @@ def address_from_wire(worker: scheduler_service_pb2.WorkerAddress) -> WorkerAddr
 
 
 def usage_to_wire(usage: PromptUsage) -> decode_service_pb2.PromptUsage:
-    return decode_service_pb2.PromptUsage(
-        cached_tokens=usage.cached_tokens,
-        store_tokens=usage.store_tokens,
-        transferred_bytes=usage.transferred_bytes,
-        queue_ms=usage.queue_ms,
-        compute_ms=usage.compute_ms,
-        exposed_transfer_ms=usage.exposed_transfer_ms,
-        prefill_worker_id=usage.prefill_worker_id,
-        failed_worker_id=usage.failed_worker_id,
-        routed_us=usage.routed_us,
-        reserved_us=usage.reserved_us,
-        prefilling_us=usage.prefilling_us,
-        transferring_us=usage.transferring_us,
-    )
+    return decode_service_pb2.PromptUsage(**shared_values(usage, _USAGE))
 
 
 def usage_from_wire(usage: decode_service_pb2.PromptUsage) -> PromptUsage:
-    return PromptUsage(
-        usage.cached_tokens,
-        usage.store_tokens,
-        usage.transferred_bytes,
-        usage.queue_ms,
-        usage.compute_ms,
-        usage.exposed_transfer_ms,
-        usage.prefill_worker_id,
-        usage.failed_worker_id,
-        usage.routed_us,
-        usage.reserved_us,
-        usage.prefilling_us,
-        usage.transferring_us,
-    )
+    return PromptUsage(**shared_values(usage, _USAGE))
 
 
 def prefix_stats_to_wire(prefix: PrefixCacheStats) -> scheduler_service_pb2.PrefixTally | None:
     """Return None if nothing was looked up."""
     if prefix == NOTHING_LOOKED_UP:
         return None
-    return scheduler_service_pb2.PrefixTally(
-        looked_up_tokens=prefix.looked_up_tokens,
-        pool_tokens=prefix.pool_tokens,
-        dram_tokens=prefix.dram_tokens,
-        nvme_tokens=prefix.nvme_tokens,
-        dram_seconds=prefix.dram_seconds,
-        nvme_seconds=prefix.nvme_seconds,
-    )
+    return scheduler_service_pb2.PrefixTally(**shared_values(prefix, _PREFIX_STATS))
 
 
 def transfer_stats_to_wire(transfers: Iterable[TransferStats]) -> list[scheduler_service_pb2.HandOffTally]:
-    return [
-        scheduler_service_pb2.HandOffTally(
-            prefill_worker_id=stats.prefill_worker_id,
-            num_prompts=stats.num_prompts,
-            size_bytes=stats.size_bytes,
-            num_failed=stats.num_failed,
-        )
-        for stats in transfers
-    ]
+    return [scheduler_service_pb2.HandOffTally(**shared_values(stats, _TRANSFER_STATS)) for stats in transfers]
 
 
 def worker_stats_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand_offs: bool = True) -> WorkerStats:
@@ -265,3 +228,83 @@ def worker_stats_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand
         ),
         EngineTimeStats(report.generating_steps, report.generating_seconds, report.computing_seconds),
     )
+
+
+def prefill_request_to_wire(request: PrefillRequest) -> prefill_service_pb2.PrefillStart:
+    return prefill_service_pb2.PrefillStart(
+        **shared_values(request, _PREFILL_REQUEST),
+        key=key_to_wire(request.key),
+        fingerprint=fingerprint_to_wire(request.fingerprint),
+        token_ids=request.token_ids,
+        sampling=sampling_to_wire(request.sampling),
+        retention=retention_to_wire(request.retention),
+    )
+
+
+def prefill_request_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillRequest:
+    return PrefillRequest(
+        **shared_values(start, _PREFILL_REQUEST),
+        key=key_from_wire(start.key),
+        fingerprint=fingerprint_from_wire(start.fingerprint),
+        token_ids=tuple(start.token_ids),
+        sampling=sampling_from_wire(start.sampling),
+        retention=retention_from_wire(start.retention),
+    )
+
+
+def endpoint_to_wire(endpoint: Endpoint) -> common_pb2.TransferEndpoint:
+    return common_pb2.TransferEndpoint(**shared_values(endpoint, _ENDPOINT))
+
+
+def endpoint_from_wire(endpoint: common_pb2.TransferEndpoint) -> Endpoint:
+    return Endpoint(**shared_values(endpoint, _ENDPOINT))
+
+
+def event_to_wire(event: PrefillEvent) -> prefill_service_pb2.PrefillResponse:
+    match event:
+        case Accepted():
+            accepted = prefill_service_pb2.PrefillAccepted(
+                boot_id=event.boot_id, endpoint=endpoint_to_wire(event.endpoint), lease_ms=event.lease_ms
+            )
+            return prefill_service_pb2.PrefillResponse(accepted=accepted)
+        case ReadyBlocks():
+            blocks = prefill_service_pb2.BlocksReady(
+                first_index=event.first_index, blocks=event.blocks, checksums=event.checksums, group=event.group
+            )
+            return prefill_service_pb2.PrefillResponse(blocks=blocks)
+        case PromptFinished():
+            return prefill_service_pb2.PrefillResponse(finished=_finished_to_wire(event))
+        case LeaseClosed():
+            closing = prefill_service_pb2.LeaseClosing(lease_held=event.lease_held)
+            return prefill_service_pb2.PrefillResponse(closing=closing)
+        case Heartbeat():
+            return prefill_service_pb2.PrefillResponse(heartbeat=prefill_service_pb2.PrefillHeartbeat())
+
+
+def event_from_wire(response: prefill_service_pb2.PrefillResponse) -> PrefillEvent:
+    """Raises ValueError for an event that is newer than this code."""
+    match response.WhichOneof("event"):
+        case "accepted":
+            accepted = response.accepted
+            return Accepted(accepted.boot_id, endpoint_from_wire(accepted.endpoint), accepted.lease_ms)
+        case "blocks":
+            ready = response.blocks
+            return ReadyBlocks(ready.first_index, tuple(ready.blocks), tuple(ready.checksums), ready.group)
+        case "finished":
+            return _finished_from_wire(response.finished)
+        case "closing":
+            return LeaseClosed(response.closing.lease_held)
+        case "heartbeat":
+            return Heartbeat()
+        case _:
+            raise ValueError("unknown event")
+
+
+def _finished_to_wire(event: PromptFinished) -> prefill_service_pb2.PrefillFinished:
+    logprobs = logprobs_to_wire(event.logprobs) if event.logprobs else None
+    return prefill_service_pb2.PrefillFinished(**shared_values(event, _FINISHED), logprobs=logprobs)
+
+
+def _finished_from_wire(finished: prefill_service_pb2.PrefillFinished) -> PromptFinished:
+    logprobs = logprobs_from_wire(finished.logprobs) if finished.HasField("logprobs") else None
+    return PromptFinished(**shared_values(finished, _FINISHED), logprobs=logprobs)

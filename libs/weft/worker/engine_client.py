@@ -2,13 +2,14 @@
 
 EngineEvents brings every step's output from the engine's thread to the loop and updates metrics. An EngineClient, one
 for each role, routes the events to its sequences. GrammarCompiler makes the constraints of sequences with a grammar.
+StatsRecorder counts cache hits and KV transfers for reports.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, KeysView
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,14 +19,18 @@ from weft import metrics
 from weft.engine.engine import Engine
 from weft.engine.messages import Constraint, EngineLoad, PromptProgress, Reserved, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import Incompatible, InvalidRequest, PeerLost, WeftError
-from weft.fleet_types import NO_ENGINE_TIME
+from weft.fleet_types import NO_ENGINE_TIME, PrefixCacheStats, TransferStats, WorkerStats
 from weft.grammar import Grammars
+from weft.kv.block_pool import FullBlock, Tier
 from weft.request import Grammar, RequestKey, WorkerRole
 
 Consumer = Callable[[StepOutput], None]
 ComputeListener = Callable[[int, float], None]
 WATCH_SECONDS = 0.5
 metrics.init_series(metrics.ENGINE_TOKENS, ("prompt", "generated"))
+# Bounds reports: prefill workers come and go under new names.
+MAX_PREFILL_WORKERS = 256
+metrics.init_series(metrics.PREFIX_HITS, Tier)
 
 
 class EngineEvents:
@@ -34,6 +39,8 @@ class EngineEvents:
     def __init__(self) -> None:
         # Called after each prefill-only step (first tokens included) with its token count and duration.
         self.on_computed: ComputeListener | None = None
+        self.on_sealed: Callable[[Sequence[FullBlock]], None] | None = None
+        self.on_cache_changes: Callable[[Mapping[bytes, bool]], None] | None = None
         self.load = EngineLoad()
         self.engine_time = NO_ENGINE_TIME
         self._loop = asyncio.get_running_loop()
@@ -58,6 +65,10 @@ class EngineEvents:
             self._observe(output)
             for consumer in self._consumers:
                 consumer(output)
+            if self.on_sealed is not None:
+                self.on_sealed(output.sealed)
+            if self.on_cache_changes is not None:
+                self.on_cache_changes(output.cache_changes)
         except Exception as error:
             if not self._broken.done():
                 self._broken.set_exception(error)
@@ -76,7 +87,7 @@ class EngineEvents:
     def clear(self) -> None:
         """Drop consumers and zero the gauges once the engine has stopped."""
         self._consumers.clear()
-        self.on_computed = None
+        self.on_computed = self.on_sealed = self.on_cache_changes = None
         _set_gauges(EngineLoad())
 
     def _measure(self, before: EngineLoad, output: StepOutput) -> None:
@@ -314,3 +325,62 @@ class GrammarCompiler:
         if self._grammars.tokenizer_hash != grammar.tokenizer_hash:
             raise Incompatible("the grammar was made for another tokenizer.json than this worker's")
         return self._grammars.compile(grammar.text)
+
+
+class StatsRecorder:
+    """Cache hits and KV transfers of a worker, for Prometheus and for its reports. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._looked_up = 0
+        self._found: Counter[Tier] = Counter()
+        self._seconds: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
+        self._transfers: dict[str, TransferStats] = {}
+
+    def declare_failures(self, reasons: Iterable[str]) -> None:
+        """Create the series of these failure reasons, so that their first event is visible."""
+        metrics.init_series(metrics.TRANSFER_FAILURES, reasons)
+
+    def on_lookup(self, num_tokens: int, found: Mapping[Tier, int]) -> None:
+        """Count a prompt's tokens, and those found in each tier."""
+        self._looked_up += num_tokens
+        metrics.PREFIX_QUERIES.inc(num_tokens)
+        for tier, count in found.items():
+            self._found[tier] += count
+            metrics.PREFIX_HITS.labels(tier).inc(count)
+
+    def on_fetched(self, seconds: Mapping[Tier, float]) -> None:
+        """Count seconds of fetching by tier."""
+        for tier, took in seconds.items():
+            self._seconds[tier] += took
+
+    def on_transfer(self, lender_id: str, size_bytes: int) -> None:
+        """Count a prompt with blocks from this prefill worker."""
+        old = self._of(lender_id)
+        self._put(TransferStats(lender_id, old.num_prompts + 1, old.size_bytes + size_bytes, old.num_failed))
+
+    def on_transfer_failed(self, lender_id: str, reason: str) -> None:
+        """Count a discarded transfer from this prefill worker."""
+        metrics.TRANSFER_FAILURES.labels(reason).inc()
+        old = self._of(lender_id)
+        self._put(TransferStats(lender_id, old.num_prompts, old.size_bytes, old.num_failed + 1))
+
+    def read(self) -> WorkerStats:
+        found, seconds = self._found, self._seconds
+        prefix = PrefixCacheStats(
+            self._looked_up,
+            found[Tier.POOL],
+            found[Tier.DRAM],
+            found[Tier.NVME],
+            seconds[Tier.DRAM],
+            seconds[Tier.NVME],
+        )
+        return WorkerStats(prefix, tuple(self._transfers.values()))
+
+    def _of(self, lender_id: str) -> TransferStats:
+        return self._transfers.pop(lender_id, None) or TransferStats(lender_id)
+
+    def _put(self, stats: TransferStats) -> None:
+        """Store the counters; the least recently used worker is dropped first."""
+        self._transfers[stats.prefill_worker_id] = stats
+        if len(self._transfers) > MAX_PREFILL_WORKERS:
+            del self._transfers[next(iter(self._transfers))]

@@ -3,7 +3,7 @@
 Load progress is best effort: nothing waits for it, and a scheduler that is away or does not know the call changes
 nothing.
 
-A worker retries a scheduler that is away, and keeps serving without one. Draining, parking and role changes are kept
+A worker retries a scheduler that is away, and keeps serving without one. Draining, sleep and role changes are kept
 here, so that every scheduler receives them, also one that joins later.
 """
 
@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
@@ -121,16 +121,16 @@ class Membership:
         load: Callable[[], EngineLoad],
         is_able: Callable[[], bool],
         stats: Callable[[], WorkerStats] = WorkerStats,
-        is_parked: bool = False,
+        is_asleep: bool = False,
     ) -> None:
-        """- `schedulers`: comma-separated host:port.\n- `is_parked`: the worker starts parked."""
+        """- `schedulers`: comma-separated host:port.\n- `is_asleep`: it starts asleep."""
         self._hello = hello
         self._load = load
         self._is_able = is_able
         self._stats = stats
         self._is_draining = hello.is_draining
-        self._is_parked = is_parked
-        self._park_changes = asyncio.Event()
+        self._is_asleep = is_asleep
+        self._sleep_changes = asyncio.Event()
         self._role = hello.role
         self._has_joined = asyncio.Event()
         self._is_leaving = asyncio.Event()
@@ -141,13 +141,13 @@ class Membership:
         await self._has_joined.wait()
 
     @property
-    def is_parked(self) -> bool:
+    def is_asleep(self) -> bool:
         """The state that a scheduler requested last."""
-        return self._is_parked
+        return self._is_asleep
 
-    async def until_park_changes(self) -> None:
-        """Wait until a scheduler asks a running worker to park, or a parked one to wake."""
-        await self._park_changes.wait()
+    async def until_sleep_changes(self) -> None:
+        """Wait until a scheduler puts a running worker to sleep, or wakes a sleeping one."""
+        await self._sleep_changes.wait()
 
     @property
     def hello(self) -> WorkerHello:
@@ -194,10 +194,10 @@ class Membership:
         if response.HasField("drain") and response.drain != self._is_draining:
             logger.info("%s scheduler=%s", "draining" if response.drain else "drain cancelled", link.address)
             self._is_draining = response.drain
-        if response.HasField("park") and response.park != self._is_parked:
-            logger.info("%s, says the scheduler at %s", "parking" if response.park else "waking", link.address)
-            self._is_parked = response.park
-            self._park_changes.set()
+        if response.HasField("sleep") and response.sleep != self._is_asleep:
+            logger.info("%s scheduler=%s", "falling asleep" if response.sleep else "waking", link.address)
+            self._is_asleep = response.sleep
+            self._sleep_changes.set()
         if response.role != common_pb2.WORKER_ROLE_UNSPECIFIED:
             self._change_role(role_from_wire(response.role), link)
         if not link.has_joined:
@@ -227,24 +227,15 @@ class Membership:
 
     def _report(self, is_leaving: bool) -> WorkerReport:
         load, stats = self._load(), self._stats()
-        is_serving = self._is_able() and not (is_leaving or self._is_draining or self._is_parked)
+        is_serving = self._is_able() and not (is_leaving or self._is_draining or self._is_asleep)
         has_room = load.free_blocks + load.cached_blocks > 0
         return WorkerReport(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            queued_prefill_tokens=load.queued_prefill_tokens,
-            active_tokens=load.active_tokens,
-            free_blocks=load.free_blocks,
-            cached_blocks=load.cached_blocks,
-            active_blocks=load.active_blocks,
-            quarantined_blocks=load.quarantined_blocks,
+            **asdict(load),
             ready=is_serving and has_room,
             full=is_serving and not has_room,
             is_draining=self._is_draining,
-            is_parked=self._is_parked,
+            is_asleep=self._is_asleep,
             role=self._role,
-            generated_tokens=load.generated_tokens,
-            computed_prompt_tokens=load.computed_prompt_tokens,
             stats=stats,
             hand_offs=transfer_stats_to_wire(stats.transfers),
         )

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from weft.errors import WeftError
-from weft.kv.block_keys import fingerprint_digest
+from weft.kv.block_pool import fingerprint_digest
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2

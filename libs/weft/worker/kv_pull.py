@@ -16,10 +16,17 @@ from typing import Any
 
 from weft import metrics
 from weft.errors import ConfigError
-from weft.kv.local_transport import LocalTransport
-from weft.kv.memory import BlockBytes, checksums
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
-from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, Transport
+from weft.kv.transfer import (
+    BlockBytes,
+    CopyRange,
+    Endpoint,
+    KvSource,
+    LocalTransport,
+    TransferFailed,
+    Transport,
+    checksums,
+)
 from weft.options import TransportChoice
 from weft.rpc.grpc_transport import GrpcTransport
 

@@ -1,14 +1,13 @@
-"""Operating system settings of a worker: CPU affinity, scheduling between sessions, malloc and garbage collection.
+"""Operating system settings of a worker: CPU affinity, scheduling between sessions and malloc.
 
 Workers on one machine keep to their own cores and let short tasks of other sessions run first. Freed memory stays with
-the process for the next step. Imported objects are excluded from garbage collection.
+the process for the next step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 from pathlib import Path
 
@@ -45,11 +44,6 @@ def set_autogroup_nice(niceness: int) -> None:
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(niceness))
-
-
-def freeze_gc() -> None:
-    """Exclude imported modules from garbage collection, which otherwise stops the engine for 0.1 s each time."""
-    gc.freeze()
 
 
 def disable_malloc_trim() -> None:

@@ -1,7 +1,4 @@
-"""The pool's bytes: access for transports and checks, prefault of host pages, and staged copies.
-
-Staged copies and checksums run in slices of the event loop if the pool is in host memory, and in a thread if it is on a
-device. A copy has ended when its call ends, also when the call is cancelled.
+"""The pool's bytes: access for transports and checks, and prefault of host pages.
 
 Prefault touches pages before they are needed: the kernel takes longer over a page's first byte than over all others. It
 stays at most AHEAD_BYTES ahead of use, since most workers never need the whole pool.
@@ -12,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import mmap
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 import torch
-import xxhash
 from torch import Tensor
 
 from weft.engine.messages import EngineLoad, PoolMemory
-from weft.kv.memory import BlockBytes, HostBlocks, checksums
+from weft.kv.transfer import BlockBytes, HostBlocks
 
 AHEAD_BYTES = 256 * 1024 * 1024
 # Pages touched at a time. Other mappings of this process wait for that long. So the thread keeps normal priority: at
@@ -32,9 +26,6 @@ STEP_BYTES = 256 * 1024
 LOOK_SECONDS = 0.2
 # Linux 5.14; pages that exist stay unchanged.
 MADV_POPULATE_WRITE = 23
-T = TypeVar("T")
-# Longest slice of copying and hashing in the event loop, about 0.1 ms.
-INLINE_BYTES = 1024 * 1024
 
 
 def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
@@ -146,69 +137,3 @@ class PoolPrefaulter:
 
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> list[int]:
-    """Copy blocks one after another into the area; return the checksums of the copies."""
-    size = memory.block_bytes
-
-    def copy(part: slice) -> list[int]:
-        staged = area[part.start * size : part.stop * size]
-        memory.copy_out(blocks[part], staged)
-        return [xxhash.xxh3_64_intdigest(each) for each in _split(staged, size)]
-
-    return [checksum async for _, found in _parts(memory, len(blocks), copy) for checksum in found]
-
-
-async def staged_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
-    """Return the checksums of blocks in the pool."""
-    parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part]))
-    return [checksum async for _, found in parts for checksum in found]
-
-
-async def unstage(memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int]) -> int:
-    """Copy leading blocks out of the area while their checksums match; return how many."""
-    size = memory.block_bytes
-
-    def copy(part: slice) -> int:
-        staged = area[part.start * size : part.stop * size]
-        num_sound = 0
-        for each, checksum in zip(_split(staged, size), expected[part], strict=True):
-            if xxhash.xxh3_64_intdigest(each) != checksum:
-                break
-            num_sound += 1
-        memory.copy_in(staged[: num_sound * size], blocks[part][:num_sound])
-        return num_sound
-
-    num_copied = 0
-    async for num_blocks, num_sound in _parts(memory, len(blocks), copy):
-        num_copied += num_sound
-        if num_sound < num_blocks:
-            break
-    return num_copied
-
-
-def _split(staged: memoryview, size: int) -> list[memoryview]:
-    return [staged[start : start + size] for start in range(0, len(staged), size)]
-
-
-async def _parts(memory: BlockBytes, count: int, copy: Callable[[slice], T]) -> AsyncIterator[tuple[int, T]]:
-    """Yield the number of blocks of each slice and the result of `copy` for it."""
-    if not memory.is_host:
-        yield count, await _on_thread(partial(copy, slice(0, count)))
-        return
-    step = max(1, INLINE_BYTES // memory.block_bytes)
-    for start in range(0, count, step):
-        end = min(start + step, count)
-        yield end - start, copy(slice(start, end))
-        await asyncio.sleep(0)
-
-
-async def _on_thread(work: Callable[[], T]) -> T:
-    running = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(running)
-    finally:
-        while not running.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({running})

@@ -1,12 +1,14 @@
-"""Process of a worker with one role or both: load, listen, join, watch the engine, drain, leave.
+"""Process of a worker with one role or both: load, listen, join, watch the engine, drain, sleep, leave.
 
 boot -> serving -> draining -> gone
- ^                    \\-> parked -> boot
+ ^                    \\-> asleep -> boot
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import logging
 import os
 import time
@@ -17,40 +19,44 @@ from functools import partial
 from typing import Any
 
 import grpc
+import torch
 
 from weft import log, metrics, trace
 from weft.asyncio_compat import background_tasks
-from weft.engine.engine import Engine
+from weft.config import read_config
+from weft.engine.engine import Engine, StepWatchdog
+from weft.engine.messages import EngineLoad
 from weft.errors import EngineFailed
 from weft.fleet_types import WorkerHello
 from weft.grammar import load_grammars
-from weft.kv.memory import BlockBytes
-from weft.kv.transport import Endpoint, Transport
+from weft.kv.transfer import BlockBytes, Endpoint, Transport
 from weft.options import StoreFetchPolicy
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
-from weft.rpc.server import RpcServer, until_signal
+from weft.rpc.server import RpcServer, run, until_signal
 from weft.stall_clock import StallAwareClock
+from weft.weights.object_store import with_local_model
 from weft.worker.config import LEASE_SECONDS, WorkerConfig
-from weft.worker.engine_client import EngineClient, EngineEvents, GrammarCompiler
-from weft.worker.fetch_cost import AlwaysFetch, FetchCostModel
+from weft.worker.engine_client import EngineClient, EngineEvents, GrammarCompiler, StatsRecorder
 from weft.worker.fleet_client import LoadProgress, Membership, reporting_progress
-from weft.worker.health import EngineHealth, WorkerHealth
 from weft.worker.kv_events import KvEventPublisher
 from weft.worker.kv_pull import advertised_endpoint, choose_transports, needs_checksums
-from weft.worker.parking import ParkedState, release_memory, run_parked
 from weft.worker.pool_memory import PoolPrefaulter, open_blocks
 from weft.worker.startup import LoadedEngine, load_engine
-from weft.worker.stats_recorder import StatsRecorder
 from weft.worker.store_client import StoreClient
+from weft.worker.store_reader import AlwaysFetch, FetchCostModel
 
 logger = logging.getLogger(__name__)
+# A full pool means a busy worker. A pool that stays full without a new token has lost its blocks.
+EXHAUSTED_SECONDS = 30.0
+# An engine that hangs this long never recovers; the process ends and is restarted.
+LOST_SECONDS = 600.0
 WATCH_SECONDS = 0.25
 LEAVE_SECONDS = 0.5
 CUT_OFF_SECONDS = 0.2
-# Grace period for requests when a worker parks; WEFT_GRACE_SECONDS if that is longer.
-PARK_GRACE_SECONDS = 60.0
+# Grace period for requests before a worker sleeps; WEFT_GRACE_SECONDS if that is longer.
+SLEEP_GRACE_SECONDS = 60.0
 # Several times the duration of a transfer that gets no answer.
 RELEASE_SECONDS = 30.0
 
@@ -92,6 +98,19 @@ class RoleService:
     install: Callable[[WorkerContext, grpc.aio.Server], EngineClient[Any]]
 
 
+def run_worker(name: str, *roles: RoleService) -> None:
+    """Read the settings, then serve these roles until SIGTERM. `name` marks log lines until the settings are read."""
+
+    async def main() -> None:
+        config = read_config(WorkerConfig, with_local_model())
+        log.setup(config.worker_id)
+        await serve_worker(config, *roles)
+
+    gc.freeze()  # Scanning the imported modules would stop the engine for 0.1 s each time.
+    log.setup(name)
+    run(main)
+
+
 async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
     """Serve one role, or both starting with `config.role`, until SIGTERM.
 
@@ -103,18 +122,18 @@ async def serve_worker(config: WorkerConfig, *roles: RoleService) -> None:
     log.startup_phase("imports")
     port = metrics.expose(config.host, config.metrics_port)
     config = config.model_copy(update={"role": role, "metrics_port": port})
-    parked = await _run_until_parked(config, roles)
-    while parked is not None:
+    sleeping = await _run_until_asleep(config, roles)
+    while sleeping is not None:
         release_memory()
-        if (woken := await run_parked(config.scheduler_addr, parked)) is None:
+        if (woken := await sleep_until_woken(config.scheduler_addr, sleeping)) is None:
             return
         log.startup_phase(log.SLEEPING)
-        parked = await _run_until_parked(config.model_copy(update={"role": woken.role}), roles, woken.is_draining)
+        sleeping = await _run_until_asleep(config.model_copy(update={"role": woken.role}), roles, woken.is_draining)
 
 
-async def _run_until_parked(
+async def _run_until_asleep(
     config: WorkerConfig, roles: Sequence[RoleService], is_draining: bool = False
-) -> ParkedState | None:
+) -> SleepState | None:
     """Load weights and pool, and serve until they are released. None means that the process must end."""
     events, progress = EngineEvents(), LoadProgress(config.worker_id, config.role, config.served_name)
     clock = StallAwareClock(on_standstill=metrics.STALLED_SECONDS.inc)
@@ -140,7 +159,7 @@ async def _serve(
     tasks: asyncio.TaskGroup,
     progress: LoadProgress,
     clock: StallAwareClock,
-) -> ParkedState | None:
+) -> SleepState | None:
     rpc = RpcServer([role_service.service_name for role_service in roles])
     context = replace(await _build_context(config, loaded, events, tasks), clock=clock)
     log.startup_phase("transport and store")
@@ -185,10 +204,10 @@ async def _build_context(
     events.on_computed = cost_model.on_computed
     store = StoreClient(config.kvstore_addr, memory, loaded.fingerprint, engine.unpin, cost_model)
     await store.connect()
-    events.subscribe(lambda output: store.offer(output.sealed))
+    events.on_sealed = store.offer
     boot_id = uuid.uuid4().hex
     kv_events = KvEventPublisher(config.kvstore_addr, config.worker_id, boot_id, loaded.fingerprint)
-    events.subscribe(lambda output: kv_events.on_changes(output.cache_changes))
+    events.on_cache_changes = kv_events.on_changes
     tasks.create_task(kv_events.run())
     tasks.create_task(PoolPrefaulter(memory, lambda: engine.load).run())
     return WorkerContext(
@@ -247,17 +266,17 @@ async def _serve_until_drained(
     membership: Membership,
     drain: Callable[[float], Awaitable[None]],
     watches: Sequence[Coroutine[Any, Any, None]],
-) -> ParkedState | None:
-    """Serve until a signal, or until a scheduler asks to park; running requests have ended then."""
-    is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
+) -> SleepState | None:
+    """Serve until a signal, or until a scheduler puts the worker to sleep; running requests have ended then."""
+    is_ending = await until_signal(*watches, or_when=membership.until_sleep_changes)
     if not is_ending:
-        # A signal takes precedence over parking.
-        grace = max(PARK_GRACE_SECONDS, config.grace_seconds)
+        # A signal takes precedence over sleep.
+        grace = max(SLEEP_GRACE_SECONDS, config.grace_seconds)
         is_ending = await until_signal(or_when=partial(drain, grace))
     if is_ending:
         await drain(config.grace_seconds)
         return None
-    return ParkedState(membership.hello, membership.is_parked)
+    return SleepState(membership.hello, membership.is_asleep)
 
 
 async def _watch_engine(engine: Engine, health: WorkerHealth) -> None:
@@ -295,3 +314,113 @@ async def _release(context: WorkerContext) -> None:
     except TimeoutError:
         logger.error("transfers did not end, exiting seconds=%g", RELEASE_SECONDS)
         os._exit(1)
+
+
+class EngineHealth:
+    """Health of engine and pool. `load` returns the engine's latest load."""
+
+    def __init__(
+        self,
+        watchdog: StepWatchdog,
+        load: Callable[[], EngineLoad],
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watchdog = watchdog
+        self._load = load
+        self._num_blocks = num_blocks
+        self._clock = clock
+        self._exhausted_at: float | None = None
+        self._num_tokens = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the engine's thread hangs for good."""
+        return self._watchdog.step_age > max(LOST_SECONDS, self._watchdog.hang_timeout)
+
+    def trouble(self) -> str:
+        """Return why the worker takes no more requests; empty if it does."""
+        load = self._load()
+        if self._watchdog.is_hung:
+            return f"the engine has hung for {self._watchdog.step_age:.0f} s"
+        if 2 * load.quarantined_blocks > self._num_blocks:
+            return f"{load.quarantined_blocks} of {self._num_blocks} blocks are quarantined"
+        if self._is_exhausted(load):
+            return f"no free block and no new token for {EXHAUSTED_SECONDS:.0f} s"
+        return ""
+
+    def _is_exhausted(self, load: EngineLoad) -> bool:
+        num_tokens = load.generated_tokens + load.computed_prompt_tokens
+        if load.free_blocks + load.cached_blocks or num_tokens != self._num_tokens:
+            self._exhausted_at, self._num_tokens = None, num_tokens
+            return False
+        now = self._clock()
+        self._exhausted_at = now if self._exhausted_at is None else self._exhausted_at
+        return now - self._exhausted_at > EXHAUSTED_SECONDS
+
+
+class WorkerHealth:
+    """Ready after joining, as long as the engine is healthy."""
+
+    def __init__(self, engine_health: EngineHealth, rpc: RpcServer) -> None:
+        self._engine_health = engine_health
+        self._rpc = rpc
+        self._has_joined = False
+        self._trouble = ""
+
+    @property
+    def is_healthy(self) -> bool:
+        """The result of the last check."""
+        return not self._trouble
+
+    async def join(self) -> None:
+        """Become ready: a scheduler has accepted this worker."""
+        self._has_joined = True
+        await self._publish()
+
+    async def check(self) -> None:
+        """Check the engine; call periodically. Raises EngineFailed if the engine hangs for good."""
+        if self._engine_health.is_lost:
+            raise EngineFailed("the engine's thread hangs")
+        trouble = self._engine_health.trouble()
+        if bool(trouble) == bool(self._trouble):
+            return
+        self._trouble = trouble
+        logger.warning("worker unhealthy reason=%s" if trouble else "worker healthy again%s", trouble)
+        await self._publish()
+
+    async def _publish(self) -> None:
+        await self._rpc.set_ready(self._has_joined and not self._trouble)
+
+
+@dataclass(frozen=True, slots=True)
+class SleepState:
+    """A worker that stays in the fleet without engine, weights or pool, and not ready, until it is woken.
+
+    - `hello`: its hello while it sleeps.
+    - `is_asleep`: False if it was woken while it still drained.
+    """
+
+    hello: WorkerHello
+    is_asleep: bool
+
+
+def release_memory() -> None:
+    """Return unused memory to the device and the system."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+async def sleep_until_woken(schedulers: str, sleeping: SleepState) -> WorkerHello | None:
+    """Sleep until woken; return the hello to wake with, or None if a signal ends the process."""
+    if not sleeping.is_asleep:
+        return sleeping.hello
+    membership = Membership(schedulers, sleeping.hello, EngineLoad, lambda: False, is_asleep=True)
+    logger.info("asleep, weights and pool released")
+    async with background_tasks() as tasks:
+        tasks.create_task(membership.run())
+        is_ending = await until_signal(or_when=membership.until_sleep_changes)
+        return None if is_ending else membership.hello

@@ -1,6 +1,7 @@
 """The connection to the node's store, kept up in the background: kvstore by gRPC, block bytes by a client process.
 
-Knows whether the store is likely to answer quickly; transfers of blocks are decided elsewhere.
+Copies between the pool and the staging area, and checksums, run in slices of the event loop if the pool is in host
+memory, and in a thread if it is on a device. A copy has ended when its call ends, also when the call is cancelled.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import xxhash
 
 from weft import trace
 from weft.errors import WeftError
+from weft.kv.block_pool import Tier
 from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
-from weft.kv.tiers import Tier
+from weft.kv.transfer import BlockBytes, checksums
 from weft.rpc.client import open_channel, rpc_errors_translated
-from weft.worker.fetch_cost import QueueAhead
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 
@@ -31,6 +36,26 @@ WATCH_INTERVAL_SECONDS = 1.0
 MAX_FAILED_WATCHES = 2
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
+# Longest slice of copying and hashing in the event loop, about 0.1 ms.
+INLINE_BYTES = 1024 * 1024
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueAhead:
+    """Work ahead of a fetch.
+
+    - `num_others`: other fetches of this worker, which take turns with it batch by batch.
+    - `others_seconds`: the time that they still need together.
+    - `disk_seconds`: wait for the store's disk.
+    """
+
+    num_others: int = 0
+    others_seconds: float = 0.0
+    disk_seconds: float = 0.0
+
+
+NO_QUEUE = QueueAhead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +315,69 @@ def _own_address(peer: str) -> str:
     except (OSError, ValueError) as error:
         raise StoreLost(f"store master {peer!r} is unreachable: {error}") from error
     return address
+
+
+async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> list[int]:
+    """Copy blocks one after another into the area; return the checksums of the copies."""
+    size = memory.block_bytes
+
+    def copy(part: slice) -> list[int]:
+        staged = area[part.start * size : part.stop * size]
+        memory.copy_out(blocks[part], staged)
+        return [xxhash.xxh3_64_intdigest(each) for each in _split(staged, size)]
+
+    return [checksum async for _, found in _parts(memory, len(blocks), copy) for checksum in found]
+
+
+async def staged_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
+    """Return the checksums of blocks in the pool."""
+    parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part]))
+    return [checksum async for _, found in parts for checksum in found]
+
+
+async def unstage(memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int]) -> int:
+    """Copy leading blocks out of the area while their checksums match; return how many."""
+    size = memory.block_bytes
+
+    def copy(part: slice) -> int:
+        staged = area[part.start * size : part.stop * size]
+        num_sound = 0
+        for each, checksum in zip(_split(staged, size), expected[part], strict=True):
+            if xxhash.xxh3_64_intdigest(each) != checksum:
+                break
+            num_sound += 1
+        memory.copy_in(staged[: num_sound * size], blocks[part][:num_sound])
+        return num_sound
+
+    num_copied = 0
+    async for num_blocks, num_sound in _parts(memory, len(blocks), copy):
+        num_copied += num_sound
+        if num_sound < num_blocks:
+            break
+    return num_copied
+
+
+def _split(staged: memoryview, size: int) -> list[memoryview]:
+    return [staged[start : start + size] for start in range(0, len(staged), size)]
+
+
+async def _parts(memory: BlockBytes, count: int, copy: Callable[[slice], T]) -> AsyncIterator[tuple[int, T]]:
+    """Yield the number of blocks of each slice and the result of `copy` for it."""
+    if not memory.is_host:
+        yield count, await _on_thread(partial(copy, slice(0, count)))
+        return
+    step = max(1, INLINE_BYTES // memory.block_bytes)
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        yield end - start, copy(slice(start, end))
+        await asyncio.sleep(0)
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(running)
+    finally:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({running})

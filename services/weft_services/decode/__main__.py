@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from weft import log
-from weft.config import read_config
-from weft.rpc.server import run
-from weft.weights.object_store import with_local_model
-from weft.worker.config import WorkerConfig
-from weft.worker.os_tuning import freeze_gc
-from weft.worker.process import serve_worker
+from weft.worker.process import run_worker
 from weft_services.decode.service import DECODE_ROLE
 
-
-async def main() -> None:
-    """Read the settings, then serve until SIGTERM."""
-    config = read_config(WorkerConfig, with_local_model())
-    log.setup(config.worker_id)
-    await serve_worker(config, DECODE_ROLE)
-
-
 if __name__ == "__main__":
-    freeze_gc()
-    log.setup("decode")
-    run(main)
+    run_worker("decode", DECODE_ROLE)

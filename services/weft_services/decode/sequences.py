@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from weft import log, trace
-from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec, TokenDelta
+from weft import log, metrics, trace
+from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, TokenDelta
 from weft.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -21,18 +23,148 @@ from weft.errors import (
     PeerLost,
     WeftError,
 )
-from weft.kv.tiers import Tier
-from weft.kv.transfer_protocol import is_superseded
-from weft.request import PromptUsage, RequestKey, RequestStage, WorkerRole
+from weft.kv.block_pool import Tier
+from weft.kv.transfer import PrefillRequest, is_superseded
+from weft.request import (
+    KEEP,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptUsage,
+    RequestKey,
+    RequestStage,
+    Retention,
+    SamplingParams,
+    WorkerAddress,
+    WorkerRole,
+)
+from weft.trace import Span
 from weft.worker.engine_client import EngineClient, EngineSequence
 from weft.worker.hidden_state_observers import PromptLogprobReader
 from weft.worker.process import WorkerContext
 from weft.worker.store_client import StorePrefix
-from weft_services.decode.messages import DecodeUpdate, Outbox, SequenceFailure, SequenceRequest
 from weft_services.decode.remote_prefill import PoolDeadlockDetector, RemotePrefill
-from weft_services.decode.stage_clock import StageClock
 
 logger = logging.getLogger(__name__)
+MAX_US = 2**32 - 1  # limit of the wire: more than an hour
+_BEFORE_DECODING = (RequestStage.ROUTED, RequestStage.RESERVED, RequestStage.PREFILLING, RequestStage.TRANSFERRING)
+ItemT = TypeVar("ItemT")
+
+
+class StageClock:
+    """Starts when the gateway's request arrives; records the time of every stage that ends."""
+
+    def __init__(self, remaining_seconds: float) -> None:
+        self.stage = RequestStage.ROUTED
+        self._since = time.perf_counter()
+        self._deadline = self._since + remaining_seconds
+        self._began_ns = time.time_ns()
+        self._spent: dict[RequestStage, float] = {}  # in order
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds to the request's deadline."""
+        return max(self._deadline - time.perf_counter(), 0.0)
+
+    def reach(self, stage: RequestStage) -> None:
+        """Enter a stage; repeating the current one changes nothing."""
+        if stage is self.stage:
+            return
+        now = time.perf_counter()
+        self._leave(now - self._since)
+        self.stage, self._since = stage, now
+
+    def computed(self, counts: PromptCounts) -> None:
+        """Record a prompt that the engine computed without waiting for KV; only the engine knows when it started."""
+        if self.stage is RequestStage.ROUTED:
+            self._leave(counts.queue_ms / 1000)
+            self.stage = RequestStage.PREFILLING
+            self._leave(counts.compute_ms / 1000)
+            self.stage, self._since = RequestStage.DECODING, time.perf_counter()
+
+    def with_times(self, usage: PromptUsage) -> PromptUsage:
+        """Return the usage with the time in each stage before decoding."""
+        routed, reserved, prefilling, transferring = (
+            min(round(self._spent.get(stage, 0.0) * 1e6), MAX_US) for stage in _BEFORE_DECODING
+        )
+        return replace(
+            usage, routed_us=routed, reserved_us=reserved, prefilling_us=prefilling, transferring_us=transferring
+        )
+
+    def trace(self, span: Span) -> None:
+        """Add every ended stage to the span as a child."""
+        start = self._began_ns
+        for stage, seconds in self._spent.items():
+            end = start + round(seconds * 1e9)
+            span.child(stage.value, start, end)
+            start = end
+
+    def _leave(self, seconds: float) -> None:
+        metrics.STAGE_SECONDS.labels(self.stage).observe(seconds)
+        self._spent[self.stage] = self._spent.get(self.stage, 0.0) + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """A gateway's request. With `num_prompt_logprobs` the prompt is computed here and `prefill` must be None."""
+
+    key: RequestKey
+    decode_boot_id: str
+    prefill: WorkerAddress | None
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    remaining_seconds: float
+    cache_salt: bytes = b""
+    resumed_tokens: int = 0
+    priority: int = 0
+    traceparent: str = ""
+    retention: Retention = KEEP
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """Why a sequence failed; `worker_id` is set only if a worker is at fault."""
+
+    code: int
+    message: str
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeUpdate:
+    """One sequence's part of a frame."""
+
+    key: RequestKey
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt: PromptUsage | None = None
+    finish_reason: FinishReason | None = None
+    failure: SequenceFailure | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Outbox(Generic[ItemT]):
+    """Frames for one gateway. `put` never waits; `until_overflow` raises once the gateway reads too slowly."""
+
+    def __init__(self, max_frames: int) -> None:
+        self._frames: asyncio.Queue[list[ItemT]] = asyncio.Queue(max_frames)
+        self._has_overflown = asyncio.Event()
+
+    def put(self, frame: list[ItemT]) -> None:
+        """Append a frame, or drop it if the queue is full."""
+        try:
+            self._frames.put_nowait(frame)
+        except asyncio.QueueFull:
+            self._has_overflown.set()
+
+    async def get(self) -> list[ItemT]:
+        return await self._frames.get()
+
+    async def until_overflow(self) -> None:
+        """Raise Overloaded when a frame was dropped; never returns."""
+        await self._has_overflown.wait()
+        raise Overloaded("the gateway reads its stream too slowly")
 
 
 class DecodeSequence(EngineSequence):
@@ -60,6 +192,7 @@ class SequenceManager:
         self._engine = context.engine
         self._worker_id = context.worker_id
         self._boot_id = context.boot_id
+        self._fingerprint = context.fingerprint
         self._remote_prefill = remote_prefill
         self._store_prefix = StorePrefix(context.store, context.engine.paging, context.stats)
         self.client = EngineClient[DecodeSequence](
@@ -136,12 +269,28 @@ class SequenceManager:
             sequence.stages.reach(RequestStage.RESERVED)
             deadlock_detector = PoolDeadlockDetector(lambda: self._engine.load, self.client.keys.__len__)
             usage = await self._remote_prefill.fill(
-                request, request.prefill, reserved, sequence.stages, deadlock_detector
+                self._prefill_request(request, request.prefill, reserved),
+                *(request.prefill, reserved, sequence.stages.reach, sequence.stages.remaining_seconds),
+                deadlock_detector,
             )
             sequence.prefill_usage = usage or PromptUsage()
         elif spec.wait_for_kv:
             await self._fill(sequence)
         await sequence.until_ended()
+
+    def _prefill_request(self, request: SequenceRequest, prefill: WorkerAddress, reserved: Reserved) -> PrefillRequest:
+        return PrefillRequest(
+            key=request.key,
+            prefill_boot_id=prefill.boot_id,
+            fingerprint=self._fingerprint,
+            token_ids=request.token_ids,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            held_blocks=reserved.num_hit_tokens // self._fingerprint.block_tokens,
+            resumed_tokens=request.resumed_tokens,
+            priority=request.priority,
+            retention=request.retention,
+        )
 
     async def _fill(self, sequence: DecodeSequence) -> None:
         """Fill a locally computed prompt with blocks from the store."""

@@ -24,10 +24,8 @@ from weft.worker.engine_client import EngineClient
 from weft.worker.kv_pull import KvPuller, Quarantine
 from weft.worker.process import RoleService, WorkerContext
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
-from weft_services.decode.kv_receiver import PrefillClient
-from weft_services.decode.messages import DecodeUpdate, Outbox, SequenceRequest
-from weft_services.decode.remote_prefill import RemotePrefill
-from weft_services.decode.sequences import DecodeSequence, SequenceManager
+from weft_services.decode.remote_prefill import PrefillClient, RemotePrefill
+from weft_services.decode.sequences import DecodeSequence, DecodeUpdate, Outbox, SequenceManager, SequenceRequest
 
 # Frames that a gateway may lag behind.
 MAX_FRAMES = 1024
@@ -120,7 +118,7 @@ def install(context: WorkerContext, server: grpc.aio.Server) -> EngineClient[Dec
     context.tasks.create_task(quarantine.run())
     puller = KvPuller(context.transports, context.memory, context.tasks, quarantine)
     prefill_client = PrefillClient(context.channels, context.lease_seconds, context.clock)
-    remote_prefill = RemotePrefill(context.engine, prefill_client, puller, context.fingerprint, context.stats)
+    remote_prefill = RemotePrefill(context.engine, prefill_client, puller, context.stats)
     manager = SequenceManager(context, remote_prefill)
     context.tasks.create_task(manager.client.watch())
     decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(manager), server)

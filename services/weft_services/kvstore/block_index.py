@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weft import metrics
-from weft.kv.block_keys import KEY_BYTES
+from weft.kv.block_pool import KEY_BYTES
 from weft.request import KEEP, Retention
 
 MAX_MEMORY_BLOCKS = 262_144  # about 100 MB

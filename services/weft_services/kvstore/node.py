@@ -21,9 +21,8 @@ from pathlib import Path
 
 from weft.asyncio_compat import reraise_lost_cancellation
 from weft.errors import Overloaded, PeerLost
-from weft.kv.block_keys import store_key
+from weft.kv.block_pool import Tier, store_key
 from weft.kv.store_client_proxy import StoreBusy, StoreClientProxy, StoreLost, StoreSpec
-from weft.kv.tiers import Tier
 from weft_services.kvstore.block_index import IndexLimits, MemoryIndex, StoredBlock
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.tier_mover import STAGING_BYTES, Promotion, TierMover

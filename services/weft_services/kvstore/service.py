@@ -8,7 +8,7 @@ from typing import Any
 
 from weft import metrics, trace
 from weft.errors import InvalidRequest
-from weft.kv.tiers import Tier
+from weft.kv.block_pool import Tier
 from weft.rpc.wire import retention_from_wire
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc

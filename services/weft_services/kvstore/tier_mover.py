@@ -17,7 +17,7 @@ from typing import Any
 
 from weft import metrics
 from weft.errors import Overloaded
-from weft.kv.block_keys import store_key
+from weft.kv.block_pool import store_key
 from weft.kv.store_client_proxy import NO_SPACE, StoreClientProxy
 from weft.request import Retention
 from weft_services.kvstore.block_index import StoredBlock

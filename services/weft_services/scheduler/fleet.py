@@ -178,8 +178,8 @@ class Fleet:
     def leave(self, worker: Worker, why: str) -> bool:
         """Remove a worker; False if it is gone already. A successor of the same id stays.
 
-        If the same boot comes back soon, a pending drain request is repeated: the worker may not have received it. Park
-        and role requests are not, because they may no longer be allowed.
+        If the same boot comes back soon, a pending drain request is repeated: the worker may not have received it.
+        Sleep and role requests are not, because they may no longer be allowed.
         """
         if self._workers.get(worker.worker_id) is not worker:
             return False
@@ -214,8 +214,8 @@ class Fleet:
         worker.unreported, worker.released = ReservedLoad(), ReservedLoad()
         if worker.drain_requested == report.is_draining:
             worker.drain_requested = None  # done
-        if worker.park_requested == report.is_parked:
-            worker.park_requested = None
+        if worker.sleep_requested == report.is_asleep:
+            worker.sleep_requested = None
         if report.role not in (None, worker.info.role):
             self._change_role(worker, report.role)
         if worker.role_requested is worker.info.role:
@@ -287,7 +287,7 @@ class Fleet:
         worker.drain_requested = wish
         worker.refresh()
 
-    def park(self, worker_id: str, wish: bool, even_last: bool = False) -> None:
+    def put_to_sleep(self, worker_id: str, wish: bool, even_last: bool = False) -> None:
         """Ask a worker to release its memory, or to load again.
 
         Raises NotFound. Raises InvalidRequest if it is the last able worker of a role, unless `even_last`.
@@ -296,7 +296,7 @@ class Fleet:
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE) if wish and not even_last else ():
             if worker.target_role.can(needed):
                 self._check_others(worker, needed)
-        worker.park_requested = wish
+        worker.sleep_requested = wish
         worker.refresh()
 
     def _live(self, worker_id: str) -> Worker:

@@ -98,7 +98,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
                     raise InvalidRequest("only reports may follow hello", "report")
                 self._dispatcher.report(worker, _report(message.report))
                 if any(
-                    wish is not None for wish in (worker.drain_requested, worker.role_requested, worker.park_requested)
+                    wish is not None for wish in (worker.drain_requested, worker.role_requested, worker.sleep_requested)
                 ):
                     yield self._requested_changes(worker)
             why = "said goodbye"
@@ -162,18 +162,18 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self._fleet.set_role(request.worker_id, _role("role", request.role))
         return pb.SetRoleResponse()
 
-    async def Park(
-        self, request: pb.ParkRequest, context: grpc.aio.ServicerContext[pb.ParkRequest, pb.ParkResponse]
-    ) -> pb.ParkResponse:
+    async def Sleep(
+        self, request: pb.SleepRequest, context: grpc.aio.ServicerContext[pb.SleepRequest, pb.SleepResponse]
+    ) -> pb.SleepResponse:
         """Make a worker release its memory, or load again."""
         check_size("worker_id", len(request.worker_id), MAX_NAME_CHARS)
-        self._fleet.park(request.worker_id, not request.undo, request.even_last)
-        return pb.ParkResponse()
+        self._fleet.put_to_sleep(request.worker_id, not request.undo, request.even_last)
+        return pb.SleepResponse()
 
     def _requested_changes(self, worker: Worker) -> pb.JoinResponse:
         role = role_to_wire(worker.role_requested) if worker.role_requested else common_pb2.WORKER_ROLE_UNSPECIFIED
-        interval_ms, drain, park = self._report_interval_ms, worker.drain_requested, worker.park_requested
-        return pb.JoinResponse(report_interval_ms=interval_ms, drain=drain, park=park, role=role)
+        interval_ms, drain, sleep = self._report_interval_ms, worker.drain_requested, worker.sleep_requested
+        return pb.JoinResponse(report_interval_ms=interval_ms, drain=drain, sleep=sleep, role=role)
 
     async def _next(self, requests: AsyncIterator[MessageT]) -> MessageT | None:
         async with StallAwareTimeout(self._silence_seconds, self._clock):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.fleet_types import WorkerHello, WorkerReport
-from weft.kv.block_keys import fingerprint_digest
+from weft.kv.block_pool import fingerprint_digest
 from weft.request import WorkerRole
 
 # tokens per second until reports of the worker or its peers say otherwise
@@ -221,7 +221,7 @@ class Worker:
     is_probed: bool = False  # one request tests whether it still fails
     num_faults: int = 0
     drain_requested: bool | None = None
-    park_requested: bool | None = None
+    sleep_requested: bool | None = None
     role_requested: WorkerRole | None = None
     num_declined_roles: int = 0  # consecutive role requests that it did not follow
     dispatched_tokens: float = 0.0
@@ -260,13 +260,13 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """True while the worker takes requests now."""
-        return self.report.ready and not (self.drain_requested or self.park_requested)
+        return self.report.ready and not (self.drain_requested or self.sleep_requested)
 
     @property
     def takes_requests(self) -> bool:
         """True while the worker takes requests, also while its pool is full, and was not asked to stop."""
         report = self.report
-        is_leaving = report.is_draining or report.is_parked or True in (self.drain_requested, self.park_requested)
+        is_leaving = report.is_draining or report.is_asleep or True in (self.drain_requested, self.sleep_requested)
         return (report.ready or report.is_full) and not is_leaving
 
     @property
@@ -338,7 +338,7 @@ class Worker:
     def refresh(self) -> None:
         """Recompute the inputs of the policy after a change."""
         report = self.report
-        if not report.ready or self.drain_requested or self.park_requested:
+        if not report.ready or self.drain_requested or self.sleep_requested:
             self.pressure_seconds = self.decode_seconds = INFINITE
         else:
             use, token_seconds = self.kv_use, self.token_seconds

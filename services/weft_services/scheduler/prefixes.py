@@ -20,7 +20,7 @@ import numpy as np
 from weft import trace
 from weft.errors import PeerLost, WeftError
 from weft.fleet_types import RouteQuery, StoreUsage
-from weft.kv.tiers import Tier
+from weft.kv.block_pool import Tier
 from weft.metrics import KVSTORE_LOCATES, init_series
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb

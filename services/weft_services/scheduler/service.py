@@ -27,8 +27,8 @@ from weft.errors import (
 )
 from weft.fleet_types import DEFAULT_REQUEST_SECONDS, RouteQuery
 from weft.request import RequestKey, RequestStage
+from weft.rpc.client import as_weft_error
 from weft.rpc.fleet_wire import priority_from_wire
-from weft.rpc.status import as_weft_error
 from weft.rpc.wire import address_into_wire, key_from_wire
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb

@@ -29,7 +29,7 @@ class Checkpoint(Tiny):
 
 
 async def main(arguments: list[str]) -> None:
-    """Serve until nobody listens any more."""
+    """Serve until stdin closes."""
     async with AsyncExitStack() as stack:
         found = {}
         for index, argument in enumerate(arguments):

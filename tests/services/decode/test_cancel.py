@@ -1,4 +1,4 @@
-"""A sequence that nobody waits for any more gives everything back, on both workers, at whatever stage it was."""
+"""Cancelled sequences release everything on both workers, at every stage."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background_tasks
 from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, Overloaded, PeerLost
 from weft.request import SamplingParams
-from weft.rpc.status import as_weft_error
+from weft.rpc.client import as_weft_error
 from weft.worker import kv_pull
 from weft_mesh.v1 import decode_service_pb2
 from weft_services.decode import service
-from weft_services.decode.kv_receiver import KvReceiver
-from weft_services.decode.messages import Outbox
-from weft_services.decode.sequences import SequenceManager
+from weft_services.decode.remote_prefill import KvReceiver
+from weft_services.decode.sequences import Outbox, SequenceManager
 
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
 
@@ -165,7 +164,7 @@ async def test_time_that_is_over_is_a_failure_and_gives_back(tiny: Tiny) -> None
 
 
 async def expect_failure(pair: Pair, code: int, worker_id: str, **options: object) -> str:
-    """A sequence that fails at once; returns what people are told."""
+    """Run a sequence that fails at once; return its message."""
     answer = await pair.gateway.generate(options.pop("token_ids", prompt(9)), **options)  # type: ignore[arg-type]
     assert answer.failure is not None
     assert not answer.tokens
@@ -209,7 +208,7 @@ async def test_an_outbox_that_is_not_emptied_says_so_and_stays_bounded() -> None
 
 
 class NeverReads:
-    """The server's view of a peer that takes no message, and says what it is told to."""
+    """A peer that accepts no message."""
 
     async def write(self, message: object) -> None:
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Every way a hand-off can break: the text stays the same, no block is lost, the reason is counted."""
+"""Every way a KV transfer can fail: the text stays the same, no block is lost, the reason is counted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from tests.services.attach import GREEDY, prompt
 from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, fingerprint_of, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
-from weft.kv.transfer_protocol import Accepted, LeaseClosed, PromptFinished, ReadyBlocks
-from weft.kv.transport import CopyRange, TransferFailed
+from weft.kv.transfer import (
+    Accepted,
+    CopyRange,
+    LeaseClosed,
+    PromptFinished,
+    ReadyBlocks,
+    TransferFailed,
+)
 from weft.request import WorkerAddress
 from weft.rpc.server import RpcServer
-from weft.rpc.transfer_wire import event_to_wire, prefill_request_from_wire
+from weft.rpc.wire import event_to_wire, prefill_request_from_wire
 from weft.worker import kv_pull
 from weft.worker.config import LEASE_SECONDS
-from weft.worker.stats_recorder import StatsRecorder
+from weft.worker.engine_client import StatsRecorder
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.decode.remote_prefill import RemotePrefill
 
@@ -34,7 +40,6 @@ def _short_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failures(reason: str) -> float:
-    """The metric as it stands."""
     return float(metrics.TRANSFER_FAILURES.labels(reason)._value.get())
 
 
@@ -52,7 +57,7 @@ BLAMED = {"peer_lost", "timeout"}
 
 
 async def expect_local(pair: Pair, prefill: WorkerAddress, *reasons: str) -> None:
-    """The prompt is computed by decode, for one of these reasons; a lender that was lost is named."""
+    """Check that decode computes the prompt, counts one of these reasons, and names a lost prefill worker."""
     before = {reason: failures(reason) for reason in reasons}
     answer = await pair.gateway.generate(LONG, prefill)
     assert answer.failure is None
@@ -66,7 +71,7 @@ async def expect_local(pair: Pair, prefill: WorkerAddress, *reasons: str) -> Non
 
 
 class OnPull(Meddler):
-    """Does something before the first pull, while prefill computes the next chunks."""
+    """Acts before the first pull, while prefill computes the next chunks."""
 
     async def before(self) -> None:
         if self.num_pulls == 1:
@@ -93,7 +98,7 @@ async def test_a_prefill_worker_that_dies_midway(tiny: Tiny) -> None:
 
 
 async def expect_local_again(pair: Pair) -> None:
-    """The address answers no more at all."""
+    """Check the fallback when the address no longer answers."""
     before = failures("peer_lost")
     other = prompt(30, seed=5)
     assert (await pair.gateway.generate(other, pair.prefill.address)).tokens == pair.expected(other)
@@ -127,7 +132,7 @@ async def test_blocks_that_arrive_damaged(tiny: Tiny) -> None:
 
 
 async def test_a_pull_that_nobody_has_patience_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft_services.decode.kv_receiver.PULL_SECONDS", 0.05)
+    monkeypatch.setattr("weft_services.decode.remote_prefill.PULL_SECONDS", 0.05)
     monkeypatch.setattr(kv_pull, "EXTRA_WAIT_SECONDS", 0.0)
     gate = asyncio.Event()
 
@@ -182,7 +187,7 @@ async def test_a_call_that_breaks_off_on_our_side(tiny: Tiny) -> None:
 
 
 class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
-    """Lends blocks that it never computed; `plot` says which events it sends."""
+    """Announces blocks that it never computed; `plot` lists the events that it sends."""
 
     def __init__(self, plot: Sequence[Any]) -> None:
         self.plot = plot
@@ -206,7 +211,7 @@ class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
 
 
 def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
-    """Reason that must be counted, and the events, by name."""
+    """Return the events of each plot, by the reason that must be counted."""
     accepted = Accepted("", pair.prefill.place.transports[-1].endpoint(), 60_000)
     finished = PromptFinished(pair.expected(LONG)[0], None, 0, 0, 0, 0)
     num_blocks = -(-len(LONG) // 4)
@@ -225,7 +230,6 @@ def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
 
 @asynccontextmanager
 async def start_liar(liar: Liar) -> AsyncIterator[WorkerAddress]:
-    """On a port of its own."""
     rpc = RpcServer([])
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(liar, rpc.server)
     try:

@@ -1,4 +1,4 @@
-"""Every family is handed off, over the wire, from a prefill worker in another process, and goes on as transformers."""
+"""KV transfers of every model family from a prefill worker in another process."""
 
 from __future__ import annotations
 
@@ -29,18 +29,16 @@ pytestmark = pytest.mark.timeout(180)  # the first test waits for all models and
 
 @pytest.fixture(scope="module")
 def family_of(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Each model once."""
     return cache(lambda name: make_family(name, tmp_path_factory.mktemp(name) / name))
 
 
 def argument(transport: str, tiny: TinyFamily) -> str:
-    """What the child is asked for, and answers with."""
     return f"{transport}:{tiny.directory}"
 
 
 @pytest.fixture(scope="module")
 def prefills(family_of: Family) -> Iterator[dict[str, WorkerAddress]]:
-    """Prefill workers of all families, in one process of their own."""
+    """Start prefill workers of all families in one child process."""
     arguments = [argument("grpc", family_of(name)) for name in FAMILIES]
     arguments += [argument("mooncake", family_of(name)) for name in OVER_MOONCAKE]
     command = [sys.executable, "-m", "tests.services.decode.prefill_child", *arguments]
@@ -62,7 +60,7 @@ def prefills(family_of: Family) -> Iterator[dict[str, WorkerAddress]]:
 
 
 async def check(tiny: TinyFamily, transport: str, prefill: WorkerAddress) -> None:
-    """Prompts within a block and over many; a second time, from decode's own cache."""
+    """Run prompts within a block and over many, then again from decode's own cache."""
     async with start_worker(tiny, "decode-0", install, transport) as decode, background_tasks() as tasks:
         gateway = Gateway(decode.address, tasks)
         paging = decode.engine.paging

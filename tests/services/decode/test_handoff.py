@@ -1,4 +1,4 @@
-"""The hand-off from end to end: tokens as one engine makes them, whatever moves the blocks."""
+"""KV transfers from end to end: the tokens equal those of one engine, with every transport."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, st
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
 from weft.engine.messages import SequenceSpec
-from weft.kv.transport import CopyRange, TransferFailed
+from weft.kv.transfer import CopyRange, TransferFailed
 from weft.request import Retention, SamplingParams
 from weft.rpc.wire import retention_to_wire
 from weft_mesh.v1 import common_pb2
 
 
 def transferred(transport: str) -> float:
-    """The metric as it stands."""
     return float(metrics.TRANSFER_BYTES.labels(transport)._value.get())
 
 
 def block_bytes(pair: Pair) -> int:
-    """Of both workers."""
     return pair.decode.place.memory.block_bytes
 
 
@@ -120,8 +118,6 @@ async def test_a_prompt_that_decode_holds_but_for_its_last_block_is_finished_the
 
 
 class Held(Meddler):
-    """Pulls that wait for permission."""
-
     def __init__(self) -> None:
         super().__init__()
         self.permission = asyncio.Event()

@@ -13,8 +13,12 @@ import pytest
 from tests.services.attach import prompt
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
-from weft.kv.transport import CopyRange
-from weft_services.decode import kv_receiver
+from weft.engine.messages import PromptCounts
+from weft.kv.transfer import CopyRange
+from weft.request import PromptUsage
+from weft.rpc.wire import usage_to_wire
+from weft_services.decode import remote_prefill
+from weft_services.decode.sequences import MAX_US, StageClock
 
 NUM_CHUNKS, CHUNK_BLOCKS = 5, CHUNK_TOKENS // BLOCK_TOKENS
 PATIENCE_SECONDS = 10.0
@@ -22,7 +26,7 @@ PROMPT = prompt(NUM_CHUNKS * CHUNK_TOKENS)
 
 
 class Arrivals(Meddler):
-    """Counts blocks that have arrived; the engine's thread may wait for them."""
+    """Counts arrived blocks; the engine's thread may wait for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +39,13 @@ class Arrivals(Meddler):
             self._changed.notify_all()
 
     def until(self, num_blocks: int) -> bool:
-        """For a thread: so many are here; False when they do not come."""
+        """Wait in a thread for this many blocks; False after a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.num_blocks >= num_blocks, PATIENCE_SECONDS)
 
 
 def compute_after_arrivals(pair: Pair, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Chunks that prefill began, as the number of blocks that were there by then; one that waits in vain ends it."""
+    """Record how many blocks had arrived when each chunk began."""
     runner = pair.prefill.engine._loop._runner
     launch, begun = runner.launch, list[int]()
 
@@ -73,14 +77,14 @@ async def test_what_a_client_waits_for_beyond_the_computing_is_the_last_chunks_w
     now = 0.0
 
     class Slow(Arrivals):
-        """Every pull takes seven seconds, by the reception's clock."""
+        """Every pull takes seven seconds of the receiver's clock."""
 
         async def before(self) -> None:
             nonlocal now
             now += 7.0
 
     arrivals = Slow()
-    monkeypatch.setattr(kv_receiver, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(remote_prefill, "time", SimpleNamespace(perf_counter=lambda: now))
     async with start_pair(tiny, meddler=arrivals) as pair:
         compute_after_arrivals(pair, arrivals, monkeypatch)
         answer = await pair.gateway.generate(PROMPT, pair.prefill.address)
@@ -99,7 +103,14 @@ async def test_a_long_prompt_is_read_in_parts_each_with_a_time_of_its_own(
             sizes.append(len(runs))
 
     async with start_pair(tiny, meddler=Sizes()) as pair:
-        monkeypatch.setattr(kv_receiver, "MAX_PULL_BYTES", int(1.5 * pair.decode.place.memory.block_bytes))
+        monkeypatch.setattr(remote_prefill, "MAX_PULL_BYTES", int(1.5 * pair.decode.place.memory.block_bytes))
         answer = await pair.gateway.generate(PROMPT, pair.prefill.address)
         assert answer.tokens == pair.expected(PROMPT)
         assert sizes == [1] * NUM_CHUNKS * CHUNK_BLOCKS
+
+
+def test_a_prompt_that_took_hours_can_be_told_of() -> None:
+    clock = StageClock(3600.0 * 24)
+    clock.computed(PromptCounts(num_cached_tokens=0, queue_ms=2000, compute_ms=2 * 3_600_000))
+    wire = usage_to_wire(clock.with_times(PromptUsage()))
+    assert (wire.routed_us, wire.prefilling_us) == (2_000_000, MAX_US)

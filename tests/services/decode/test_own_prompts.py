@@ -1,4 +1,4 @@
-"""Prompts that a decode worker computes itself: what the shared store has of them is not computed again."""
+"""Prompts that a decode worker computes itself, with blocks from the shared store and with logit changes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from tests.services.attach import Gateway, prompt
 from tests.services.fake_store import FakeStore
-from tests.services.workers import Worker, start_worker
+from tests.services.workers import Worker, start_pair, start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background_tasks
+from weft.request import SamplingParams
 from weft_services.decode import service
 from weft_services.decode.service import install
 
@@ -31,7 +32,7 @@ async def decoding(tiny: Tiny, store: FakeStore) -> AsyncIterator[tuple[Worker, 
 
 @pytest.fixture
 async def store(tiny: Tiny) -> FakeStore:
-    """It has the first five blocks of the prompt, as another worker computed them."""
+    """A store with the first five blocks of the prompt."""
     store = FakeStore()
     async with decoding(tiny, store) as (worker, gateway):
         await gateway.generate(PROMPT)
@@ -105,3 +106,15 @@ async def test_a_prompt_of_many_chunks_that_is_scored_is_no_flood_of_frames(
         answer = await gateway.generate(long, num_prompt_logprobs=2)
         assert answer.tokens == tiny.greedy([*long], len(answer.tokens))
         assert sum(len(piece.chosen) for piece in answer.prompt_logprobs) == len(long) - 1
+
+
+async def test_penalties_go_on_where_another_worker_left_off(tiny: Tiny) -> None:
+    sampling = SamplingParams(12, ignore_eos=True, frequency_penalty=1.5, repetition_penalty=1.25)
+    async with start_pair(tiny) as pair:
+        token_ids = prompt(20)
+        whole = (await pair.gateway.generate(token_ids, pair.prefill.address, sampling=sampling)).tokens
+        assert whole != pair.expected(token_ids)[:12]
+        resumed = (*token_ids, *whole[:5])
+        rest = await pair.gateway.generate(resumed, pair.prefill.address, sampling=sampling, resumed_tokens=5)
+        assert rest.failure is None
+        assert [*whole[:5], *rest.tokens] == list(whole)

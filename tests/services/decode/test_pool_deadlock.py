@@ -1,4 +1,4 @@
-"""Workers of both roles that compute prompts for one another, and have no room for them."""
+"""Workers of both roles whose full pools wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that stands still in a process that lives: peers notice, and the text stays the same."""
+"""An engine that hangs in a living process: peers notice, and the text stays the same."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from tests.services.workers import Worker, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.engine.engine import StepWatchdog
 from weft.errors import Overloaded, PeerLost
-from weft.kv.transfer_protocol import Accepted, Heartbeat, LeaseClosed, PromptFinished, ReadyBlocks
+from weft.kv.transfer import Accepted, Heartbeat, LeaseClosed, PromptFinished, ReadyBlocks
 from weft.request import RequestKey, WorkerAddress
 from weft.rpc.server import RpcServer
-from weft.rpc.transfer_wire import event_to_wire
+from weft.rpc.wire import event_to_wire
 from weft_mesh.v1 import prefill_service_pb2_grpc
-from weft_services.decode import kv_receiver as decode_peers
 from weft_services.decode import remote_prefill
 from weft_services.decode.remote_prefill import LocalPrefillBudget
 from weft_services.prefill import service as prefill_service
@@ -29,7 +28,7 @@ from weft_services.prefill import service as prefill_service
 
 @asynccontextmanager
 async def standing(worker: Worker) -> AsyncIterator[None]:
-    """The engine's thread hangs in its next turn until the scope ends."""
+    """Hang the engine's thread in its next step until the scope ends."""
     go_on = threading.Event()
 
     def hang() -> None:
@@ -43,7 +42,7 @@ async def standing(worker: Worker) -> AsyncIterator[None]:
 
 
 class Impatient(StepWatchdog):
-    """Of an engine that has stopped after half a second."""
+    """Counts an engine as hung after half a second."""
 
     @property
     def hang_timeout(self) -> float:
@@ -52,8 +51,7 @@ class Impatient(StepWatchdog):
 
 @asynccontextmanager
 async def found_standing(worker: Worker) -> AsyncIterator[None]:
-    """It hangs and is soon taken for one that has stopped. The other's engine is not, nor is this one once it goes on:
-    on a busy machine a step may take as long."""
+    """Hang this engine and shorten only its watchdog: on a busy machine a step of the other may take as long."""
     watchdog: Any = worker.engine.watchdog
     watchdog.__class__ = Impatient
     try:
@@ -64,7 +62,7 @@ async def found_standing(worker: Worker) -> AsyncIterator[None]:
 
 
 async def test_a_prefill_engine_that_stands_still(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    for speaker in (prefill_service, decode_peers):  # both sides speak often, and a pause of one is not yet silence
+    for speaker in (prefill_service, remote_prefill):  # both sides speak often, and a pause of one is not yet silence
         monkeypatch.setattr(speaker, "HEARTBEATS_PER_LEASE", 50)
     async with start_pair(tiny, lease_seconds=10.0) as pair:
         async with found_standing(pair.prefill):
@@ -89,7 +87,7 @@ async def test_a_decode_engine_that_stands_still_gives_its_sequences_back(tiny: 
 
 
 class Silent(Liar):
-    """Says what it has to say, then nothing at all, for ever."""
+    """Sends its events, then nothing."""
 
     async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         async for response in super().Prefill(request_iterator, context):
@@ -113,7 +111,7 @@ async def test_silence_longer_than_the_lease_ends_the_call(tiny: Tiny, plot: lis
 
 
 class Echo(prefill_service_pb2_grpc.PrefillServiceServicer):
-    """Passes a real worker's words on, each of them twice, with heartbeats in between."""
+    """Sends every event of a real worker twice, with heartbeats between."""
 
     def __init__(self, stub: Any) -> None:
         self.stub = stub
@@ -217,7 +215,6 @@ async def test_a_decode_worker_that_is_full_says_which_one_it_is(tiny: Tiny, mon
 
 
 async def test_a_lease_that_was_lost_midway_is_not_taken_for_one_that_held(tiny: Tiny) -> None:
-    """The lender closes before we have read: whatever it says of the lease."""
     async with start_pair(tiny) as pair:
         accepted = Accepted("", pair.prefill.place.transports[-1].endpoint(), 5_000)
         all_blocks = ReadyBlocks(0, tuple(range(-(-len(LONG) // 4))))

@@ -79,7 +79,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.draining ^= {request.worker_id} if (request.worker_id in self.draining) == request.undo else set()
         return scheduler_service_pb2.DrainResponse()
 
-    async def Park(self, request: Any, context: Any) -> Any:
+    async def Sleep(self, request: Any, context: Any) -> Any:
         raise AssertionError("a gateway does not ask")
 
     async def SetRole(self, request: Any, context: Any) -> Any:

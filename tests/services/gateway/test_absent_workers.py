@@ -158,8 +158,8 @@ def worker(worker_id: str, role: WorkerRole) -> WorkerStatus:
     return WorkerStatus(hello, WorkerReport(ready=True))
 
 
-def not_ready(status: WorkerStatus, is_draining: bool = False, is_parked: bool = False) -> WorkerStatus:
-    return replace(status, report=WorkerReport(is_draining=is_draining, is_parked=is_parked))
+def not_ready(status: WorkerStatus, is_draining: bool = False, is_asleep: bool = False) -> WorkerStatus:
+    return replace(status, report=WorkerReport(is_draining=is_draining, is_asleep=is_asleep))
 
 
 PREFILL, DECODE = worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", WorkerRole.DECODE)
@@ -172,12 +172,12 @@ PREFILL, DECODE = worker("prefill-0", WorkerRole.PREFILL), worker("decode-0", Wo
         ((PREFILL,), True),
         ((PREFILL, not_ready(DECODE)), True),
         ((PREFILL, not_ready(DECODE, is_draining=True)), False),
-        ((PREFILL, not_ready(DECODE, is_parked=True)), False),
+        ((PREFILL, not_ready(DECODE, is_asleep=True)), False),
         ((not_ready(PREFILL, is_draining=True), DECODE), False),
         ((not_ready(PREFILL, is_draining=True),), True),
         ((PREFILL, DECODE), True),
     ],
-    ids=["all", "one", "not ready", "drained", "parked", "other role drained", "one each", "none"],
+    ids=["all", "one", "not ready", "drained", "asleep", "other role drained", "one each", "none"],
 )
 async def test_watch_misses_workers_that_left_by_themselves(then: tuple[WorkerStatus, ...], is_missed: bool) -> None:
     picture = Picture()

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, speaking
-from weft.kv.block_keys import block_keys
+from weft.kv.block_pool import block_keys
 from weft.metrics import REGISTRY
 from weft_services.gateway.dialects import openai_encoders
 from weft_services.gateway.dialects.answers import GRAIN_BYTES, chat_logprobs

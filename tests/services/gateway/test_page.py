@@ -154,12 +154,12 @@ async def test_an_operator_takes_a_worker_out_and_back(bench: MakeBench) -> None
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "worker_not_found")
 
 
-async def test_a_parked_or_full_worker_is_told_from_one_that_is_not_ready(bench: MakeBench) -> None:
+async def test_a_sleeping_or_full_worker_is_told_from_one_that_is_not_ready(bench: MakeBench) -> None:
     async with bench() as b:
         b.scheduler.is_prefill_ready = False
         for report, state in (
             (pb.WorkerReport(), "not ready"),
-            (pb.WorkerReport(parked=True), "parked"),
+            (pb.WorkerReport(asleep=True), "asleep"),
             (pb.WorkerReport(full=True), "full"),
         ):
             b.scheduler.reports["prefill-0"] = report

@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.kvstore.node import POLL_SECONDS, KvStoreProcess, until
 from weft.errors import ConfigError, InvalidRequest, PeerLost
-from weft.kv.block_keys import store_key
+from weft.kv.block_pool import store_key
 from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2

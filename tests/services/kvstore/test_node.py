@@ -15,8 +15,8 @@ import pytest
 from tests.services.kvstore.disk_records import MODEL, RECORD, SIZE, key, record
 from weft import metrics
 from weft.errors import Overloaded
+from weft.kv.block_pool import Tier
 from weft.kv.store_client_proxy import NO_SPACE, StoreBusy, StoreLost
-from weft.kv.tiers import Tier
 from weft.request import Retention
 from weft_services.kvstore import node, tier_mover
 from weft_services.kvstore.block_index import MemoryIndex, StoredBlock

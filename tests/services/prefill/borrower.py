@@ -1,4 +1,4 @@
-"""Decode's side of a Prefill call, by hand."""
+"""Decode's side of a Prefill call, driven by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 from tests.services.attach import new_key
 from tests.services.workers import BLOCK_TOKENS, Worker, fingerprint_of, start_worker
 from tests.weft.tiny_llama import Tiny
-from weft.kv.transfer_protocol import (
+from weft.kv.transfer import (
     Accepted,
     Heartbeat,
     PrefillEvent,
@@ -22,8 +22,7 @@ from weft.kv.transfer_protocol import (
 )
 from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
-from weft.rpc.transfer_wire import event_from_wire, prefill_request_to_wire
-from weft.rpc.wire import key_to_wire
+from weft.rpc.wire import event_from_wire, key_to_wire, prefill_request_to_wire
 from weft.worker.config import LEASE_SECONDS
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_mesh.v1 import prefill_service_pb2_grpc
@@ -31,8 +30,6 @@ from weft_services.prefill.service import install
 
 
 class Borrower:
-    """Decode's side, by hand."""
-
     def __init__(self, stub: prefill_service_pb2_grpc.PrefillServiceAsyncStub, order: PrefillRequest) -> None:
         self.order = order
         self.stub = stub
@@ -48,7 +45,7 @@ class Borrower:
         await self.call.write(pb2.PrefillRequest(done=pb2.TransferDone()))
 
     async def next(self) -> PrefillEvent:
-        """What comes next, heartbeats left out."""
+        """Return the next event other than a heartbeat."""
         while True:
             response = await self.call.read()
             assert isinstance(response, pb2.PrefillResponse), await self.call.code()
@@ -57,7 +54,7 @@ class Borrower:
                 return event
 
     async def status(self) -> grpc.StatusCode:
-        """How the call ends; what is said before is of no interest."""
+        """Read to the end of the call and return its status."""
         with suppress(grpc.aio.AioRpcError):
             while await self.call.read() is not grpc.aio.EOF:
                 pass
@@ -65,7 +62,7 @@ class Borrower:
         return code
 
     async def until_finished(self) -> tuple[list[ReadyBlocks], PromptFinished]:
-        """From the start to the prompt's end and its last block, whichever is said last."""
+        """Start, and return all blocks and the prompt's end."""
         await self.start()
         assert isinstance(await self.next(), Accepted)
         ready: list[ReadyBlocks] = []
@@ -87,7 +84,7 @@ class Borrower:
 
 @dataclasses.dataclass
 class Lender:
-    """A prefill worker and borrowers for it."""
+    """A prefill worker, and callers for it."""
 
     worker: Worker
     stub: Any

@@ -1,4 +1,4 @@
-"""PrefillService.Embed of a real worker: transformers' hidden states over the wire, and nothing left behind."""
+"""PrefillService.Embed of a real worker, against the hidden states of transformers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ async def test_a_worker_that_leaves_ends_its_embeddings_first_and_takes_no_more(
 
 
 async def test_an_engine_that_stands_still_gives_its_embeddings_back(tiny: Tiny) -> None:
-    """Long before the caller's time is over, which leaves some for another worker."""
     async with embedding_worker(tiny) as (worker, stub):
         async with found_standing(worker):
             calls = [stub.Embed(request(worker, PROMPT), timeout=25) for _ in range(2)]

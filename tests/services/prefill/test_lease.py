@@ -1,4 +1,4 @@
-"""The call is the lease: what is lent, for how long, and to whom."""
+"""The open Prefill call is the lease: which blocks it covers, and how it ends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDelta
 from weft.errors import Cancelled, Overloaded
 from weft.kv.layer_groups import AttentionSpan, PageRange, PagingPolicy
-from weft.kv.memory import HostBlocks
-from weft.kv.transfer_protocol import Accepted, LeaseClosed, PrefillEvent, PrefillRequest, PromptFinished, ReadyBlocks
+from weft.kv.transfer import (
+    Accepted,
+    HostBlocks,
+    LeaseClosed,
+    PrefillEvent,
+    PrefillRequest,
+    PromptFinished,
+    ReadyBlocks,
+)
 from weft.request import Grammar, SamplingParams
 from weft.worker.engine_client import EngineSequence, GrammarCompiler
 from weft_mesh.v1 import prefill_service_pb2 as pb2
-from weft_services.prefill.leases import KvLease
-from weft_services.prefill.service import _ResponseStream
+from weft_services.prefill.service import KvLease, _ResponseStream
 
 
 async def test_blocks_are_held_until_done_and_are_cache_afterwards(tiny: Tiny) -> None:
@@ -98,7 +104,7 @@ async def test_renewals_keep_the_lease(tiny: Tiny) -> None:
 
 
 async def _renew(borrower: Borrower, pauses: list[float]) -> None:
-    """For half as long again as the lease is, to its good end; notes how long the borrower was silent each time."""
+    """Renew for one and a half leases, then end well; record how long the caller was silent each time."""
     said_at = time.monotonic()
     await borrower.until_finished()
     for number in range(16):
@@ -113,7 +119,6 @@ async def _renew(borrower: Borrower, pauses: list[float]) -> None:
 async def test_a_prompt_that_waits_for_its_turn_outlives_the_shorter_lease(
     tiny: Tiny, ours: float, theirs_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode hears three signs in the shorter one, and is not taken for silent before the longer one has passed."""
     may_begin, until_reserved = asyncio.Event(), EngineSequence.until_reserved
 
     async def held(sequence: EngineSequence) -> Reserved:
@@ -157,7 +162,6 @@ async def test_an_answer_to_the_acceptance_is_held_to_prefills_lease_however_soo
 async def test_decode_hears_that_prefill_lives_while_a_grammar_is_opened(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one takes a tokenizer of a hundred thousand entries, longer than a short lease."""
     is_open = asyncio.Event()
 
     async def slow(desk: GrammarCompiler, grammar: Grammar | None) -> None:
@@ -238,7 +242,7 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
 
 
 async def _ended(tiny: Tiny, end: Callable[[KvLease], None]) -> tuple[str, BaseException | None]:
-    """What is noted of a lease that ends before it is admitted, and what who waits for that hears."""
+    """End a lease before it is admitted; return its recorded end and the error of the waiting task."""
     order = PrefillRequest(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1))
     lease = KvLease(order)
     waiting = asyncio.create_task(lease.until_reserved())

@@ -1,4 +1,4 @@
-"""Which orders are taken, and what the store saves them."""
+"""Which prefill requests are accepted, and what the store saves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.services.fake_store import FakeStore
 from tests.services.prefill.borrower import start_lender
 from tests.services.workers import fingerprint_of
 from tests.weft.tiny_llama import Tiny
-from weft.kv.block_keys import block_keys
-from weft.kv.transfer_protocol import Accepted, LeaseClosed
+from weft.kv.block_pool import block_keys
+from weft.kv.transfer import Accepted, LeaseClosed
 from weft.metrics import REGISTRY
 
 

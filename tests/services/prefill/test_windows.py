@@ -1,4 +1,4 @@
-"""What the store keeps of layers that see a window, and how a prompt goes on from it: exact tokens, few pages."""
+"""Prompts of sliding-window models that continue from the store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from tests.services.attach import new_key
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import TinyFamily, make_family
 from weft.engine.messages import Reserved
-from weft.kv.block_keys import block_keys
+from weft.kv.block_pool import Tier, block_keys
 from weft.kv.layer_groups import PagingPolicy, page_key
-from weft.kv.tiers import Tier
 from weft.request import RequestKey
-from weft.worker.stats_recorder import StatsRecorder
+from weft.worker.engine_client import StatsRecorder
 from weft.worker.store_client import StoreClient, StorePrefix
 from weft.worker.store_reader import FetchRequest, FetchResult
 
@@ -28,7 +27,7 @@ PROMPT = [(5 * i * i + 3 * i) % 110 + 3 for i in range(57)]
 
 
 class PageStore:
-    """Pages by key; says what it was asked for."""
+    """Pages by key, and the keys that were requested."""
 
     is_connected = True
 
@@ -50,7 +49,7 @@ class PageStore:
 
 
 def sealed_pages(driver: Driver) -> dict[bytes, bytes]:
-    """What a store would have been given."""
+    """Collect the pages that a store would receive."""
     memory = driver.engine.pool_memory
     return {
         sealed.block_key: ctypes.string_at(memory.address + sealed.block * memory.block_bytes, memory.block_bytes)
@@ -59,7 +58,7 @@ def sealed_pages(driver: Driver) -> dict[bytes, bytes]:
 
 
 def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], PagingPolicy]:
-    """A prompt and its answer, and what was offered of them."""
+    """Run a prompt with its answer; return the offered pages."""
     with Driver(tiny, **LIMITS, pin_sealed=True, max_pinned=1000) as driver:
         answer = driver.generate(PROMPT, 30).tokens
         assert answer == tiny.greedy(PROMPT, 30)
@@ -67,7 +66,7 @@ def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], PagingP
 
 
 def fetched(store: PageStore, driver: Driver, key: RequestKey, tokens: list[int], reserved: Reserved) -> int:
-    """Tokens that the store adds."""
+    """Return the tokens that the store adds."""
     store.target = driver
     tally = StatsRecorder()
     prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging, tally)

@@ -322,7 +322,7 @@ def test_pending_drain_request_is_repeated_after_a_reconnect() -> None:
     assert fleet.join(another, 43.0)[0].drain_requested is None, "a new start has been asked for nothing"
 
 
-@pytest.mark.parametrize("ask", [Fleet.drain, Fleet.park], ids=["drain", "park"])
+@pytest.mark.parametrize("ask", [Fleet.drain, Fleet.put_to_sleep], ids=["drain", "sleep"])
 def test_last_worker_of_a_role_keeps_it(fleet: Fleet, ask: Callable[[Fleet, str, bool], None]) -> None:
     for name in ("d0", "d1"):
         worker, _ = fleet.join(worker_info(name, WorkerRole.DECODE, can_change_role=True), 0.0)

@@ -27,7 +27,9 @@ async def told(worker: FakeWorker) -> pb.JoinResponse:
     return answer
 
 
-@pytest.mark.parametrize(("command", "field", "reported"), [("Drain", "drain", "draining"), ("Park", "park", "parked")])
+@pytest.mark.parametrize(
+    ("command", "field", "reported"), [("Drain", "drain", "draining"), ("Sleep", "sleep", "asleep")]
+)
 async def test_worker_is_asked_until_it_reports_the_change(
     pair: Scheduler, command: str, field: str, reported: str
 ) -> None:
@@ -52,16 +54,16 @@ async def test_worker_is_asked_until_it_reports_the_change(
         assert code is grpc.StatusCode.NOT_FOUND
 
 
-async def test_last_worker_of_a_role_parks_only_if_told_so(pair: Scheduler) -> None:
-    last = pb.ParkRequest(worker_id="decode-0")
-    code, said = await code_of(pair.fleet.Park(last))
+async def test_last_worker_of_a_role_sleeps_only_if_told_so(pair: Scheduler) -> None:
+    last = pb.SleepRequest(worker_id="decode-0")
+    code, said = await code_of(pair.fleet.Sleep(last))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "decode-0 is the last decode worker of 'weft-nano' that takes requests" in said
     async with FakeWorker(pair, hello("decode-1", "decode", "d1-boot")) as worker:
-        await worker.report(ready=False, parked=True)
-        code, _ = await code_of(pair.fleet.Park(last))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT, "a parked worker serves nothing"
-        await pair.fleet.Park(pb.ParkRequest(worker_id="decode-0", even_last=True))
+        await worker.report(ready=False, asleep=True)
+        code, _ = await code_of(pair.fleet.Sleep(last))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, "a sleeping worker serves nothing"
+        await pair.fleet.Sleep(pb.SleepRequest(worker_id="decode-0", even_last=True))
 
 
 async def test_role_changes_with_the_next_report_and_keeps_reservations(pair: Scheduler) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, Clock, worker_info
 from weft.errors import DeadlineExceeded, PeerLost, WeftError
 from weft.fleet_types import RouteQuery, WorkerReport
-from weft.kv.block_keys import block_keys, fingerprint_digest
+from weft.kv.block_pool import block_keys, fingerprint_digest
 from weft.request import RequestKey, WorkerRole
 from weft.rpc.server import RpcServer
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb_grpc

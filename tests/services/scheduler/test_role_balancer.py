@@ -98,13 +98,13 @@ def test_pools_full_of_waiting_prompts_need_a_prefill_worker() -> None:
 def take_away(worker: Worker, how: str) -> None:
     """Have it take no new requests."""
     if how.startswith("asked"):
-        worker.drain_requested, worker.park_requested = how == "asked to drain", how == "asked to park"
+        worker.drain_requested, worker.sleep_requested = how == "asked to drain", how == "asked to sleep"
     else:
-        is_draining, is_parked = how == "draining", how == "parked"
-        worker.report = replace(worker.report, ready=False, is_draining=is_draining, is_parked=is_parked)
+        is_draining, is_asleep = how == "draining", how == "asleep"
+        worker.report = replace(worker.report, ready=False, is_draining=is_draining, is_asleep=is_asleep)
 
 
-AWAY = ["draining", "parked", "asked to drain", "asked to park", "not ready"]
+AWAY = ["draining", "asleep", "asked to drain", "asked to sleep", "not ready"]
 
 
 @pytest.mark.parametrize("reason", ["both roles", "fixed role", *AWAY])

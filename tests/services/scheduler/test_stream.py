@@ -14,9 +14,8 @@ from tests.services.scheduler.fakes import MODEL, Scheduler, join, route_request
 from weft.errors import InvalidRequest, ModelLoading, NotFound, Overloaded, PeerLost, QueueFull, WeftError
 from weft.fleet_types import RouteQuery, WorkerHello
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
-from weft.rpc.client import cancelled_on_exit, open_channel
+from weft.rpc.client import as_weft_error, cancelled_on_exit, open_channel
 from weft.rpc.server import RpcServer
-from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.mesh import scheduler_client

@@ -18,8 +18,8 @@ class Fleet:
         self._listed = worker("decode-0", ready=False)
         self._listed.report.MergeFrom(report)
 
-    async def Park(self, request: Any, **deadline: float) -> pb.ParkResponse:
-        return pb.ParkResponse()
+    async def Sleep(self, request: Any, **deadline: float) -> pb.SleepResponse:
+        return pb.SleepResponse()
 
     async def ListWorkers(self, request: Any, **deadline: float) -> pb.ListWorkersResponse:
         return pb.ListWorkersResponse(workers=[self._listed])
@@ -28,14 +28,14 @@ class Fleet:
 @pytest.mark.parametrize(
     ("report", "loads"),
     [
-        (pb.WorkerReport(parked=True), True),
-        (pb.WorkerReport(parked=True, draining=True), True),
+        (pb.WorkerReport(asleep=True), True),
+        (pb.WorkerReport(asleep=True, draining=True), True),
         (pb.WorkerReport(), True),  # it has heard of it, and is not there yet
         (pb.WorkerReport(ready=True), False),
         (pb.WorkerReport(draining=True), False),
         (pb.WorkerReport(full=True), False),
     ],
 )
-async def test_a_worker_that_was_not_parked_is_not_said_to_load(report: pb.WorkerReport, loads: bool) -> None:
-    request = pb.ParkRequest(worker_id="decode-0", undo=True)
+async def test_a_worker_that_was_not_asleep_is_not_said_to_load(report: pb.WorkerReport, loads: bool) -> None:
+    request = pb.SleepRequest(worker_id="decode-0", undo=True)
     assert await _woken(Fleet(report), request) is loads

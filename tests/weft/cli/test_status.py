@@ -76,14 +76,14 @@ class ListOnly(pb_grpc.FleetServiceServicer):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.worker_id} is the last decode worker of 'm'")
         return pb.SetRoleResponse()
 
-    def Park(self, request: Any, context: Any) -> Any:
+    def Sleep(self, request: Any, context: Any) -> Any:
         if request.worker_id == "decode-1" and self._not_yet:  # at first it has left and not yet joined anew
             context.abort(self._not_yet.pop(), "no worker 'decode-1' is live")
         if request.worker_id not in ("decode-0", "decode-1"):
             context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is live")
         if not (request.undo or request.even_last):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "decode-0 is the last decode worker of 'm' that is ready")
-        return pb.ParkResponse()
+        return pb.SleepResponse()
 
     def ListWorkers(self, request: Any, context: Any) -> Any:
         workers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
@@ -261,7 +261,7 @@ def test_role_says_what_it_did_and_why_it_cannot(address: str) -> None:
     assert CliRunner().invoke(app, ["set-role", "decode-0", "idle", "--scheduler", address]).exit_code == 2
 
 
-def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_and_wake_say_what_they_did_and_why_they_cannot(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = CliRunner().invoke(app, ["sleep", "decode-0", "--scheduler", address])
     assert refused.exit_code == 1
     last = "decode-0 is the last decode worker of 'm' that is ready"
@@ -276,27 +276,27 @@ def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str, monke
     assert unknown.stderr == f"weft wake: no worker 'nobody' is live, {lists}\n"
 
 
-def test_a_worker_that_is_just_being_parked_is_waited_for(address: str) -> None:
+def test_a_worker_that_is_just_falling_asleep_is_waited_for(address: str) -> None:
     asked = CliRunner().invoke(app, ["wake", "decode-1", "--scheduler", address])
     assert (asked.exit_code, "decode-1 loads its model again" in asked.stdout) == (0, True)
 
 
-PARKED = worker("decode-0", ready=False)
-PARKED.report.parked = True
+ASLEEP = worker("decode-0", ready=False)
+ASLEEP.report.asleep = True
 
 
-@pytest.mark.parametrize("fleet", [[[PARKED]]])
-def test_of_a_parked_worker_draining_says_that_it_is(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("fleet", [[[ASLEEP]]])
+def test_of_a_sleeping_worker_draining_says_that_it_is(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     drain(address, "decode-0", undo=True)
     assert "decode-0 is asleep: `weft wake decode-0` loads its model" in capsys.readouterr().out
     drain(address, "decode-0", undo=False)
     assert "decode-0 is asleep: once awake it gets no new requests" in capsys.readouterr().out
 
 
-def test_a_parked_worker_is_shown_as_such() -> None:
-    parked = worker("decode-0", ready=False)
-    parked.report.parked = True
-    assert "asleep" in shown([parked])
+def test_a_sleeping_worker_is_shown_as_such() -> None:
+    sleeping = worker("decode-0", ready=False)
+    sleeping.report.asleep = True
+    assert "asleep" in shown([sleeping])
 
 
 def test_a_draining_worker_is_shown_as_such() -> None:

@@ -26,8 +26,8 @@ from weft.engine.messages import (
     StepOutput,
 )
 from weft.engine.runner import build_engine
+from weft.kv.block_pool import FullBlock
 from weft.kv.layer_groups import PageRange
-from weft.kv.offload_queue import FullBlock
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
 

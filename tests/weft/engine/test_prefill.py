@@ -7,7 +7,7 @@ import pytest
 from tests.weft.engine.harness import Driver, prefill
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import SequenceMode
-from weft.kv.block_keys import block_keys, tenant_tag
+from weft.kv.block_pool import block_keys, tenant_tag
 from weft.request import RequestKey, Retention
 
 PROMPT = [3 + i % 100 for i in range(80)]

@@ -1,17 +1,34 @@
-"""The pool's books: whatever is done in whatever order, no block is lost, shared by mistake or reused too early."""
+"""Block keys, the pool of block numbers, and the queue of full blocks for the store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from weft.kv.block_pool import BlockPool, PoolCounts, PoolExhausted
+from weft.kv.block_pool import (
+    KEY_BYTES,
+    BlockPool,
+    FullBlock,
+    OffloadQueue,
+    PoolCounts,
+    PoolExhausted,
+    block_key,
+    block_keys,
+    reusable_blocks,
+    root_key,
+    tenant_tag,
+)
+from weft.request import Retention
 
 NUM_BLOCKS = 7
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+POOL_BLOCKS = 8
+
+
 KEYS = [bytes([i]) for i in range(5)]
 
 
@@ -91,7 +108,7 @@ def test_a_bug_in_the_caller_is_an_assertion(misuse: str) -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders with one reference each stand for sequences and pins; the model is what each of them was promised."""
+    """Each holder has one reference; the model records what it was promised."""
 
     held = Bundle("held")
 
@@ -190,3 +207,142 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_keys_are_the_same_in_every_process_and_release() -> None:
+    keys = block_keys([1, 2, 3, 4, 5], 2, b"tenant")
+    assert [key.hex()[:16] for key in keys] == ["8048828dfbc55dab", "fce45b2f61737c25"]
+    assert {len(key) for key in keys} == {KEY_BYTES}
+
+
+@given(TOKENS, st.integers(1, 7), st.binary(max_size=4))
+def test_there_is_one_key_for_each_full_block(tokens: list[int], block_tokens: int, salt: bytes) -> None:
+    keys = block_keys(tokens, block_tokens, salt)
+    assert len(keys) == len(tokens) // block_tokens
+    assert len(set(keys)) == len(keys)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 7))
+def test_two_sequences_share_the_keys_of_the_blocks_they_share(one: list[int], two: list[int], size: int) -> None:
+    common = 0
+    while common < min(len(one), len(two)) and one[common] == two[common]:
+        common += 1
+    pairs = list(zip(block_keys(one, size), block_keys(two, size), strict=False))
+    assert [a == b for a, b in pairs] == [(index + 1) * size <= common for index in range(len(pairs))]
+
+
+def test_another_salt_and_other_extras_give_other_keys() -> None:
+    assert len({root_key(b""), root_key(b"a"), root_key(b"", b"a"), root_key(b"a", b"a"), root_key(b"aa")}) == 5
+    assert set(block_keys([1] * 8, 4, b"a")).isdisjoint(block_keys([1] * 8, 4, b"b"))
+
+
+def test_a_key_depends_on_its_parent() -> None:
+    assert block_key(root_key(b""), [1, 2]) != block_key(root_key(b"x"), [1, 2])
+
+
+def test_tenants_are_told_apart_by_tags_that_are_the_same_everywhere_and_those_who_share_have_none() -> None:
+    assert tenant_tag(b"acme").hex() == "e56c042f4da1bb2d"
+    assert tenant_tag(b"acme") != tenant_tag(b"other")
+    assert tenant_tag(b"") == b""
+
+
+@pytest.mark.parametrize(("num_tokens", "reusable"), [(1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
+def test_one_token_at_least_is_left_to_compute(num_tokens: int, reusable: int) -> None:
+    assert reusable_blocks(num_tokens, 16) == reusable
+
+
+def seal(pool: BlockPool, offers: OffloadQueue, *names: str) -> list[str]:
+    """Fill blocks of these keys in order, end their sequence, and return the offered keys."""
+    blocks = pool.reserve(len(names))
+    offered = []
+    for block, name in zip(blocks, names, strict=True):
+        assert pool.publish(block, name.encode())
+        offered += offers.add(FullBlock(name.encode(), block, b"tenant", Retention(60)))
+    pool.release(blocks)
+    return keys(offered)
+
+
+def keys(offered: list[FullBlock]) -> list[str]:
+    return [each.block_key.decode() for each in offered]
+
+
+def block_of(pool: BlockPool, name: str) -> int:
+    (block,) = pool.match([name.encode()])
+    pool.release([block])
+    return block
+
+
+def test_only_so_many_are_offered_and_the_next_ones_when_these_are_answered() -> None:
+    pool = BlockPool(POOL_BLOCKS)
+    offers = OffloadQueue(pool, 2)
+    assert seal(pool, offers, *"abcde") == ["a", "b"]
+    assert pool.counts().active == 2
+    assert keys(offers.on_copied([block_of(pool, "b")])) == ["c"]
+    (last,) = offers.on_copied([block_of(pool, "a"), 7])
+    assert last == FullBlock(b"d", block_of(pool, "d"), b"tenant", Retention(60))
+    assert keys(offers.on_copied([block_of(pool, "c"), last.block])) == ["e"]
+    assert offers.on_copied([block_of(pool, "e")]) == []
+    assert pool.counts().active == 0
+
+
+def test_of_a_prefix_that_only_its_copies_kept_the_end_goes_first() -> None:
+    pool = BlockPool(POOL_BLOCKS)
+    offers = OffloadQueue(pool, POOL_BLOCKS)
+    blocks = pool.reserve(6)
+    for block, name in zip(blocks, "abcdef", strict=True):
+        pool.publish(block, name.encode())
+        offers.add(FullBlock(name.encode(), block))
+    pool.release(blocks)
+    offers.on_copied(blocks)
+    pool.release(pool.reserve(4))
+    assert len(pool.match([name.encode() for name in "abcdef"])) == 4
+
+
+def test_who_was_evicted_while_it_waited_is_passed_over_and_comes_again_with_its_next_block() -> None:
+    pool = BlockPool(POOL_BLOCKS)
+    offers = OffloadQueue(pool, 1)
+    assert seal(pool, offers, *"abc") == ["a"]
+    # all but the pinned one are taken, and given back without a key
+    taken = pool.reserve(POOL_BLOCKS - 1)
+    pool.release(taken)
+    assert seal(pool, offers, "x", "c") == []
+    assert keys(offers.on_copied([block_of(pool, "a")])) == ["c"]
+    offered = offers.on_copied([block_of(pool, "c")])
+    assert [(each.block_key, each.block) for each in offered] == [(b"x", block_of(pool, "x"))]
+    assert offers.on_copied([block_of(pool, "x")]) == []
+    assert pool.counts().active == 0
+
+
+def test_no_more_wait_than_the_pool_has_blocks() -> None:
+    pool = BlockPool(POOL_BLOCKS)
+    offers = OffloadQueue(pool, 1)
+    (first,) = seal(pool, offers, "0")
+    names = [str(number) for number in range(1, 100)]
+    for name in names:
+        assert seal(pool, offers, name) == []
+    assert len(offers._waiting) <= POOL_BLOCKS
+    heard = []
+    while offered := offers.on_copied([block_of(pool, first)]):
+        (first,) = keys(offered)
+        heard.append(first)
+    assert heard == names[-(POOL_BLOCKS - 1) :]
+
+
+def test_a_block_that_is_answered_for_twice_is_given_back_once() -> None:
+    pool = BlockPool(POOL_BLOCKS)
+    offers = OffloadQueue(pool, 1)
+    assert seal(pool, offers, *"ab") == ["a"]
+    (reader,) = pool.match([b"a"])
+    assert keys(offers.on_copied([reader, reader])) == ["b"]
+    offers.on_copied([reader])
+    assert pool.counts().active == 2
+    pool.release([reader])
+    assert pool.counts().active == 1
+
+
+def test_where_nobody_copies_nothing_is_pinned() -> None:
+    pool = BlockPool(POOL_BLOCKS)
+    offers = OffloadQueue(pool, 0)
+    assert seal(pool, offers, *"abc") == []
+    assert offers.on_copied([0, 1]) == []
+    assert pool.counts().active == 0

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
+from weft.kv.transfer import CopyRange, Endpoint, KvSource, TransferFailed
 from weft.request import RequestKey
 
 SIZE, NUM_RUNS = 16 * 1024 * 1024, 8
@@ -23,7 +23,7 @@ LEASE = RequestKey("r")
 
 @asynccontextmanager
 async def start_lender() -> AsyncIterator[tuple[asyncio.subprocess.Process, Endpoint]]:
-    """Another process, whose memory is full of 7s."""
+    """Start a process whose memory is full of 7s."""
     command = [sys.executable, "-m", "loadtest.kv.kv_source", str(SIZE)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:

@@ -1,11 +1,23 @@
-"""Pages by group: what is found, placed and lent is what tokens look at, checked position by position."""
+"""Paging of layer groups, checked position by position, and copies between tensor-parallel ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kv.layer_groups import AttentionSpan, PageRange, PagingPolicy, page_key
+from weft.kv.layer_groups import (
+    AttentionSpan,
+    HeadRange,
+    PageRange,
+    PagingPolicy,
+    RankCopy,
+    head_range,
+    page_key,
+    rank_copies,
+)
 
 REACHES = (
     st.just(AttentionSpan())
@@ -18,10 +30,11 @@ PAGINGS = st.builds(
     block_tokens=st.integers(1, 16),
     chunk_tokens=st.integers(1, 20),
 )
+DEGREES = (1, 2, 4, 8, 16)
 
 
 def sees(reach: AttentionSpan, position: int, other: int) -> bool:
-    """The definition."""
+    """Apply the definition of a span."""
     in_window = not reach.window or other > position - reach.window
     in_chunk = not reach.chunk or other // reach.chunk == position // reach.chunk
     return other <= position and in_window and in_chunk
@@ -104,3 +117,58 @@ def test_pages_while_generating_are_never_more_than_counted(
             paging.num_blocks(num_tokens + 1) - paging.first(group, num_tokens) for group in range(len(paging.spans))
         )
         assert held <= paging.num_pages(num_tokens + 1) <= paging.max_pages(num_tokens + 1)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("lender_degree", DEGREES)
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("head_bytes", [1, 6])
+def test_a_rank_gets_its_share_and_nothing_else(
+    num_heads: int, lender_degree: int, degree: int, head_bytes: int
+) -> None:
+    block = bytes(range(num_heads * head_bytes))
+
+    def part(all_ranks: int, rank: int) -> bytes:
+        heads = head_range(num_heads, all_ranks, rank)
+        return block[heads.first * head_bytes : heads.end * head_bytes]
+
+    for rank in range(degree):
+        own = bytearray(b"\xff" * len(part(degree, rank)))
+        written = 0
+        for move in rank_copies(num_heads, head_bytes, lender_degree, degree, rank):
+            sent = part(lender_degree, move.source_rank)[move.source_offset : move.source_offset + move.size_bytes]
+            assert len(sent) == move.size_bytes
+            own[move.offset : move.offset + move.size_bytes] = sent
+            written += move.size_bytes
+        assert bytes(own) == part(degree, rank)
+        assert written == len(own)
+
+
+def test_equal_degrees_are_one_run_from_the_same_rank() -> None:
+    assert rank_copies(8, 100, 4, 4, 3) == (RankCopy(3, 0, 0, 200),)
+
+
+def test_one_lender_feeds_many_and_many_feed_one() -> None:
+    assert rank_copies(8, 100, 1, 4, 2) == (RankCopy(0, 400, 0, 200),)
+    assert rank_copies(8, 100, 4, 1, 0) == tuple(RankCopy(rank, 0, 200 * rank, 200) for rank in range(4))
+
+
+def test_copies_of_a_head_share_the_work() -> None:
+    # one latent head on eight ranks: each of the eight borrowers reads from another lender
+    lenders = Counter(rank_copies(1, 576, 8, 8, rank)[0].source_rank for rank in range(8))
+    assert lenders == Counter(range(8))
+
+
+def test_neighbours_hold_the_same_head_when_there_are_more_ranks_than_heads() -> None:
+    assert [head_range(2, 4, rank) for rank in range(4)] == [
+        HeadRange(0, 1),
+        HeadRange(0, 1),
+        HeadRange(1, 1),
+        HeadRange(1, 1),
+    ]
+
+
+@pytest.mark.parametrize(("num_heads", "degree", "rank"), [(8, 3, 0), (3, 8, 0), (8, 4, 4), (8, 4, -1)])
+def test_what_does_not_divide_is_refused(num_heads: int, degree: int, rank: int) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        head_range(num_heads, degree, rank)

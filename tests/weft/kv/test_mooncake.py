@@ -1,4 +1,4 @@
-"""The Transfer Engine for real, over loopback TCP, and how its work is cut."""
+"""The Transfer Engine over loopback TCP, and how pulls are split."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import builtins
 import ctypes
 import gc
+import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,10 +24,16 @@ from hypothesis import strategies as st
 
 from weft.kv import mooncake
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
-from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
+from weft.kv.transfer import CopyRange, Endpoint, KvSource, TransferFailed, coalesce
 from weft.request import RequestKey
 
 MIB = 1024 * 1024
+BAD = 13 * 10_000
+NAME = "libcudart.so.99"
+# Mooncake's library names the runtime's, and does without a path to it
+RUNTIME, LIBRARY = "int runtime(void) { return 7; }", "int runtime(void); int ask(void) { return runtime(); }"
+LOAD = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).ask())"
+PREPARED = f"from weft.kv.mooncake import load_cuda_runtime; load_cuda_runtime(); {LOAD}"
 
 
 class Side:
@@ -46,7 +55,7 @@ class Side:
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[tuple[Side, Side]]:
-    """Lender and borrower, 8 MiB each. The end of each takes a second of the library's."""
+    """Start two sides of 8 MiB each; ending one takes a second."""
     lender, borrower = Side(8 * MIB, 7), Side(8 * MIB, 1)
     yield lender, borrower
     asyncio.run(borrower.transport.close())
@@ -55,7 +64,7 @@ def both() -> Iterator[tuple[Side, Side]]:
 
 @pytest.fixture
 def sides(both: tuple[Side, Side]) -> tuple[Side, Side]:
-    """The lender full of 7s, the borrower full of 1s."""
+    """Fill the source with 7s and the target with 1s."""
     for side, fill in zip(both, (7, 1), strict=True):
         side.fill(fill)
     return both
@@ -85,7 +94,7 @@ async def test_a_closed_transport_leaves_nothing_for_the_garbage_collector() -> 
 
 
 async def steady_count() -> int:
-    """Of threads. One that was joined is there for a moment more."""
+    """Return the number of threads once it is stable."""
     before = -1
     while (now := count_threads()) != before:
         before = now
@@ -94,7 +103,7 @@ async def steady_count() -> int:
 
 
 def count_threads() -> int:
-    """Of this process, the libraries' own included."""
+    """Return this process' threads, including those of libraries."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
@@ -153,7 +162,7 @@ async def test_no_batch_begins_after_the_deadline(sides: tuple[Side, Side]) -> N
 
 @contextmanager
 def without_mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine that lacks the library or what it needs."""
+    """Hide the library."""
     real_import = builtins.__import__
 
     def fail(name: str, *arguments: Any, **options: Any) -> Any:
@@ -187,7 +196,7 @@ def test_rdma_and_tcp_do_not_read_from_one_another(monkeypatch: pytest.MonkeyPat
 
 
 class CountingEngine:
-    """A Transfer Engine whose transfers end some questions later; it remembers how many were under way."""
+    """A Transfer Engine whose transfers end a few polls later; it records how many ran at once."""
 
     def __init__(self, patience: list[int]) -> None:
         self.patience = patience
@@ -209,9 +218,6 @@ class CountingEngine:
             return 0
         del self.left[number]  # asking once more would be a KeyError
         return -1 if self.transfers[number].remote_address == BAD else 1
-
-
-BAD = 13 * 10_000
 
 
 @given(
@@ -251,3 +257,48 @@ def test_neighbours_are_joined_only_when_they_are_neighbours_on_both_sides() -> 
         CopyRange(50, 150, 5),
     ]
     assert coalesce(runs) == [CopyRange(0, 100, 20), CopyRange(20, 130, 10), CopyRange(40, 140, 15)]
+
+
+def build(source: str, out: Path, *options: str) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(out), *options]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+def run(code: str, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with this folder of packages."""
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", ""), *sys.path])
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("package", ["cu13", "cuda_runtime"])
+def test_what_needs_the_runtime_loads_where_pip_has_put_one(tmp_path: Path, package: str) -> None:
+    site, library = tmp_path / "site-packages", tmp_path / "engine.so"
+    runtime = site / "nvidia" / package / "lib" / NAME
+    build(RUNTIME, runtime, f"-Wl,-soname,{NAME}")
+    # linked as against the toolkit of whoever built the wheel
+    build(LIBRARY, library, f"-L{runtime.parent}", f"-l:{NAME}")
+    assert NAME in run(LOAD, site, str(library)).stderr
+    assert run(PREPARED, site, str(library)).stdout == "7\n"
+
+
+def test_without_a_runtime_or_with_one_that_does_not_load_nothing_is_said(tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    quiet = "from weft.kv.mooncake import load_cuda_runtime; load_cuda_runtime()"
+    assert run(quiet, site).returncode == 0
+    broken = site / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("no library")
+    ended = run(quiet, site)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_what_is_missing_is_told_in_the_last_line(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open')")
+    code = "import runpy; runpy.run_module('weft.kv.mooncake', run_name='__main__')"
+    ended = run(code, tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "ImportError: libcuda.so.1: cannot open"

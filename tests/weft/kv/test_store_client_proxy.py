@@ -37,7 +37,7 @@ class MooncakeDistributedStore:
 
 @pytest.fixture
 async def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """While this file is there, no put ends."""
+    """Return a file; while it exists, no put ends."""
     package = tmp_path / "mooncake"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -55,12 +55,10 @@ async def agent(held: Path) -> AsyncIterator[StoreClientProxy]:
 
 
 def has_begun(held: Path) -> bool:
-    """A put is held."""
     return held.with_suffix(".begun").exists()
 
 
 def let_go(held: Path) -> None:
-    """Puts end."""
     held.unlink()
 
 

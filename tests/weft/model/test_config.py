@@ -12,7 +12,7 @@ import pytest
 from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
 from weft import file_io
 from weft.errors import BadCheckpoint
-from weft.kv.block_keys import fingerprint_digest
+from weft.kv.block_pool import fingerprint_digest
 from weft.model import kv_layout
 from weft.model.config import FAMILIES, Rope, read_config
 from weft.model.fields import ORIGINAL

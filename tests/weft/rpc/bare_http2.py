@@ -17,7 +17,7 @@ EMPTY_MESSAGE = b"\0\0\0\0\0"
 
 
 class BareClient:
-    """One connection whose calls have room for so many bytes of an answer, and never for more. It answers pings."""
+    """One connection whose flow-control window holds this many bytes. It answers pings."""
 
     def __init__(self, address: str, window: int) -> None:
         self._host, _, self._port = address.rpartition(":")
@@ -36,14 +36,13 @@ class BareClient:
         self._writer.close()
 
     def call(self, path: str, stream: int = 1) -> None:
-        """A call with one empty message."""
         fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
         fields |= {"te": "trailers", "content-type": "application/grpc"}
         head = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
         self._writer.write(_frame(HEADERS, END_HEADERS, stream, head) + _frame(DATA, END_STREAM, stream, EMPTY_MESSAGE))
 
     async def first(self, kind: int) -> bytes:
-        """What the first frame of that kind held, once it has come."""
+        """Wait for a frame of this kind; return the payload of the first one."""
         return await self._first[kind]
 
     async def _listen(self) -> None:
@@ -62,13 +61,12 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Shorter than 127 letters, not compressed."""
     return bytes((len(text),)) + text.encode()
 
 
 @asynccontextmanager
 async def saying_goaway(code: int, is_kept: bool) -> AsyncIterator[str]:
-    """A server's address. It ends each connection by GOAWAY, and then closes it or stops reading and writing."""
+    """Yield a server that ends each connection by GOAWAY, then closes it or stops reading and writing."""
     is_over = asyncio.Event()
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from weft.kv.memory import HostBlocks
-from weft.kv.transport import CopyRange, KvSource, TransferFailed
+from weft.kv.transfer import CopyRange, HostBlocks, KvSource, TransferFailed
 from weft.request import RequestKey
 from weft.rpc import grpc_transport
 from weft.rpc.client import ChannelPool
@@ -26,7 +25,6 @@ Answer = Callable[[pb2.ReadBlocksRequest, HostBlocks], Any]
 
 
 def pool(fill: Callable[[int], int]) -> HostBlocks:
-    """Memory of its own, byte by byte."""
     backing = (ctypes.c_ubyte * (SIZE * COUNT))(*[fill(i) % 256 for i in range(SIZE * COUNT)])
     memory = HostBlocks(ctypes.addressof(backing), SIZE, COUNT)
     memory.backing = backing  # type: ignore[attr-defined] # kept alive
@@ -35,7 +33,7 @@ def pool(fill: Callable[[int], int]) -> HostBlocks:
 
 @asynccontextmanager
 async def start_lender(memory: HostBlocks, answer: Answer | None = None) -> AsyncIterator[str]:
-    """Without an answer what prefill does."""
+    """Start a prefill servicer that serves this memory."""
 
     class Servicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         async def Prefill(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
@@ -66,7 +64,7 @@ async def start_lender(memory: HostBlocks, answer: Answer | None = None) -> Asyn
 async def pull(
     remote: HostBlocks, local: HostBlocks, address: str, pairs: list[tuple[int, int]], seconds: float
 ) -> None:
-    """(remote block, local block) pairs, joined where they are neighbours."""
+    """Pull (remote, local) block pairs, joined where they are adjacent."""
     channels = ChannelPool()
     transport = GrpcTransport(channels, local)
     endpoint = GrpcTransport(channels, remote).endpoint()
@@ -87,7 +85,7 @@ async def test_blocks_arrive_as_they_were_in_pieces(monkeypatch: pytest.MonkeyPa
 
 
 class Device(HostBlocks):
-    """Copies wait until it is free, as those of a GPU wait for what it does."""
+    """Copies wait until it is free, like those of a GPU."""
 
     is_host = False
 

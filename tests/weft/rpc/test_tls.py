@@ -33,7 +33,7 @@ from weft.rpc.tls import channel_credentials, peer_credentials, reloaded
 
 @pytest.fixture(autouse=True)
 def patient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may need two seconds to connect by TLS."""
+    """Allow two seconds for a TLS connection on a busy machine."""
     monkeypatch.setattr(health, "ATTEMPT_SECONDS", 20.0)
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def scheduler(folder: Path) -> Iterator[str]:
-    """A scheduler process; its address."""
+    """Start a scheduler process and yield its address."""
     environ = {**os.environ, "WEFT_TLS_DIR": str(folder), "WEFT_PORT": "0", "WEFT_METRICS_PORT": "0"}
     command = [sys.executable, "-m", "weft_services.scheduler"]
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
@@ -112,7 +112,6 @@ async def test_a_peer_is_called_with_the_last_certificate_while_another_is_put_t
 async def test_a_peer_is_called_with_the_last_certificate_between_the_replacing_of_key_and_certificate(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The channel would keep both, and reach nobody for as long as it lives."""
     make_certs(tmp_path / "next", [])
     with scheduler(folder) as address:
         monkeypatch.setenv("WEFT_TLS_DIR", str(folder))
@@ -182,7 +181,6 @@ def test_the_key_of_another_authority_makes_no_certificate(folder: Path, tmp_pat
 
 
 def test_an_authority_that_has_ended_makes_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would believe it, and nobody would say why."""
     monkeypatch.setattr(certs, "CA_DAYS", -1e-3)
     make_certs(tmp_path, [])
     before = (tmp_path / "cert.pem").read_bytes()
@@ -193,7 +191,6 @@ def test_an_authority_that_has_ended_makes_no_certificate(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_key_is_not_replaced_where_there_is_no_room_for_its_certificate(folder: Path, is_there: bool) -> None:
-    """A key is the smaller file. Listeners would read it with the old certificate, which it does not belong to."""
     for path in () if is_there else list(folder.iterdir()):
         path.unlink()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -250,7 +247,6 @@ def test_what_a_broken_off_renewal_has_left_is_no_hindrance(folder: Path) -> Non
 
 
 def test_a_renewed_key_belongs_to_whom_the_old_one_did(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's user reads it, whom the operator has given it to."""
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "fchown", lambda fd, uid, gid: given.append((uid, gid)))
     (folder / "key.pem").chmod(0o640)
@@ -281,7 +277,7 @@ def test_who_may_not_give_a_renewed_key_away_is_told_what_to_do(folder: Path, mo
 
 
 def pretend_owner(monkeypatch: pytest.MonkeyPatch, uid: int) -> None:
-    """Files that are asked for by their path belong to somebody else."""
+    """Pretend that files belong to another user."""
     real = Path.stat
 
     def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:

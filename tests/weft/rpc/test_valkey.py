@@ -28,7 +28,6 @@ URL = "redis://127.0.0.1:1/0"
     ],
 )
 def test_an_address_that_is_none_is_refused_by_its_variable_and_without_its_password(url: str) -> None:
-    """Of the second each question would fail, for as long as the process lives."""
     with pytest.raises(ConfigError, match=r"WEFT_REDIS_URL: valkey\S* is not a Valkey URL") as refused:
         Valkey(url, "found", "lost")
     assert "secret" not in str(refused.value)
@@ -41,7 +40,7 @@ async def test_an_address_may_be_written_in_every_way_that_clients_know(url: str
 
 
 async def test_a_task_that_asks_can_be_cancelled_at_any_moment() -> None:
-    """Where its question has just been written redis-py goes on as if nothing were."""
+    """redis-py swallows a cancellation just after it has written a command."""
     valkey = Valkey(URL, "found", "lost")
     is_written = asyncio.Event()
 
@@ -125,7 +124,6 @@ async def test_whoever_waited_while_it_failed_does_not_ask(error: Exception, num
 
 @pytest.mark.parametrize("late", [TimeoutError(), LateError("read")])
 async def test_a_late_answer_now_and_then_is_no_failure(late: Exception) -> None:
-    """It may be this process that was late."""
     valkey = Valkey(URL, "found", "lost", deadline_seconds=20)
 
     async def fails(_: Any) -> bool:

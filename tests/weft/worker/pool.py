@@ -9,24 +9,23 @@ from contextlib import asynccontextmanager
 import torch
 
 from tests.services.kvstore.node import until
+from weft.kv.block_pool import FullBlock
 from weft.kv.memfd import create_shared_memory
-from weft.kv.memory import BlockBytes, HostBlocks
-from weft.kv.offload_queue import FullBlock
+from weft.kv.transfer import BlockBytes, HostBlocks
 from weft.request import KEEP, ModelFingerprint, Retention
-from weft.worker.fetch_cost import FetchCostModel
 from weft.worker.pool_memory import TensorBlocks
 from weft.worker.store_client import StoreClient
+from weft.worker.store_reader import FetchCostModel
 
 BLOCK_BYTES = 96 * 1024
 
 
 def key(number: int) -> bytes:
-    """A block key."""
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
 
 
 def content(number: int) -> bytes:
-    """The bytes of the block with that key."""
+    """Return the bytes of the block with this key."""
     return hashlib.shake_128(key(number)).digest(BLOCK_BYTES)
 
 
@@ -46,15 +45,13 @@ class Worker:
         self.store = StoreClient(address, memory, fingerprint, self.unpinned.extend, self.estimate)
 
     def write(self, block: int, data: bytes) -> None:
-        """Fill a block."""
         self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = data
 
     def read(self, block: int) -> bytes:
-        """A copy of a block."""
         return bytes(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
     def offer(self, numbers: Sequence[int], tenant: bytes = b"", retention: Retention = KEEP) -> None:
-        """Compute these blocks, each into the pool's block of its number, and offer them."""
+        """Write these blocks to the pool blocks of the same number, and offer them."""
         for number in numbers:
             self.write(number, content(number))
         self.store.offer([FullBlock(key(number), number, tenant, retention) for number in numbers])
@@ -62,7 +59,7 @@ class Worker:
 
 @asynccontextmanager
 async def working(worker: Worker) -> AsyncIterator[Worker]:
-    """Connected, and closed in the end."""
+    """Connect a worker, and close it at the end of the scope."""
     await worker.store.connect()
     try:
         if worker.store._address:  # the first attempt may take longer than `connect` waits

@@ -1,4 +1,4 @@
-"""From another thread to the loop, in order, and loudly when a consumer fails."""
+"""Step events on the loop, sequences of a client, and the counters for reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +25,14 @@ from weft.engine.messages import (
     TokenDelta,
 )
 from weft.errors import EngineFailed, InvalidRequest, PeerLost
+from weft.fleet_types import EngineTimeStats, PrefixCacheStats, TransferStats
+from weft.kv.block_pool import Tier
+from weft.metrics import REGISTRY
 from weft.request import FinishReason, RequestKey, SamplingParams, WorkerRole
+from weft.rpc import wire
 from weft.worker import engine_client
-from weft.worker.engine_client import EngineClient, EngineEvents, EngineSequence, GrammarCompiler
+from weft.worker.engine_client import EngineClient, EngineEvents, EngineSequence, GrammarCompiler, StatsRecorder
+from weft_mesh.v1 import scheduler_service_pb2 as pb
 
 KEY = RequestKey("a")
 SPEC = SequenceSpec(KEY, (1, 2), SamplingParams(max_tokens=1), SequenceMode.GENERATE)
@@ -34,14 +40,12 @@ FIRST, TEXT = TokenDelta(KEY, (7,), prompt=PromptCounts(0, 0, 0)), TokenDelta(KE
 
 
 def step(num_prompt: int, num_generated: int, seconds: float, *deltas: TokenDelta) -> StepOutput:
-    """What it told, and the totals after it."""
+    """Return a step with these totals."""
     load = EngineLoad(computed_prompt_tokens=num_prompt, generated_tokens=num_generated)
     return StepOutput(load, deltas=list(deltas), step_seconds=seconds)
 
 
 def emit(feed: EngineEvents, *outputs: StepOutput) -> None:
-    """As the engine would, from a thread of its own."""
-
     def tell() -> None:
         for output in outputs:
             feed.listener(output)
@@ -119,7 +123,7 @@ async def test_a_consumer_that_fails_breaks_the_feed() -> None:
 
 
 class FakeEngine:
-    """Notes what is submitted and cancelled."""
+    """Records submitted and cancelled sequences."""
 
     def __init__(self) -> None:
         self.submitted: list[SequenceSpec] = []
@@ -145,7 +149,6 @@ class Scene:
 
     @contextmanager
     def open(self, key: RequestKey = KEY) -> Iterator[EngineSequence]:
-        """Yield an open sequence."""
         sequence = EngineSequence(key)
         with self.client.open(sequence):
             yield sequence
@@ -261,3 +264,42 @@ async def test_a_background_task_that_fails_ends_its_scope() -> None:
 
     with pytest.raises(ExceptionGroup):
         await scope()
+
+
+def test_sums_survive_the_wire() -> None:
+    counted = StatsRecorder()
+    counted.on_lookup(100, {Tier.POOL: 32, Tier.DRAM: 16})
+    counted.on_lookup(50, {Tier.POOL: 16, Tier.NVME: 8})
+    counted.on_fetched({Tier.DRAM: 0.25})
+    counted.on_fetched({Tier.DRAM: 0.5, Tier.NVME: 2.0})
+    counted.on_transfer("prefill-0", 1000)
+    counted.on_transfer("prefill-0", 500)
+    counted.on_transfer_failed("prefill-1", "timeout")
+    now = replace(counted.read(), engine_time=EngineTimeStats(3, 0.5, 1.5))
+    assert now.prefix == PrefixCacheStats(150, 48, 16, 8, 0.75, 2.0)
+    assert now.transfers == (TransferStats("prefill-0", 2, 1500), TransferStats("prefill-1", num_failed=1))
+    report = pb.WorkerReport(
+        prefix=wire.prefix_stats_to_wire(now.prefix),
+        hand_offs=wire.transfer_stats_to_wire(now.transfers),
+        generating_steps=3,
+        generating_seconds=0.5,
+        computing_seconds=1.5,
+    )
+    assert wire.worker_stats_from_wire(pb.WorkerReport.FromString(report.SerializeToString())) == now
+
+
+def test_the_lender_heard_of_longest_ago_is_forgotten_first() -> None:
+    counted = StatsRecorder()
+    for number in range(engine_client.MAX_PREFILL_WORKERS):
+        counted.on_transfer(f"prefill-{number}", 1)
+    counted.on_transfer("prefill-0", 1)
+    counted.on_transfer("one-more", 1)
+    lenders = {each.prefill_worker_id for each in counted.read().transfers}
+    assert len(lenders) == engine_client.MAX_PREFILL_WORKERS
+    assert "prefill-0" in lenders
+    assert "prefill-1" not in lenders
+
+
+def test_reasons_are_counted_from_the_start_so_that_the_first_failure_shows_in_an_increase() -> None:
+    StatsRecorder().declare_failures(["of this test"])
+    assert REGISTRY.get_sample_value("weft_kv_transfer_failures_total", {"reason": "of this test"}) == 0

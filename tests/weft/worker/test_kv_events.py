@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.weft.worker.pool import key
-from weft.kv.block_keys import fingerprint_digest
-from weft.kv.block_pool import BlockPool
+from weft.kv.block_pool import BlockPool, fingerprint_digest
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
@@ -37,7 +36,7 @@ async def _announce(ready: bool) -> None:
 
 @asynccontextmanager
 async def serving(places: PoolIndex, port: int = 0) -> AsyncIterator[str]:
-    """A kvstore whose Mooncake is away: the index answers all the same."""
+    """Run a kvstore without Mooncake; its index answers all the same."""
     rpc = RpcServer([SERVICE_NAME])
     store = NodeStore(StoreAddress("127.0.0.1", "127.0.0.1", 64 << 20), _announce)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)

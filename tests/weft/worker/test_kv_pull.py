@@ -1,18 +1,26 @@
-"""Blocks that a pull may still write stay out of use until it has ended."""
+"""Pulls, the quarantine of blocks that an aborted pull may still write, and the choice of transports."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from weft.asyncio_compat import background_tasks
-from weft.kv.memory import HostBlocks, checksums
-from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
+from weft.errors import ConfigError
+from weft.kv import transfer
+from weft.kv.memfd import SharedMemory, create_shared_memory
+from weft.kv.mooncake import MooncakeUnavailable
+from weft.kv.transfer import BlockBytes, CopyRange, Endpoint, HostBlocks, KvSource, TransferFailed, Transport, checksums
+from weft.options import TransportChoice
 from weft.request import RequestKey
+from weft.rpc.client import ChannelPool
+from weft.rpc.grpc_transport import GrpcTransport
 from weft.worker import kv_pull
 from weft.worker.kv_pull import (
     OVERDUE_SECONDS,
@@ -22,14 +30,18 @@ from weft.worker.kv_pull import (
     KvPull,
     KvPuller,
     Quarantine,
+    advertised_endpoint,
+    choose_transports,
+    needs_checksums,
 )
 
 LENDER = KvSource(Endpoint("scripted", "", 10_000), "peer:1", RequestKey("r"))
+POOL = (ctypes.c_ubyte * 8192)()
 
 
 @dataclass
 class Scripted:
-    """A transport whose pulls wait for `opening` and then end as told."""
+    """A transport whose pulls wait for `opening` and then end as scripted."""
 
     name: str = "scripted"
     failure: TransferFailed | None = None
@@ -60,7 +72,7 @@ class Scripted:
 
 @dataclass
 class Scene:
-    """A borrower with one borrowing, and the blocks whose quarantine has ended."""
+    """One pull, and the blocks whose quarantine has ended."""
 
     transport: Scripted
     memory: HostBlocks
@@ -198,3 +210,90 @@ async def test_a_way_that_failed_is_left_alone_for_some_minutes(
         now[0] += kv_pull.ROUTE_DISABLED_SECONDS
         await pull()
         assert (len(first.runs), len(last.runs)) == (4, 1)
+
+
+def pick_for(choice: TransportChoice, memory: BlockBytes) -> tuple[Transport, ...]:
+    return choose_transports(choice, "127.0.0.1", GrpcTransport(ChannelPool(), memory), memory)
+
+
+def pick(choice: TransportChoice) -> list[str]:
+    memory = HostBlocks(ctypes.addressof(POOL), 4096, 2)
+    return [transport.name for transport in pick_for(choice, memory)]
+
+
+@pytest.fixture
+def shared() -> SharedMemory:
+    """Yield a pool in a file, like that of a CPU worker."""
+    pool = create_shared_memory(8192, "weft-kv-pool")
+    assert pool is not None
+    return pool
+
+
+def blocks_of(shared: SharedMemory) -> HostBlocks:
+    return HostBlocks(ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping)), 4096, 2, shared.fd)
+
+
+def unavailable(host: str, protocol: str) -> None:
+    raise MooncakeUnavailable("libibverbs.so.1 is missing")
+
+
+def test_mooncake_goes_first_and_grpc_is_always_there() -> None:
+    assert pick(TransportChoice.AUTO) == ["mooncake", "grpc"]
+    assert pick(TransportChoice.MOONCAKE) == ["mooncake", "grpc"]
+
+
+def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: SharedMemory) -> None:
+    picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
+    assert [transport.name for transport in picked] == ["local", "mooncake", "grpc"]
+    endpoint = advertised_endpoint(picked)
+    assert (endpoint.transport, endpoint.segment) == ("mooncake", picked[1].endpoint().segment)
+    # who is on this machine goes by the file, who is not by what its transport says
+    assert [transport.reaches(endpoint) for transport in picked] == [True, True, True]
+    elsewhere = Endpoint(
+        endpoint.transport, endpoint.segment, endpoint.pool_address, "1/fd/3 " + "/memfd:x-" + 32 * "0"
+    )
+    assert [transport.reaches(elsewhere) for transport in picked] == [False, True, True]
+
+
+def test_where_open_files_are_not_shown_workers_of_one_machine_are_peers_like_others(
+    shared: SharedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(transfer, "OPEN_FILES", tmp_path)
+    picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
+    assert [transport.name for transport in picked] == ["mooncake", "grpc"]
+    assert advertised_endpoint(picked).file == ""
+
+
+@pytest.mark.parametrize("choice", [TransportChoice.MOONCAKE, TransportChoice.GRPC])
+def test_a_transport_that_is_demanded_is_used_on_the_same_machine_too(
+    choice: TransportChoice, shared: SharedMemory
+) -> None:
+    picked = pick_for(choice, blocks_of(shared))
+    assert "local" not in [transport.name for transport in picked]
+    assert (advertised_endpoint(picked).transport, advertised_endpoint(picked).file) == (choice.value, "")
+
+
+def test_grpc_alone_when_asked_for() -> None:
+    assert pick(TransportChoice.GRPC) == ["grpc"]
+
+
+def test_without_mooncake_auto_falls_back_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_pull, "MooncakeTransport", unavailable)
+    with caplog.at_level(logging.WARNING):
+        assert pick(TransportChoice.AUTO) == ["grpc"]
+    assert "libibverbs" in caplog.text
+
+
+def test_mooncake_that_is_demanded_and_missing_is_an_error_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pull, "MooncakeTransport", unavailable)
+    with pytest.raises(ConfigError, match="WEFT_TRANSPORT"):
+        pick(TransportChoice.MOONCAKE)
+
+
+@pytest.mark.parametrize(
+    ("transport", "has_checksums"), [("local", True), ("mooncake", True), ("mooncake_rdma", False), ("grpc", True)]
+)
+def test_blocks_have_checksums_unless_rdma_carries_them(transport: str, has_checksums: bool) -> None:
+    assert needs_checksums(transport) is has_checksums

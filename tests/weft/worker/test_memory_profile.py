@@ -45,7 +45,7 @@ def limits_of(config: ModelConfig, chunk_tokens: int = 64, max_num_seqs: int = 6
 
 
 def wide(config: ModelConfig) -> ModelConfig:
-    """Activations of megabytes, beside which nothing else counts."""
+    """A model whose activations take megabytes."""
     config = replace(config, hidden_size=256, intermediate_size=1024, vocab_size=4000, max_positions=4096)
     if config.experts is not None:
         shared = 256 if config.experts.shared_size else 0
@@ -62,8 +62,7 @@ def random_model(config: ModelConfig, device: torch.device) -> Decoder:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[ProcessPoolExecutor]:
-    """A process that does nothing else, as a worker's at its start. What earlier tests have left in this one, free or
-    at work, goes into what a step takes: with them it was up to 2.6 times the plan, and the same again each time."""
+    """Run in a new process, because memory freed by earlier tests would hide that of a step."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         yield process
 
@@ -72,8 +71,7 @@ def alone() -> Iterator[ProcessPoolExecutor]:
 def test_the_peak_is_near_the_plans(
     name: str, chunk_tokens: int, family_of: Callable[[str], TinyFamily], alone: ProcessPoolExecutor
 ) -> None:
-    """Above it, and the more so the shorter the chunk: what choosing tokens, and reading prompts, takes on a CPU
-    is not counted."""
+    """The peak lies above the plan, more so for short chunks: the plan omits sampling and prompt reading on a CPU."""
     config = wide(family_of(name).config)
     limits = replace(limits_of(config, chunk_tokens=chunk_tokens), max_pinned=0)
     planned = estimate_budget(config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
@@ -84,7 +82,7 @@ def test_the_peak_is_near_the_plans(
 
 
 def least(config: ModelConfig, limits: EngineConfig, enough: float) -> int:
-    """Of six measurements, or of those so far, once the two least of them are nearly the same and below `enough`."""
+    """Return the least of up to six measurements, once the two least are close and below `enough`."""
     model = random_model(config, CPU)
     measure_peak(model, replace(limits, chunk_tokens=64), "float32", CPU)  # pages of code that no step has run yet
     gc.collect()
@@ -97,7 +95,7 @@ def least(config: ModelConfig, limits: EngineConfig, enough: float) -> int:
 
 
 def measured(model: Decoder, limits: EngineConfig) -> int:
-    """With nothing free in the process that a step could take unseen."""
+    """Measure with no free memory in the process."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -108,8 +106,6 @@ def measured(model: Decoder, limits: EngineConfig) -> int:
 def test_every_family_has_a_largest_step(
     name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token of everybody; then a chunk at the end of the longest context beside those: on a GPU a capture gives
-    back what torch keeps of steps before it, and keeps what it took beside all later ones."""
     tiny, launched = family_of(name), []
     model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
     launch = ModelRunner.launch

@@ -1,13 +1,17 @@
-"""The store client against a real kvstore and a real Mooncake, whole and hurt."""
+"""The store client against a real kvstore and Mooncake, working and failing."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,20 +19,35 @@ import pytest
 from tests.services.kvstore.node import KvStoreProcess, patient_look_ups, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
-from weft.kv.offload_queue import FullBlock
+from weft.asyncio_compat import background_tasks
+from weft.kv.block_pool import FullBlock, Tier
 from weft.kv.store_client_proxy import StoreLost
-from weft.kv.tiers import Tier
-from weft.worker.fetch_cost import PROBE_BLOCKS, SKIPS_BEFORE_PROBE
-from weft.worker.store_connection import StoreConnector, _own_address
-from weft.worker.store_reader import FetchRequest
+from weft.kv.transfer import HostBlocks
+from weft.worker import store_client
+from weft.worker.store_client import StoreWriter
+from weft.worker.store_connection import StoreConnection, StoreConnector, _own_address
+from weft.worker.store_reader import PROBE_BLOCKS, SKIPS_BEFORE_PROBE, TROUBLE_CODE, FetchRequest
 
 FETCH_SECONDS = 5.0
 CANARY = b"\x5a" * BLOCK_BYTES
+PUT_AND_WAIT = """
+import asyncio, sys
+from tests.weft.worker.pool import Worker, working
+from tests.weft.worker.test_store_client import offered
+
+async def main():
+    async with working(Worker(sys.argv[1], "outlived")) as worker:
+        await offered(worker, list(range(20)))
+        print("done", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[KvStoreProcess]:
-    """One that no test hurts; each has its own model in it."""
+    """A kvstore that no test breaks; each test has its own model in it."""
     node = KvStoreProcess(is_patient=True)
     node.start()
     yield node
@@ -37,14 +56,14 @@ def shared() -> Iterator[KvStoreProcess]:
 
 @pytest.fixture
 def patient() -> Iterator[None]:
-    """What is in the store is found, however slow the machine is."""
+    """Make lookups wait, however slow the machine is."""
     with patient_look_ups():
         yield
 
 
 @pytest.fixture
 def kvstore() -> Iterator[KvStoreProcess]:
-    """One to hurt."""
+    """A kvstore for tests that break it."""
     node = KvStoreProcess()
     node.start()
     yield node
@@ -71,7 +90,7 @@ async def offered(worker: Worker, numbers: list[int]) -> None:
 
 
 async def found(worker: Worker, numbers: list[int]) -> int:
-    """How many blocks a fetch brings; into the blocks that hold them anyway."""
+    """Return how many blocks a fetch brings."""
     return (
         await worker.store.fetch(FetchRequest([key(number) for number in numbers], numbers), FETCH_SECONDS)
     ).num_blocks
@@ -137,21 +156,6 @@ async def test_two_roundings_of_one_block_never_mix(shared: KvStoreProcess) -> N
             one.write(0, CANARY)
             assert await found(one, [0]) == 1
             assert one.read(0) in (content(0), mine, bytes([max(0, repeat - 1)]) * BLOCK_BYTES)
-
-
-PUT_AND_WAIT = """
-import asyncio, sys
-from tests.weft.worker.pool import Worker, working
-from tests.weft.worker.test_store_client import offered
-
-async def main():
-    async with working(Worker(sys.argv[1], "outlived")) as worker:
-        await offered(worker, list(range(20)))
-        print("done", flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 
 @pytest.mark.usefixtures("patient")
@@ -256,7 +260,7 @@ async def test_a_frozen_store_is_left_alone_and_never_writes_late(kvstore: KvSto
 
 
 async def cut_off(worker: Worker, kvstore: KvStoreProcess, stall_seconds: float) -> None:
-    """A fetch of 40 blocks into canaries, cancelled while it waits for the memory's owner, who is frozen then."""
+    """Freeze the owner of the memory, and cancel a fetch of 40 blocks that waits for it."""
     await offered(worker, [*range(40)])
     for number in range(40):
         worker.write(number, CANARY)
@@ -296,3 +300,74 @@ async def test_a_read_that_does_not_end_after_its_fetch_was_cancelled_ends_the_c
         kvstore.owner.resume()
         await until("connected again", lambda: worker.store.is_connected)
         assert all(worker.read(number) == CANARY for number in range(40))
+
+
+def store_process() -> psutil.Process:
+    """Return this worker's client process."""
+    (found,) = (each for each in psutil.Process().children() if "weft.kv.store_client_process" in each.cmdline())
+    return found
+
+
+def rights_to_the_pool(process: psutil.Process) -> list[str]:
+    """Return the rights of each mapping of the pool."""
+    maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [line.split()[1] for line in maps if "weft-kv-pool" in line]
+
+
+async def put(worker: Worker, numbers: Sequence[int]) -> None:
+    """Put blocks, and wait until that has ended."""
+    worker.unpinned.clear()
+    worker.offer(numbers)
+    await until("all were unpinned", lambda: sorted(worker.unpinned) == sorted(numbers))
+
+
+async def test_a_put_copies_nothing_and_cannot_write_the_pool(kvstore: KvStoreProcess) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await put(worker, [*range(40)])
+        link = worker.store._connector.connection
+        assert link is not None
+        assert not any(link.client.staging)
+        assert rights_to_the_pool(store_process()) == ["r--s"]
+        fetched = await worker.store.fetch(FetchRequest([key(n) for n in range(40)], [*range(100, 140)]), 5.0)
+        assert fetched.num_blocks == 40
+        assert all(worker.read(100 + number) == content(number) for number in range(40))
+
+
+async def test_blocks_of_a_put_that_hangs_stay_pinned_until_its_process_is_gone(
+    kvstore: KvStoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_client, "PUT_SECONDS", 0.3)
+    async with working(Worker(kvstore.address)) as worker:
+        reader, is_there = store_process(), []
+        monkeypatch.setattr(worker.store._writer, "_unpin", lambda _: is_there.append(reader.is_running()))
+        kvstore.owner.suspend()
+        worker.offer([50, 51])
+        await until("they were unpinned", lambda: bool(is_there))
+        assert is_there == [False]
+        kvstore.owner.resume()
+
+
+async def test_blocks_of_a_put_that_failed_in_transfer_stay_pinned_until_its_process_is_gone() -> None:
+    async def put(names: Sequence[str], *_: Any, **__: Any) -> list[int]:
+        return [TROUBLE_CODE] * len(names)
+
+    pool, unpinned = (ctypes.c_ubyte * 64)(), list[int]()
+    agent: Any = SimpleNamespace(put=put)
+    stub: Any = None  # nobody is told of a put that failed
+    async with background_tasks() as tasks:
+        link = StoreConnection("boot", agent, stub, tasks)
+        keeper: Any = SimpleNamespace(connection=link)
+        memory = HostBlocks(ctypes.addressof(pool), 8, 8, 0)
+        writer = StoreWriter(keeper, memory, b"m" * 16, 4, unpinned.extend)
+        tasks.create_task(writer.run())
+        writer.offer([FullBlock(key(number), number) for number in (1, 2)])
+        async with asyncio.timeout(5):
+            while link.is_usable:  # noqa: ASYNC110 (the task beside this one brings it about)
+                await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert unpinned == []
+            link.mark_ended()
+            while not unpinned:  # noqa: ASYNC110 (the task beside this one brings it about)
+                await asyncio.sleep(0)
+        assert unpinned == [1, 2]

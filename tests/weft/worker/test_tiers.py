@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.kvstore.node import PATIENCE_SECONDS, POLL_SECONDS, KvStoreProcess, patient_look_ups, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
-from weft.kv.tiers import Tier
+from weft.kv.block_pool import Tier
 from weft.request import Retention
 from weft.worker.store_reader import FetchRequest, FetchResult
 from weft_services.kvstore.segment import Segment, segment_paths
@@ -34,7 +34,7 @@ def kvstore(tmp_path: Path) -> Iterator[KvStoreProcess]:
 
 
 async def fetch(worker: Worker, numbers: list[int]) -> FetchResult:
-    """Into blocks that held something else; what came is checked."""
+    """Fetch into blocks that held something else, and check the bytes."""
     targets = [100 + number for number in numbers]
     for target in targets:
         worker.write(target, b"\x5a" * BLOCK_BYTES)
@@ -49,8 +49,7 @@ def disk_bytes(directory: Path) -> int:
 
 
 async def spilled(directory: Path, worker: Worker, numbers: list[int]) -> None:
-    """Offer these, no faster than they go to the disk, until all are there: a memory that overflows drops some, which
-    are offered again."""
+    """Offer blocks no faster than they go to the disk, until all are there."""
     before = disk_bytes(directory)
     for first in range(0, len(numbers), 20):
         part = numbers[first : first + 20]
@@ -67,7 +66,7 @@ async def spilled(directory: Path, worker: Worker, numbers: list[int]) -> None:
 
 
 async def restart(kvstore: KvStoreProcess, worker: Worker) -> None:
-    """SIGKILL of every process of the store."""
+    """Kill every process of the store, and start it again."""
     children = kvstore.kill()
     assert not psutil.wait_procs(children, timeout=10)[1]
     await until("it was noticed", lambda: not worker.store.is_connected)

@@ -663,7 +663,7 @@ class WorkerReport(_message.Message):
     GENERATING_STEPS_FIELD_NUMBER: _builtins.int
     GENERATING_SECONDS_FIELD_NUMBER: _builtins.int
     COMPUTING_SECONDS_FIELD_NUMBER: _builtins.int
-    PARKED_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
@@ -696,7 +696,7 @@ class WorkerReport(_message.Message):
     generating_seconds: _builtins.float
     computing_seconds: _builtins.float
     """Time spent on prompts since its start; of mixed steps, the share by tokens."""
-    parked: _builtins.bool
+    asleep: _builtins.bool
     """It was asked to release weights and pool; `ready` is false then."""
     full: _builtins.bool
     """It is not ready only because sequences hold its whole pool; requests wait for that. Absent: unknown."""
@@ -729,12 +729,12 @@ class WorkerReport(_message.Message):
         generating_steps: _builtins.int = ...,
         generating_seconds: _builtins.float = ...,
         computing_seconds: _builtins.float = ...,
-        parked: _builtins.bool = ...,
+        asleep: _builtins.bool = ...,
         full: _builtins.bool | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "full", b"full", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "full", b"full", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_steps", b"generating_steps", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "parked", b"parked", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "asleep", b"asleep", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "full", b"full", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_steps", b"generating_steps", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__full: _TypeAlias = _typing.Literal["full"]  # noqa: Y015
     _WhichOneofArgType__full: _TypeAlias = _typing.Literal["_full", b"_full"]  # noqa: Y015
@@ -827,14 +827,14 @@ class JoinResponse(_message.Message):
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
-    PARK_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
     report_interval_ms: _builtins.int
     """Report interval in milliseconds."""
     drain: _builtins.bool
     """True: take no new requests; false: take them again; absent: no change."""
     role: _common_pb2.WorkerRole.ValueType
     """New role; unspecified: no change."""
-    park: _builtins.bool
+    sleep: _builtins.bool
     """True: release weights and pool; false: load them again; absent: no change."""
     def __init__(
         self,
@@ -842,20 +842,20 @@ class JoinResponse(_message.Message):
         report_interval_ms: _builtins.int = ...,
         drain: _builtins.bool | None = ...,
         role: _common_pb2.WorkerRole.ValueType = ...,
-        park: _builtins.bool | None = ...,
+        sleep: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "_park", b"_park", "drain", b"drain", "park", b"park"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "_sleep", b"_sleep", "drain", b"drain", "sleep", b"sleep"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "_park", b"_park", "drain", b"drain", "park", b"park", "report_interval_ms", b"report_interval_ms", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "_sleep", b"_sleep", "drain", b"drain", "report_interval_ms", b"report_interval_ms", "role", b"role", "sleep", b"sleep"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain: _TypeAlias = _typing.Literal["drain"]  # noqa: Y015
     _WhichOneofArgType__drain: _TypeAlias = _typing.Literal["_drain", b"_drain"]  # noqa: Y015
-    _WhichOneofReturnType__park: _TypeAlias = _typing.Literal["park"]  # noqa: Y015
-    _WhichOneofArgType__park: _TypeAlias = _typing.Literal["_park", b"_park"]  # noqa: Y015
+    _WhichOneofReturnType__sleep: _TypeAlias = _typing.Literal["sleep"]  # noqa: Y015
+    _WhichOneofArgType__sleep: _TypeAlias = _typing.Literal["_sleep", b"_sleep"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drain) -> _WhichOneofReturnType__drain | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__park) -> _WhichOneofReturnType__park | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sleep) -> _WhichOneofReturnType__sleep | None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
@@ -1090,7 +1090,7 @@ class SetRoleResponse(_message.Message):
 Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
 
 @_typing.final
-class ParkRequest(_message.Message):
+class SleepRequest(_message.Message):
     """Puts a worker to sleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1117,10 +1117,10 @@ class ParkRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ParkRequest: _TypeAlias = ParkRequest  # noqa: Y015
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
 
 @_typing.final
-class ParkResponse(_message.Message):
+class SleepResponse(_message.Message):
     """Empty; the worker's reports show the change."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1134,4 +1134,4 @@ class ParkResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ParkResponse: _TypeAlias = ParkResponse  # noqa: Y015
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015

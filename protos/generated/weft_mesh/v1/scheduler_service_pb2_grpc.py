@@ -226,10 +226,10 @@ class FleetServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
-        self.Park = channel.unary_unary(
-                '/weft_mesh.v1.FleetService/Park',
-                request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkRequest.SerializeToString,
-                response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkResponse.FromString,
+        self.Sleep = channel.unary_unary(
+                '/weft_mesh.v1.FleetService/Sleep',
+                request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SleepRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SleepResponse.FromString,
                 _registered_method=True)
 
 
@@ -274,7 +274,7 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Park(self, request, context):
+    def Sleep(self, request, context):
         """Drain a worker and release its weights and KV pool while its process stays, or make it load them again.
         NOT_FOUND: no such live worker. INVALID_ARGUMENT: no other worker has its role.
         """
@@ -310,10 +310,10 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.SerializeToString,
             ),
-            'Park': grpc.unary_unary_rpc_method_handler(
-                    servicer.Park,
-                    request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkRequest.FromString,
-                    response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkResponse.SerializeToString,
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SleepRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SleepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -463,7 +463,7 @@ class FleetService:
             _registered_method=True)
 
     @staticmethod
-    def Park(request,
+    def Sleep(request,
             target,
             options=(),
             channel_credentials=None,
@@ -476,9 +476,9 @@ class FleetService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/weft_mesh.v1.FleetService/Park',
-            weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkRequest.SerializeToString,
-            weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkResponse.FromString,
+            '/weft_mesh.v1.FleetService/Sleep',
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.SleepRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.SleepResponse.FromString,
             options,
             channel_credentials,
             insecure,

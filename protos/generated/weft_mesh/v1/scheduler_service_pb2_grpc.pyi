@@ -114,7 +114,7 @@ class FleetServiceStub:
     """Ask a worker to take another role for new requests. It remembers the role and reports it to every scheduler.
     NOT_FOUND: no such live worker. INVALID_ARGUMENT: its role is fixed, or it is the last one of its role.
     """
-    Park: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ParkRequest, _scheduler_service_pb2.ParkResponse]
+    Sleep: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SleepRequest, _scheduler_service_pb2.SleepResponse]
     """Drain a worker and release its weights and KV pool while its process stays, or make it load them again.
     NOT_FOUND: no such live worker. INVALID_ARGUMENT: no other worker has its role.
     """
@@ -138,7 +138,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Ask a worker to take another role for new requests. It remembers the role and reports it to every scheduler.
     NOT_FOUND: no such live worker. INVALID_ARGUMENT: its role is fixed, or it is the last one of its role.
     """
-    Park: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ParkRequest, _scheduler_service_pb2.ParkResponse]  # type: ignore[assignment]
+    Sleep: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SleepRequest, _scheduler_service_pb2.SleepResponse]  # type: ignore[assignment]
     """Drain a worker and release its weights and KV pool while its process stays, or make it load them again.
     NOT_FOUND: no such live worker. INVALID_ARGUMENT: no other worker has its role.
     """
@@ -191,11 +191,11 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Park(
+    def Sleep(
         self,
-        request: _scheduler_service_pb2.ParkRequest,
+        request: _scheduler_service_pb2.SleepRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_service_pb2.ParkResponse, _abc.Awaitable[_scheduler_service_pb2.ParkResponse]]:
+    ) -> _typing.Union[_scheduler_service_pb2.SleepResponse, _abc.Awaitable[_scheduler_service_pb2.SleepResponse]]:
         """Drain a worker and release its weights and KV pool while its process stays, or make it load them again.
         NOT_FOUND: no such live worker. INVALID_ARGUMENT: no other worker has its role.
         """

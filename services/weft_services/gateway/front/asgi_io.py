@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import Cancelled, WeftError
-from weft.rpc.status import as_weft_error
+from weft.rpc.client import as_weft_error
 from weft_services.gateway.dialects.anthropic_encoder import anthropic_error_body
 from weft_services.gateway.error_body import HttpError, error_body, retry_after_headers, status_of
 from weft_services.gateway.front.request_record import note_error

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from weft import trace
 from weft.errors import Cancelled, WeftError
 from weft.request import RequestStage
-from weft.rpc.status import as_weft_error
+from weft.rpc.client import as_weft_error
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.answers import CollectedChoice, Usage
 from weft_services.gateway.dialects.token_requests import embedding_body, parse_embedding

@@ -175,8 +175,8 @@ def _failure(error: WeftError) -> bytes:
 
 def _state(worker: WorkerStatus) -> str:
     report = worker.report
-    if report.is_parked:
-        return "parked"
+    if report.is_asleep:
+        return "asleep"
     if report.is_draining:
         return "draining"
     return "ready" if report.ready else "full" if report.is_full else "not ready"

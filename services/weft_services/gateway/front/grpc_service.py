@@ -19,7 +19,7 @@ from weft import trace
 from weft.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from weft.request import RequestStage
 from weft.rpc import wire
-from weft.rpc.status import as_weft_error
+from weft.rpc.client import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from weft_services.gateway.access.authentication import Authenticator, current_principal

@@ -123,7 +123,7 @@ class ModelFleet:
     @property
     def withdrawn(self) -> frozenset[str]:
         """Ids of the workers that an operator has drained or put to sleep."""
-        return frozenset(w.address.worker_id for w in self.workers if w.report.is_draining or w.report.is_parked)
+        return frozenset(w.address.worker_id for w in self.workers if w.report.is_draining or w.report.is_asleep)
 
     @property
     def block_tokens(self) -> int | None:

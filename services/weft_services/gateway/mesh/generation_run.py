@@ -28,7 +28,7 @@ from weft.request import (
     WorkerAddress,
     new_id,
 )
-from weft.rpc.status import as_weft_error
+from weft.rpc.client import as_weft_error
 from weft.stall_clock import StallAwareClock
 from weft_services.gateway.mesh.decode_connection import (
     DELTAS_PER_SEQUENCE,

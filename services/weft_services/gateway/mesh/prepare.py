@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from weft.errors import InvalidRequest
-from weft.kv.block_keys import block_keys
+from weft.kv.block_pool import block_keys
 from weft.request import Grammar, SamplingParams, new_seed
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, TokenizeRequest

@@ -101,7 +101,7 @@ function make(id, steer) {
 
 function fill(card, worker, fleet, role) {
   const { blocks } = worker;
-  const isAway = worker.state === "not ready" || worker.state === "parked";
+  const isAway = worker.state === "not ready" || worker.state === "asleep";
   card.root.className = `worker ${role} ${worker.state === "draining" ? "draining" : ""} ${isAway ? "away" : ""}`;
   card.root.dataset.worker = worker.id;
   card.status.textContent = worker.state === "ready" ? "" : worker.state;

@@ -1,4 +1,4 @@
-"""Copies between pool and staging area: what is checked, what is left alone, and when a copy has ended."""
+"""Copies between pool and staging area."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from weft.kv.memory import BlockBytes, HostBlocks
-from weft.worker.pool_memory import TensorBlocks, stage, unstage
+from weft.kv.transfer import BlockBytes, HostBlocks
+from weft.worker.pool_memory import TensorBlocks
+from weft.worker.store_connection import stage, unstage
 
 # three blocks are two turns of the loop
 SIZE, NUM_BLOCKS = 400_000, 6
@@ -56,7 +57,7 @@ async def test_nothing_from_the_first_damaged_block_on_reaches_the_pool(
 
 
 class SlowBlocks(TensorBlocks):
-    """A device that takes its time."""
+    """A device whose copies take time."""
 
     def __init__(self, pool: Tensor) -> None:
         super().__init__(pool)

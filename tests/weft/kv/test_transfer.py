@@ -1,4 +1,4 @@
-"""A pool read out of its file by another process of the same machine, and what is not mistaken for it."""
+"""Pool bytes, and the transport between pools of one machine."""
 
 from __future__ import annotations
 
@@ -14,20 +14,30 @@ from dataclasses import replace
 from signal import SIGSTOP
 
 import pytest
+import torch
+import xxhash
 
-from weft.kv import local_transport
-from weft.kv.local_transport import LocalTransport
+from weft.kv import transfer
 from weft.kv.memfd import SharedMemory, create_shared_memory
-from weft.kv.memory import HostBlocks
-from weft.kv.transport import CopyRange, Endpoint, KvSource, TransferFailed
+from weft.kv.transfer import (
+    BlockBytes,
+    CopyRange,
+    Endpoint,
+    HostBlocks,
+    KvSource,
+    LocalTransport,
+    TransferFailed,
+    checksums,
+)
 from weft.request import RequestKey
+from weft.worker.pool_memory import TensorBlocks
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 8
 # block i of its pool is full of i + 1
 LENDER = """
 import ctypes, json, signal
-from weft.kv.memory import HostBlocks
-from weft.kv.local_transport import LocalTransport
+from weft.kv.transfer import HostBlocks
+from weft.kv.transfer import LocalTransport
 from weft.kv.memfd import create_shared_memory
 shared = create_shared_memory(8 * 4096, "weft-kv-pool")
 shared.mapping[:] = b"".join(bytes([i + 1]) * 4096 for i in range(8))
@@ -55,7 +65,7 @@ def lender() -> Iterator[Endpoint]:
 
 
 class Ours:
-    """A borrower's pool, full of zeros."""
+    """A pool full of zeros."""
 
     def __init__(self) -> None:
         shared = create_shared_memory(BLOCK_BYTES * NUM_BLOCKS, "weft-kv-pool")
@@ -74,7 +84,7 @@ class Ours:
 
     @property
     def blocks(self) -> list[int]:
-        """What each block is full of."""
+        """Return the value that each block is full of."""
         content = [self.shared.mapping[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i in range(NUM_BLOCKS)]
         assert all(len(set(block)) == 1 for block in content)
         return [block[0] for block in content]
@@ -82,7 +92,7 @@ class Ours:
 
 @pytest.fixture(params=[0, BLOCK_BYTES * NUM_BLOCKS], ids=["by a thread", "at once"])
 async def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ours:
-    monkeypatch.setattr(local_transport, "MAX_BYTES_AT_ONCE", request.param)
+    monkeypatch.setattr(transfer, "MAX_BYTES_AT_ONCE", request.param)
     return Ours()
 
 
@@ -145,3 +155,49 @@ def open_files(peer: Endpoint) -> list[str]:
     """
     _, _, target = peer.file.partition(" ")
     return [name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}") == target]
+
+
+@pytest.fixture(params=["host", "torch"])
+def memory(request: pytest.FixtureRequest) -> BlockBytes:
+    if request.param == "torch":
+        return TensorBlocks(torch.arange(32, dtype=torch.uint8).view(4, 8))
+    backing = (ctypes.c_ubyte * 32)(*range(32))
+    blocks = HostBlocks(ctypes.addressof(backing), 8, 4)
+    blocks.backing = backing  # type: ignore[attr-defined] # kept alive
+    return blocks
+
+
+def test_a_block_is_read_where_it_lies(memory: BlockBytes) -> None:
+    assert list(memory.read(2)) == list(range(16, 24))
+    memory.write(2, 3, b"\xff\xfe")
+    assert list(memory.read(2)) == [16, 17, 18, 255, 254, 21, 22, 23]
+    assert list(memory.read(1)) + list(memory.read(3)) == [*range(8, 16), *range(24, 32)]
+
+
+@pytest.mark.parametrize(("block", "offset", "size"), [(0, 5, 4), (3, -1, 2), (4, 0, 1), (-1, 0, 1), (0, 9, 0)])
+def test_nothing_is_written_outside_a_block(memory: BlockBytes, block: int, offset: int, size: int) -> None:
+    with pytest.raises(ValueError, match="block"):
+        memory.write(block, offset, bytes(size))
+    assert [byte for number in range(4) for byte in memory.read(number)] == list(range(32))
+
+
+def test_many_blocks_are_copied_out_and_in_one_behind_the_other(memory: BlockBytes) -> None:
+    area = memoryview(bytearray(16))
+    memory.copy_out([3, 1], area)
+    assert list(area) == [*range(24, 32), *range(8, 16)]
+    memory.copy_in(area, [0, 3])
+    assert [byte for number in range(4) for byte in memory.read(number)] == [
+        *range(24, 32),
+        *range(8, 16),
+        *range(16, 24),
+        *range(8, 16),
+    ]
+    memory.copy_out([], area[:0])
+    memory.copy_in(area[:0], [])
+
+
+def test_checksums_are_xxh3_of_each_block(memory: BlockBytes) -> None:
+    assert checksums(memory, [1, 0]) == [
+        xxhash.xxh3_64_intdigest(bytes(range(8, 16))),
+        xxhash.xxh3_64_intdigest(bytes(range(8))),
+    ]

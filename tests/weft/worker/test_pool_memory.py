@@ -1,4 +1,4 @@
-"""Pages are there before they are used, so many and no more, with whatever lies in them."""
+"""Pool pages are touched ahead of use, up to a limit, and keep their content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from weft.engine.messages import EngineLoad
 from weft.kv.memfd import create_shared_memory
-from weft.kv.memory import HostBlocks
+from weft.kv.transfer import HostBlocks
 from weft.worker import pool_memory
 from weft.worker.pool_memory import PoolPrefaulter
 
@@ -20,7 +20,7 @@ BLOCK_BYTES, NUM_BLOCKS = 3 * 4096 + 512, 4000
 
 
 class Pool:
-    """Blocks of a size that is no page's, and which of their pages are there."""
+    """Blocks of an odd size, and which of their pages exist."""
 
     def __init__(self) -> None:
         shared = create_shared_memory(BLOCK_BYTES * NUM_BLOCKS, "weft-kv-pool")

@@ -32,11 +32,11 @@ def mapped(process: psutil.Process, name: str) -> int:
     return sum(int(end, 16) - int(begin, 16) for begin, end in places)
 
 
-def test_a_parked_worker_gives_back_its_memory_and_serves_again_when_it_is_woken(mesh: Mesh) -> None:
-    boots, parked = mesh.boots(), mesh.child("decode-0")
+def test_a_sleeping_worker_gives_back_its_memory_and_serves_again_when_it_is_woken(mesh: Mesh) -> None:
+    boots, sleeping = mesh.boots(), mesh.child("decode-0")
     assert "last decode worker" in weft(mesh, "sleep", "decode-0")
-    before = parked.memory_info().rss
-    assert mapped(parked, "/dev/shm/weft-weights-") > 9_000_000 < mapped(parked, "weft-kv-pool")
+    before = sleeping.memory_info().rss
+    assert mapped(sleeping, "/dev/shm/weft-weights-") > 9_000_000 < mapped(sleeping, "weft-kv-pool")
     change(mesh, "prefill-0", "both")
     asked = prompts(3, 60, 60, salt=72)
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -44,19 +44,19 @@ def test_a_parked_worker_gives_back_its_memory_and_serves_again_when_it_is_woken
         wait_until("the mesh has work", lambda: any(each.booked_requests for each in mesh.workers().values()))
         assert "releases its memory" in weft(mesh, "sleep", "decode-0")
         assert [answer.result(120) for answer in answers] == [greedy(prompt, 160) for prompt in asked]
-    wait_until("its memory is gone", lambda: not mapped(parked, "weft-weights-") + mapped(parked, "weft-kv-pool"))
+    wait_until("its memory is gone", lambda: not mapped(sleeping, "weft-weights-") + mapped(sleeping, "weft-kv-pool"))
     wait_until("it has joined again", lambda: "decode-0" in mesh.workers())
-    assert parked.memory_info().rss < before
+    assert sleeping.memory_info().rss < before
     assert [line for line in weft(mesh, "top", "--once").splitlines() if "decode-0" in line and "asleep" in line]
     told = json.loads(weft(mesh, "status", "--json"))["workers"]
-    assert {each["worker_id"]: (each["parked"], each["ready"]) for each in told} == {
+    assert {each["worker_id"]: (each["asleep"], each["ready"]) for each in told} == {
         "decode-0": (True, False),
         "prefill-0": (False, True),
     }
     assert_exact(mesh, prompts(1, 60, 100, salt=73))
     assert "loads its model again" in weft(mesh, "wake", "decode-0")
     mesh.wait_for_return(boots, "decode-0")
-    assert mesh.child("decode-0").pid == parked.pid
+    assert mesh.child("decode-0").pid == sleeping.pid
     change(mesh, "prefill-0", "prefill")
     assert_exact(mesh, prompts(1, 60, 100, salt=74))
     assert mesh.metric("decode-0", "weft_sequences", state="running") == 0
