@@ -27,13 +27,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from loadtest.kv.first_token import Row, measure_ttft
 from loadtest.kv.kv_source import shared_pool
 from loadtest.local_mesh import LocalMesh
-from loadtest.report import ROOT, verdict
+from loadtest.report import ROOT, table, verdict
 from weft.kv.mooncake import MooncakeTransport
 from weft.kv.transfer import CopyRange, Endpoint, KvSource, LocalTransport, Transport
 from weft.request import RequestKey
@@ -47,8 +44,8 @@ PROMPTS, CONTEXT_TOKENS = (512, 1024, 2048, 4096), 8192
 BLOCK_TOKENS, POOL_BLOCKS = 16, 1024  # four of the longest prompts: soon used, and used again
 
 
-async def bandwidth(rounds: int) -> Table:
-    """A row a size: GB/s of both, and the ratio."""
+async def bandwidth(rounds: int) -> str:
+    """Return a row for each size: GB/s of both, and the ratio."""
     command = [sys.executable, "-m", "loadtest.kv.kv_source", str(MEMORY_BYTES)]
     lender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
@@ -60,16 +57,14 @@ async def bandwidth(rounds: int) -> Table:
         await lender.wait()
 
 
-async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
+async def _bandwidth(peer: Endpoint, rounds: int) -> str:
     _shared, memory = shared_pool(MEMORY_BYTES)
     mooncake, near = MooncakeTransport("127.0.0.1"), LocalTransport(memory)
     mooncake.register(memory.address, MEMORY_BYTES)
     ways = (partial(_read_theirs, mooncake, peer), partial(_read_ours, mooncake, peer), partial(_read_ours, near, peer))
-    table = Table(title="reading another process' memory, medians; the first two over loopback TCP", box=None)
-    for heading in ("runs", "of", "Transfer Engine", "Weft, Mooncake", "ratio", "of the best rounds", ""):
-        table.add_column(heading, justify="right")
-    for heading in ("Weft, one machine", "ratio"):
-        table.add_column(heading, justify="right")
+    headings = ["ranges", "Transfer Engine", "Weft, Mooncake", "ratio", "of the best rounds", ""]
+    headings += ["Weft, one machine", "ratio"]
+    rows = []
     for size, count in SIZES:
         # every other run, so that none can be joined
         runs = [CopyRange(peer.pool_address + 2 * i * size, memory.address + 2 * i * size, size) for i in range(count)]
@@ -78,10 +73,10 @@ async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
         ratio, best = ours / theirs, min(times[0]) / min(times[1])
         bar = verdict(ratio >= LEAST_BANDWIDTH, f"{LEAST_BANDWIDTH}x")
         cells = [f"{theirs:.2f} GB/s", f"{ours:.2f} GB/s", f"{ratio:.2f}x", f"{best:.2f}x", bar]
-        table.add_row(str(count), f"{size // 1024} KiB", *cells, f"{nearby:.2f} GB/s", f"{nearby / theirs:.2f}x")
+        rows.append((f"{count} x {size // 1024} KiB", *cells, f"{nearby:.2f} GB/s", f"{nearby / theirs:.2f}x"))
     await mooncake.close()
     await near.close()
-    return table
+    return f"reading another process's memory, medians; the first two over loopback TCP\n{table(headings, rows)}"
 
 
 async def _in_turns(
@@ -126,15 +121,14 @@ def stretched(model: Path, folder: Path) -> Path:
     return copy
 
 
-def ttft_table(rows: Sequence[Row]) -> Table:
-    """A row a length. `hand-off`: the first token's time less the prompt's computing, by the worker's own clock.
+def ttft_table(rows: Sequence[Row]) -> str:
+    """Return a row for each length. `hand-off`: the first token's time less the prompt's computing.
 
     The bar: 1.05 times what one worker takes, and 5 ms.
     """
-    table = Table(title="time to first token at the decode worker, medians in ms", box=None)
-    headings = ("prompt tokens", "one worker", "prefill + decode", "ratio", "best of each")
-    for heading in (*headings, "hand-off", "2nd token, one", "2nd token, two", "exposed transfer", ""):
-        table.add_column(heading, justify="right")
+    headings = ["prompt tokens", "one worker", "prefill + decode", "ratio", "best of each", "hand-off"]
+    headings += ["2nd token, one", "2nd token, two", "exposed transfer", ""]
+    found = []
     for row in rows:
         one, two = (_median(each.first for each in times) for times in (row.alone, row.paired))
         most = 1.05 * one + 5
@@ -144,8 +138,8 @@ def ttft_table(rows: Sequence[Row]) -> Table:
         cells = [f"{one:.1f}", f"{two:.1f}", f"{two / one:.3f}", f"{best:.3f}"]
         cells += [f"{over[1]:.1f} ({over[0]:.1f})", *seconds, f"{_median(each.exposed for each in row.paired):.0f}"]
         cells.append(verdict(two <= most, f"{most:.1f}"))
-        table.add_row(str(row.length), *cells)
-    return table
+        found.append((row.length, *cells))
+    return f"time to first token at the decode worker, medians in ms\n{table(headings, found)}"
 
 
 def _median(values: Iterable[float]) -> float:
@@ -160,9 +154,8 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a checkpoint for TTFT; default weft-nano")
     parser.add_argument("--new-pools", action="store_true", help="TTFT where no block has been used yet")
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 160)
     if options.only != "ttft":
-        console.print(asyncio.run(bandwidth(options.rounds)))
+        print(asyncio.run(bandwidth(options.rounds)))
     if options.only != "bandwidth":
         with tempfile.TemporaryDirectory() as folder:
             model = stretched(Path(options.model) if options.model else ROOT / "models" / "weft-nano", Path(folder))
@@ -171,7 +164,7 @@ def main() -> None:
             pool = {"WEFT_NUM_BLOCKS": str(POOL_BLOCKS + (all_blocks if options.new_pools else 0))}
             with LocalMesh(str(model), num_prefill=1, num_decode=1, environment=pool) as mesh:
                 rows = asyncio.run(measure_ttft(mesh, PROMPTS, options.rounds, vocab_size, options.new_pools))
-        console.print(ttft_table(rows))
+        print(ttft_table(rows))
 
 
 if __name__ == "__main__":
