@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.services.weights.service import MODEL, PATIENCE_SECONDS, load
-from tests.weft.weights.checkpoints import make_checkpoint
 from weft.cli.layout import free_ports
 from weft.errors import NotFound
 from weft.rpc.client import open_channel
@@ -26,17 +24,6 @@ from weft_services.weights import peers
 from weft_services.weights import service as service_module
 from weft_services.weights.__main__ import serve
 from weft_services.weights.config import WeightsConfig
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint whose images are all gone in the end."""
-    make_checkpoint(tmp_path / "model")
-    yield tmp_path / "model"
-    left = list(image_module.SHARED_MEMORY.glob(f"weft-weights-{read_checkpoint(tmp_path / 'model').directory_id}-*"))
-    for path in left:
-        path.unlink()
-    assert left == []
 
 
 async def test_an_image_that_goes_while_it_is_looked_at_is_not_lent(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -25,18 +25,6 @@ from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights import __main__ as main_module
 from weft_services.weights import loader as loader_module
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint whose image is gone after the test."""
-    make_checkpoint(tmp_path / "model")
-    checkpoint = read_checkpoint(tmp_path / "model")
-    yield tmp_path / "model"
-    left = list(image_module.SHARED_MEMORY.glob(f"weft-weights-{checkpoint.directory_id}-*"))
-    for path in left:
-        path.unlink()
-    assert left == []
 
 
 async def test_the_first_load_reads_and_the_next_finds(directory: Path) -> None:
