@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +55,48 @@ DEEPSEEK = {
     "topk_group": 2,
     "num_nextn_predict_layers": 0,
 }
+GEMMA3 = {
+    **HEADS,
+    "head_dim": 10,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    "pad_token_id": 0,
+}
+GLM_MOE = {
+    **HEADS,
+    "head_dim": 12,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+    "pad_token_id": 0,
+    "num_mtp_layers": 0,
+}
+MINIMAX = {**HEADS, "head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6}
+LONGROPE = {
+    "original_max_position_embeddings": 8,  # transformers switches factors by length, and all texts are longer
+    "head_dim": 10,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.8,
+        "short_factor": [1.0, 1.1, 1.3, 1.4],
+        "long_factor": [1.0, 1.7, 2.5, 4.0],
+    },
+}
+OLMO3 = {
+    **HEADS,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+    "pad_token_id": 0,
+}
+MINISTRAL3_ROPE = {**YARN, "llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 16}
 SCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 # name: family, what is not as in the others
@@ -111,8 +154,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": {**SCALED, "factor": 8.0}},
     ),
     "deepseek-halves": ("DeepseekV3", {**DEEPSEEK, "rope_interleave": False, "n_shared_experts": 2}),
+    # its embeddings grow by the square root of the width, and would drown the layers
+    "gemma3": ("Gemma3", {**GEMMA3, "initializer_range": 0.03}),
+    "gemma3-alike": (
+        "Gemma3",
+        {**GEMMA3, "query_pre_attn_scalar": 10, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": False},
+    ),
+    "glm4": ("Glm4", {**HEADS, "head_dim": 12, "pad_token_id": 0}),
+    "glm4-plain": ("Glm4", {**HEADS, "head_dim": 8, "attention_bias": False, "pad_token_id": 0}),
+    "glm4-moe": ("Glm4Moe", {**GLM_MOE, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-raw": ("Glm4Moe", {**GLM_MOE, "norm_topk_prob": False, "n_shared_experts": 2}),
+    "glm4-lite": ("Glm4MoeLite", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_key_value_heads": 3}),
+    "minimax-m2": ("MiniMaxM2", MINIMAX),
+    "phi3": ("Phi3", {**HEADS, "sliding_window": 8, "pad_token_id": 0}),
+    "phi3-longrope": ("Phi3", {**HEADS, "pad_token_id": 0, **LONGROPE}),
+    "phi3-short": ("Phi3", {**HEADS, "pad_token_id": 0, **LONGROPE, "original_max_position_embeddings": 128}),
+    "olmo2": ("Olmo2", {**HEADS, "pad_token_id": 0}),
+    "olmo3": ("Olmo3", OLMO3),
+    "seed-oss": ("SeedOss", {**HEADS, "head_dim": 10, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "ernie": ("Ernie4_5", {**HEADS, "head_dim": 10}),
+    "granite": (
+        "Granite",
+        {
+            **HEADS,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 5.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "exaone4": (
+        "Exaone4",
+        {**HEADS, "hidden_size": 48, "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2},
+    ),
+    "exaone4-full": ("Exaone4", {**HEADS, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral3": ("Ministral3", {**HEADS, "head_dim": 10, "rope_parameters": MINISTRAL3_ROPE, "pad_token_id": 0}),
 }
-CLASSES = {"Llama4": "Llama4Text"}  # its text model has a config of its own
+CLASSES = {"Llama4": "Llama4Text", "Gemma3": "Gemma3Text"}  # its text model has a config of its own
 
 
 @dataclass(frozen=True)
@@ -141,7 +219,7 @@ def make_family(name: str, directory: Path, **sizes: Any) -> TinyFamily:
 
     `sizes` are other fields of the config than those in `FAMILIES`.
     """
-    family, changes = FAMILIES[name]
+    family, changes = copy.deepcopy(FAMILIES[name])  # transformers writes into nested objects
     torch.manual_seed(13)
     common: dict[str, Any] = {"vocab_size": 113, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3}
     common |= {"max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}

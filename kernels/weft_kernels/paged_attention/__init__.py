@@ -16,8 +16,12 @@ from weft_kernels.paged_attention.device_batch import aligned as aligned
 from weft_kernels.paged_attention.device_batch import resident_batch as resident_batch
 
 
-def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
-    """out[r, h] = softmax(q[r, h] . K^T / sqrt(dim)) V over the keys that row r sees: up to itself, within `span`.
+def paged_attention(
+    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL, scale: float | None = None
+) -> Tensor:
+    """out[r, h] = softmax(scale * q[r, h] . K^T) V over the keys that row r sees: up to itself, within `span`.
+
+    scale: 1 / sqrt(dim) if it is None.
 
     q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype, with the rows of `batch`.
     K, V: keys and values of `layer` and key head h // (heads / kv_heads) in the blocks of the row's sequence. The
@@ -25,11 +29,12 @@ def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FU
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.is_cuda:
         from weft_kernels.paged_attention.kernel import paged_attention_kernels
 
-        return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5)
-    return paged_attention_cpu(q, layer, batch, span, q.shape[-1] ** -0.5)
+        return paged_attention_kernels(q, layer, batch, span, scale)
+    return paged_attention_cpu(q, layer, batch, span, scale)
 
 
 def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:

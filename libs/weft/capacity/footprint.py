@@ -54,8 +54,8 @@ _PATTERNS = (
     (TensorKind.EMBEDDING, re.compile(r"embed_tokens\.")),
     (TensorKind.HEAD, re.compile(r"lm_head\.")),
     (TensorKind.KEYS_VALUES, re.compile(r"\.[kv]_proj\.")),
-    (TensorKind.ATTENTION, re.compile(r"\.(q_proj|o_proj|q_b_proj|kv_b_proj)\.")),
-    (TensorKind.MLP, re.compile(r"\.(gate_proj|up_proj|down_proj)\.")),
+    (TensorKind.ATTENTION, re.compile(r"\.(q_proj|qkv_proj|o_proj|q_b_proj|kv_b_proj)\.")),
+    (TensorKind.MLP, re.compile(r"\.(gate_proj|up_proj|gate_up_proj|down_proj)\.")),
     (TensorKind.WHOLE, re.compile("")),
 )
 
@@ -132,7 +132,8 @@ def _is_unpacked(name: str, shapes: Container[str]) -> bool:
 def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
     """Return the bytes of one number of a plain tensor."""
     is_wide = config.experts is not None and config.experts.has_bias and _is_router(name, config)
-    return 4 if is_wide or name.endswith(".e_score_correction_bias") else ITEM_BYTES[dtype]
+    is_wide = is_wide or (config.norm_offset != 0 and name.endswith("norm.weight"))
+    return 4 if is_wide or name.endswith("e_score_correction_bias") else ITEM_BYTES[dtype]
 
 
 def _is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
@@ -151,7 +152,7 @@ def _is_taken_apart(name: str) -> bool:
 
 
 def _item_bytes(name: str, stored: tuple[str, ...], plain: int) -> int:
-    if stored == ("I32",) or name.endswith((".weight_scale_inv", ".e_score_correction_bias")):
+    if stored == ("I32",) or name.endswith((".weight_scale_inv", "e_score_correction_bias")):
         return 4
     if stored == ("F8_E4M3",):
         return 1

@@ -13,50 +13,120 @@ from weft.model.spec import HeadNorm, ModelConfig, Rope
 from weft.model.step import LayerInputs
 from weft_kernels.linear import linear
 from weft_kernels.paged_attention import KeySpan, paged_attention
+from weft_kernels.rms_norm import rms_norm
 from weft_kernels.rope_kv import HeadTransform, rope_kv
 
 
 class GroupedAttention:
-    """qkv: [(heads + 2 kv_heads) dim, hidden]; queries and keys of neighbouring pairs are reordered to halves."""
+    """qkv: [(heads + 2 kv_heads) dim, hidden]. Queries and keys are reordered so that a head's halves are pairs."""
 
     def __init__(self, config: ModelConfig, index: int, root: str, loader: Loader) -> None:
         self.config = config
         self.group, self.index = kv_groups(config).places[index]
         self.layer = config.layers[index]
         self.span = KeySpan(self.layer.window, self.layer.chunk)
-        order = None
-        if config.is_interleaved:
-            num_rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
-            values = torch.arange(num_rotated, num_rotated + config.num_kv_heads * config.head_dim)
-            order = torch.cat((pairs_to_halves(num_rotated, config.head_dim, config.head_dim), values))
-        self.qkv = loader.linear(*(f"{root}{part}_proj" for part in "qkv"), order=order)
+        head_order, names = order_of_head(config), [root + "qkv_proj"]
+        order = None if head_order is None else _row_order(config, head_order)
+        if not config.is_qkv_fused:
+            names = [f"{root}{part}_proj" for part in "qkv"]
+        self.qkv = loader.linear(*names, order=order)
         self.bias = None
         if config.has_qkv_bias:
-            self.bias = torch.cat([loader.tensor(f"{root}{part}_proj.bias") for part in "qkv"])
+            bias = torch.cat([loader.tensor(name + ".bias") for name in names])
+            self.bias = bias if order is None else bias[order.to(bias.device)]
         self.output = loader.linear(root + "o_proj")
-        self.rule = self._rule(root, loader)
+        self.norms = self._norms(root, loader, head_order)
+        is_normed_last = self.layer.is_rotated and config.head_norm is HeadNorm.PLAIN
+        # Other norms than those of single heads in the model's dtype run before the kernel.
+        is_fused = config.head_norm is HeadNorm.WEIGHTED and not config.norm_offset
+        norms = self.norms if is_fused else None
+        self.rule = HeadTransform(norms, self.layer.is_rotated, is_normed_last, config.rms_norm_eps)
+        self.is_local = config.local_rope is not None and self.layer.window > 0
+        self.scale = config.attention_scale or None
+        everywhere = config.temperature is not None and config.temperature.is_everywhere
+        self.is_scaled = everywhere or not self.layer.is_rotated
 
     @property
     def is_plain(self) -> bool:
-        """True if heads are only normed with weights and then rotated."""
+        """True if heads are only normed with weights and then rotated, by the same angles in all layers."""
         config = self.config
-        return config.head_norm is not HeadNorm.PLAIN and config.temperature is None and not config.is_rotated_wide
+        is_normed = config.head_norm is HeadNorm.NONE or self.rule.norms is not None
+        is_rotated_alike = config.temperature is None and not config.is_rotated_wide and config.local_rope is None
+        return is_normed and is_rotated_alike and self.scale is None
 
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
         """Return [T, hidden]. Writes the rows' own keys and values into the pool first."""
-        heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
-        batch = step.batches[self.group]
-        temperature = None if self.layer.is_rotated else step.temperature
-        q = rope_kv(heads, *step.angles, batch.pool, self.index, step.slots[self.group], self.rule, temperature)
-        return linear(paged_attention(q, self.index, batch, self.span).flatten(1), self.output)
+        qkv, batch = linear(x, self.qkv, self.bias), step.batches[self.group]
+        if self.norms is not None and self.rule.norms is None:
+            self._norm_in_place(qkv, *self.norms)
+        heads = qkv.view(len(x), -1, self.config.head_dim)
+        temperature = step.temperature if self.is_scaled else None
+        angles = step.local_angles if self.is_local and step.local_angles else step.angles
+        q = rope_kv(heads, *angles, batch.pool, self.index, step.slots[self.group], self.rule, temperature)
+        return linear(paged_attention(q, self.index, batch, self.span, self.scale).flatten(1), self.output)
 
-    def _rule(self, root: str, loader: Loader) -> HeadTransform:
-        config, is_rotated = self.config, self.layer.is_rotated
-        norms = None
-        if config.head_norm is HeadNorm.WEIGHTED:
-            norms = loader.tensor(f"{root}q_norm.weight"), loader.tensor(f"{root}k_norm.weight")
-        is_normed_last = is_rotated and config.head_norm is HeadNorm.PLAIN
-        return HeadTransform(norms, is_rotated, is_normed_last, config.rms_norm_eps)
+    def _norm_in_place(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """Norm queries and keys with weights of one head, or of all heads together."""
+        config = self.config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        for some, weight in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + kv_size], k_norm)):
+            rows = some.view(len(some), -1, len(weight))
+            rows.copy_(norm_rows(rows, weight, config.rms_norm_eps))
+
+    def _norms(self, root: str, loader: Loader, head_order: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if self.config.head_norm not in (HeadNorm.WEIGHTED, HeadNorm.WIDE):
+            return None
+        q, k = loader.norm(root + "q_norm"), loader.norm(root + "k_norm")
+        return (q, k) if head_order is None else (_reorder_heads(q, head_order), _reorder_heads(k, head_order))
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of the last dimension, in x's dtype. A wider weight is applied before the rounding."""
+    if weight.dtype == x.dtype:
+        return rms_norm(x.contiguous(), weight, eps)
+    return rms_norm(x.to(weight.dtype).contiguous(), weight, eps).to(x.dtype)
+
+
+def order_of_head(config: ModelConfig) -> Tensor | None:
+    """[head_dim]: an order of a head's numbers in which number i and i + head_dim / 2 are a pair; None if they are.
+
+    The first `rotated_dim` numbers are rotated, neighbours or halves together. Numbers that are not rotated make pairs
+    too, behind the rotated ones; their frequency is 0. Scores keep their values, because queries and keys are
+    reordered alike.
+    """
+    if not config.is_interleaved and config.rotated_dim == config.head_dim:
+        return None
+    rotated, rest = torch.arange(config.rotated_dim), torch.arange(config.rotated_dim, config.head_dim)
+    low, high = (rotated[0::2], rotated[1::2]) if config.is_interleaved else rotated.chunk(2)
+    return torch.cat((low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]))
+
+
+def _reorder_heads(rows: Tensor, head_order: Tensor) -> Tensor:
+    """Reorder the numbers of every head."""
+    return rows.view(-1, len(head_order))[:, head_order.to(rows.device)].flatten()
+
+
+def _row_order(config: ModelConfig, head_order: Tensor) -> Tensor:
+    """Return the order of the rows of queries, keys and values; values keep theirs."""
+    num_rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
+    values = torch.arange(num_rotated, num_rotated + config.num_kv_heads * config.head_dim)
+    return torch.cat((_reorder_heads(torch.arange(num_rotated), head_order), values))
+
+
+class Rotation:
+    """A rotary embedding of heads of which the first `rotated_dim` numbers are rotated."""
+
+    def __init__(self, rope: Rope, rotated_dim: int, head_dim: int, device: torch.device) -> None:
+        pairs = torch.zeros(head_dim // 2)
+        pairs[: rotated_dim // 2] = inverse_frequencies(rope, rotated_dim)
+        self.frequencies = pairs.to(device).repeat(2)  # of both halves
+        self.factor: float | Tensor = rope.attention_factor
+        if rotated_dim < head_dim and rope.attention_factor != 1.0:
+            self.factor = torch.where(self.frequencies == 0, 1.0, rope.attention_factor)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine [T, head_dim]."""
+        return cos_sin(positions, self.frequencies, dtype, self.factor)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -67,16 +137,20 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _stretch_long_waves(frequencies, rope)
+    if rope.kind == "longrope":
+        return frequencies / torch.tensor(rope.pair_factors)
     if rope.kind == "yarn":
         return _yarn(frequencies, rope, head_dim)
     return frequencies
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def cos_sin(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
     """[T, head_dim] each, times `factor`; `frequencies` [head_dim]. Angles are float32 for every `dtype`."""
     angles = positions[:, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
-    if factor != 1.0:
+    if isinstance(factor, Tensor) or factor != 1.0:
         cos, sin = cos * factor, sin * factor
     return cos.to(dtype), sin.to(dtype)
 

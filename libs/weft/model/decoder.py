@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from weft.model.attention import GroupedAttention, cos_sin, inverse_frequencies
+from weft.model.attention import GroupedAttention, Rotation, norm_rows
 from weft.model.latent import LatentAttention
 from weft.model.loading import Loader, Tensors
-from weft.model.spec import Experts, ModelConfig, Scoring
+from weft.model.spec import Activation, Experts, ModelConfig, Scoring
 from weft.model.step import LayerInputs, TokenBatch, plan_latent
 from weft_kernels.fused_decoder import FusedLayer, fuse_layers
 from weft_kernels.linear import linear, pack
@@ -18,7 +19,7 @@ from weft_kernels.moe import moe, pack_experts
 from weft_kernels.moe_routing import RoutingConfig, route
 from weft_kernels.packed import Stored, embedding_rows, stack
 from weft_kernels.paged_attention import PagedBatch
-from weft_kernels.rms_norm import add_rms_norm, rms_norm
+from weft_kernels.rms_norm import add_rms_norm
 from weft_kernels.silu_mul import silu_mul
 
 
@@ -26,12 +27,21 @@ class Mlp:
     """gate_up: [2 size, hidden]; down: [hidden, size]."""
 
     def __init__(self, root: str, loader: Loader) -> None:
-        self.gate_up = loader.linear(root + "gate_proj", root + "up_proj")
+        config = loader.config
+        names = ("gate_up_proj",) if config.is_gate_up_fused else ("gate_proj", "up_proj")
+        self.gate_up = loader.linear(*(root + name for name in names))
         self.down = loader.linear(root + "down_proj")
+        self.is_silu = config.activation is Activation.SILU
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
-        return linear(silu_mul(linear(x, self.gate_up)), self.down)
+        gate_up = linear(x, self.gate_up)
+        return linear(silu_mul(gate_up) if self.is_silu else _gelu_mul(gate_up), self.down)
+
+
+def _gelu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 class MixtureOfExperts:
@@ -43,9 +53,10 @@ class MixtureOfExperts:
         # Biased scores lie close together, so DeepSeek computes its router in float32.
         router_dtype = torch.float32 if experts.has_bias else loader.dtype
         self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
-        self.bias = loader.tensor(router + ".e_score_correction_bias", torch.float32) if experts.has_bias else None
+        self.bias = loader.tensor(root + experts.bias, torch.float32) if experts.has_bias else None
         sizes = experts.num_groups, experts.top_groups, experts.factor
-        self.rule = RoutingConfig(experts.top_k, experts.scoring is Scoring.SOFTMAX, experts.is_renormalised, *sizes)
+        is_softmax = experts.scoring in (Scoring.SOFTMAX, Scoring.SOFTMAX_BIASED)
+        self.rule = RoutingConfig(experts.top_k, is_softmax, experts.is_renormalised, *sizes)
         each = _each_expert(experts, root + "experts.", loader)
         self.packed = pack_experts(each, loader.dtype, loader.is_resident)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
@@ -73,18 +84,23 @@ def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[
 
 
 class DecoderLayer:
-    """Norm, attention, norm, MLP. Each result is added to the residual stream in the pass of the next norm."""
+    """Attention and MLP with the norms that `config.norms` names.
+
+    Each result is added to the residual stream in the pass of the next norm.
+    """
 
     def __init__(self, config: ModelConfig, index: int, loader: Loader) -> None:
         root = f"{config.prefix}model.layers.{index}."
-        self.eps = config.rms_norm_eps
-        self.input_norm = loader.tensor(root + "input_layernorm.weight")
+        self.config, self.eps, self.scale = config, config.rms_norm_eps, config.residual_scale
+        norms = config.norms
+        names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
+        weights = [loader.norm(root + name) if name else None for name in names]
+        self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm = weights
         self.attention: GroupedAttention | LatentAttention = (
             LatentAttention(config, index, root + "self_attn.", loader)
             if config.latent
             else GroupedAttention(config, index, root + "self_attn.", loader)
         )
-        self.mlp_norm = loader.tensor(root + "post_attention_layernorm.weight")
         mlp = f"{root}{config.mlp_name}."
         has_experts = config.layers[index].has_experts and config.experts
         self.mlp: Mlp | MixtureOfExperts = (
@@ -99,20 +115,32 @@ class DecoderLayer:
         If `kept` is given, both have only these rows: after the last layer's attention the others are not used. Inside
         a prompt it may be empty.
         """
-        if pending is None:
-            normed = rms_norm(stream, self.input_norm, self.eps)
-        else:
-            stream, normed = add_rms_norm(pending, stream, self.input_norm, self.eps)
-        attended = self.attention.forward(normed, step)
+        stream, normed = self._add_and_norm(stream, pending, self.input_norm)
+        attended = self._finish(self.attention.forward(normed, step), self.attended_norm)
         if kept is not None:
             stream, attended = stream[kept], attended[kept]
-        stream, normed = add_rms_norm(attended, stream, self.mlp_norm, self.eps)
-        return stream, self.mlp.forward(normed) if len(normed) else normed
+        stream, normed = self._add_and_norm(stream, attended, self.mlp_norm)
+        return stream, self._finish(self.mlp.forward(normed), self.output_norm) if len(normed) else normed
+
+    def _add_and_norm(self, stream: Tensor, pending: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the stream with `pending` added, and its norm."""
+        if pending is not None and weight is not None and weight.dtype == stream.dtype:
+            return add_rms_norm(pending, stream, weight, self.eps)
+        stream = stream if pending is None else stream + pending
+        return stream, stream if weight is None else norm_rows(stream, weight, self.eps)
+
+    def _finish(self, out: Tensor, weight: Tensor | None) -> Tensor:
+        """Return what is added to the stream: the output of attention or MLP, normed and scaled."""
+        out = out if weight is None else norm_rows(out, weight, self.eps)
+        return out if self.scale == 1.0 else out * self.scale
 
     def as_dense(self) -> FusedLayer | None:
         """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call."""
-        attention, mlp = self.attention, self.mlp
+        attention, mlp, config = self.attention, self.mlp, self.config
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
+            return None
+        is_llama = self.attended_norm is None and self.output_norm is None and self.scale == 1.0 and mlp.is_silu
+        if not is_llama or self.input_norm is None or self.mlp_norm is None or config.norm_offset:
             return None
         q_norm, k_norm = attention.rule.norms or (None, None)
         weights = attention.qkv, attention.bias, q_norm, k_norm, attention.output
@@ -135,11 +163,15 @@ class Decoder:
         self.dtype, self.device = dtype, device
         self.embedding = loader.table(config.prefix + "model.embed_tokens.weight")
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
-        self.norm = loader.tensor(config.prefix + "model.norm.weight")
+        self.norm = loader.norm(config.prefix + "model.norm")
         self.head = loader.pack(self.embedding) if config.is_tied else loader.linear(config.prefix + "lm_head")
         layers = [layer.as_dense() for layer in self.layers]
         self.dense = fuse_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
-        self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device).repeat(2)  # of both halves
+        head_dim = config.latent.rope_dim if config.latent else config.head_dim
+        self.rotation = Rotation(config.rope, config.rotated_dim, head_dim, device)
+        self.local_rotation = None
+        if config.local_rope is not None:
+            self.local_rotation = Rotation(config.local_rope, config.rotated_dim, head_dim, device)
         loader.check_all_read()
         self.packed = tuple(loader.packed)
 
@@ -150,25 +182,31 @@ class Decoder:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits [n, vocab] float32 of hidden states, in `out` if given."""
         logits = linear(hidden, self.head)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         return logits.float() if out is None else out.copy_(logits)
 
     def hidden(self, rows: TokenBatch, batches: Sequence[PagedBatch]) -> Tensor:
         """Return the normed hidden states [R, hidden] of the rows `logit_rows`; otherwise like `forward`."""
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
-        angles = cos_sin(rows.positions, self.frequencies, dtype, self.config.rope.attention_factor)
+        angles = self.rotation.angles(rows.positions, dtype)
         stream, pending = embedding_rows(self.embedding, rows.token_ids).to(self.dtype), None
+        if self.config.embedding_scale != 1.0:
+            # In the model's dtype, as it was trained: Gemma's factor rounds in bfloat16.
+            stream = stream * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
         if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:
             return normed.index_select(0, rows.logit_rows)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
-        step = LayerInputs(rows.slots, batches, angles, self._temperature(rows.positions), latent)
+        local = self.local_rotation.angles(rows.positions, dtype) if self.local_rotation else None
+        step = LayerInputs(rows.slots, batches, angles, self._temperature(rows.positions), latent, local)
         for layer in self.layers[:-1]:
             stream, pending = layer.forward(stream, pending, step)
         stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)
-        return rms_norm(stream + pending, self.norm, self.config.rms_norm_eps)
+        return norm_rows(stream + pending, self.norm, self.config.rms_norm_eps)
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
         temperature = self.config.temperature
         if temperature is None:
             return None
-        growth = ((positions.float() + 1) / temperature.floor).floor().log1p()
+        growth = ((positions.float() + temperature.shift) / temperature.floor).floor().log1p()
         return (growth * temperature.scale + 1)[:, None, None]

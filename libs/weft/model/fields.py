@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import read_json_object
-from weft.model.spec import LayerSpec, ModelConfig, Packing, Quantization, Rope
+from weft.model.spec import Activation, Experts, LayerSpec, ModelConfig, Packing, Quantization, Rope, Scoring
 
 # Fields of a multimodal model's outer object that apply to its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
@@ -22,7 +22,8 @@ MAX_WHOLE = 1 << 53
 FLOATS = 2.0**-126, 2.0**126  # JSON as Python reads it has NaN and Infinity as well
 DTYPES = ("float32", "bfloat16", "float16")
 ORIGINAL = "original_max_position_embeddings"
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -37,6 +38,10 @@ class Fields:
     def error(self, field: str, problem: str) -> BadCheckpoint:
         """Return the error to raise for a field."""
         return BadCheckpoint(f"{self.path}: {self._where}{field}: {problem}")
+
+    def with_values(self, values: dict[str, Any]) -> Fields:
+        """Return the same object of the same file with other values."""
+        return Fields(self.path, values, self._where)
 
     def integer(self, field: str, default: int | None = None, least: int = 1) -> int:
         """Return a whole number, `least` or above."""
@@ -71,6 +76,19 @@ class Fields:
         if value not in supported:
             raise self.error(field, f"{value!r} is not supported; supported: {', '.join(supported)}")
         return str(value)
+
+    def numbers(self, field: str) -> tuple[float, ...]:
+        """Return a list of numbers above 0."""
+        value = self.values.get(field)
+        if not isinstance(value, list) or not all(type(each) in (int, float) and each > 0 for each in value):
+            raise self.error(field, f"expected a list of numbers above 0, found {value!r}")
+        return tuple(map(float, value))
+
+    def refuse(self, *names: str) -> None:
+        """Raise BadCheckpoint if one of these fields is neither absent, null nor false."""
+        for name in names:
+            if self.values.get(name):
+                raise self.error(name, f"{self.values[name]!r} is not supported; supported: null")
 
     def integers(self, field: str, default: list[int] | None = None) -> list[int]:
         """Return a list of whole numbers, 0 or above."""
@@ -109,12 +127,23 @@ def read_json(path: Path) -> Fields:
     return Fields(path, read_json_object(path))
 
 
-def read_common(fields: Fields, **defaults: float) -> ModelConfig:
-    """Read a plain Llama. Absent fields take `defaults`, or else a Llama's. Raises BadCheckpoint."""
-    # null counts as absent, except for key-value heads, where it means one for each query head.
+def set_defaults(fields: Fields, **defaults: Any) -> None:
+    """Set fields that are absent. null counts as absent, except for key-value heads: one for each query head."""
     said = {name for name, value in fields.values.items() if value is not None or name == "num_key_value_heads"}
     fields.values = {**fields.values, **{name: value for name, value in defaults.items() if name not in said}}
+
+
+def read_common(
+    fields: Fields, *, has_qkv_bias: bool = False, rotates_part: bool = False, **defaults: Any
+) -> ModelConfig:
+    """Read a plain Llama. Absent fields take `defaults`, or else a Llama's. Raises BadCheckpoint.
+
+    - `has_qkv_bias`: `attention_bias` means queries, keys and values, and not the output as in a Llama.
+    - `rotates_part`: the family reads `partial_rotary_factor`.
+    """
+    set_defaults(fields, **defaults)
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
     config = ModelConfig(
         architecture=str(fields.strings("architectures")[0]),
         vocab_size=fields.integer("vocab_size"),
@@ -123,7 +152,10 @@ def read_common(fields: Fields, **defaults: float) -> ModelConfig:
         layers=(LayerSpec(),) * fields.count("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(fields, head_dim, rotates_part),
+        activation=_activation(fields),
+        has_qkv_bias=has_qkv_bias and fields.boolean("attention_bias"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=read_rope(fields),
         max_positions=read_context(fields),
@@ -132,7 +164,7 @@ def read_common(fields: Fields, **defaults: float) -> ModelConfig:
         dtype=fields.choice("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
         quantization=read_quantization(fields),
     )
-    _check(fields, config)
+    _check(fields, config, has_qkv_bias)
     return config
 
 
@@ -147,16 +179,30 @@ def read_eos(fields: Fields) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _check(fields: Fields, config: ModelConfig) -> None:
+def _check(fields: Fields, config: ModelConfig, has_qkv_bias: bool) -> None:
     """Check what the forward pass assumes."""
     if config.num_heads % config.num_kv_heads:
         raise fields.error("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
-    activation = fields.values.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"{activation!r} is not supported; supported: silu")
-    for name in ("attention_bias", "mlp_bias"):
+    for name in ("mlp_bias",) if has_qkv_bias else ("attention_bias", "mlp_bias"):
         if fields.boolean(name):
             raise fields.error(name, "biases are not supported")
+
+
+def _activation(fields: Fields) -> Activation:
+    name = "hidden_act" if fields.values.get("hidden_act") is not None else "hidden_activation"
+    return ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), "silu")]
+
+
+def _rotary_dim(fields: Fields, head_dim: int, rotates_part: bool) -> int:
+    """Return how many numbers of each head are rotated; 0 for all."""
+    rope = rope_object(fields)
+    source = rope if rope.values.get("partial_rotary_factor") is not None else fields
+    factor = source.number("partial_rotary_factor", 1.0)
+    if factor == 1.0:
+        return 0
+    if not rotates_part or factor > 1:
+        raise source.error("partial_rotary_factor", f"{factor} is not supported; supported: 1.0")
+    return int(head_dim * factor)
 
 
 def read_window(fields: Fields, default: int) -> int:
@@ -191,10 +237,8 @@ def read_rope(fields: Fields) -> Rope:
     """Raises BadCheckpoint for kinds that are not known and fields that are missing."""
     rope = rope_object(fields)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    for source in (rope, fields):
-        if source.number("partial_rotary_factor", 1.0) != 1.0:
-            raise source.error("partial_rotary_factor", "rotating a part of each head is not supported")
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # the name of the first checkpoints
     if kind not in KINDS:
         raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
     if kind == "default":
@@ -206,7 +250,21 @@ def read_rope(fields: Fields) -> Rope:
     positions = fields.integer("max_position_embeddings", 2048)
     if kind == "yarn" and theta == 1:
         raise fields.error("rope_theta", "yarn cannot stretch with 1, which turns all pairs alike")
+    if kind == "longrope":
+        return _longrope(rope, theta, positions)
     return _llama3(rope, theta) if kind == "llama3" else _yarn(rope, theta, positions)
+
+
+def split_rope(fields: Fields) -> tuple[Fields, Fields]:
+    """Return the fields for full layers and for layers with a window, each with its own rotary embedding.
+
+    `rope_parameters` may hold one object for each kind of layer; `rope_scaling` is that of full layers.
+    """
+    both = fields.nested("rope_parameters").values
+    full, local = dict(fields.values), {**fields.values, "rope_scaling": None}
+    if FULL in both or SLIDING in both:
+        full["rope_parameters"], local["rope_parameters"] = both.get(FULL), both.get(SLIDING)
+    return fields.with_values(full), fields.with_values(local)
 
 
 def rope_object(fields: Fields) -> Fields:
@@ -256,6 +314,63 @@ def _yarn(rope: Fields, theta: float, max_positions: int) -> Rope:
         attention_factor=attention_factor,
         is_truncated=rope.boolean("truncate", True),
     )
+
+
+def _longrope(rope: Fields, theta: float, max_positions: int) -> Rope:
+    """Phi's rotary embedding: a factor for each pair.
+
+    Checkpoints have short factors for sequences within the original context, and long ones beyond it. A cache survives
+    no switch between them, so the context that the model can serve decides.
+    """
+    original = rope.integer(ORIGINAL, max_positions)
+    scale = rope.number("factor", max_positions / original)
+    factors = rope.numbers("long_factor" if max_positions > original else "short_factor")
+    attention_factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    return Rope(
+        theta,
+        "longrope",
+        scale,
+        original_max_positions=original,
+        attention_factor=rope.number("attention_factor", attention_factor),
+        pair_factors=factors,
+    )
+
+
+def read_grouped_experts(fields: Fields, **defaults: Any) -> Experts:
+    """Read DeepSeek-V3's mixture: biased sigmoid scores, experts of the best groups. Raises BadCheckpoint."""
+    set_defaults(fields, **defaults)
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.error("moe_layer_freq", "only 1 is supported")
+    size = fields.integer("moe_intermediate_size", 2048)
+    experts = Experts(
+        num_experts=fields.count("n_routed_experts", 256),
+        top_k=fields.integer("num_experts_per_tok", 8),
+        size=size,
+        scoring=Scoring.SIGMOID_GROUPS,
+        is_renormalised=fields.boolean("norm_topk_prob", True),
+        factor=fields.number("routed_scaling_factor", 2.5),
+        num_groups=fields.integer("n_group", 8),
+        top_groups=fields.integer("topk_group", 4),
+        shared_size=size * fields.integer("n_shared_experts", 1),
+    )
+    group, rest = divmod(experts.num_experts, experts.num_groups)
+    if rest or group < 2 or experts.top_groups > experts.num_groups:
+        raise fields.error("n_group", f"{experts.num_experts} experts in {experts.num_groups} groups cannot be")
+    if experts.top_k > experts.top_groups * group:
+        raise fields.error("num_experts_per_tok", f"{experts.top_k} of {experts.top_groups} groups of {group}")
+    return experts
+
+
+def further_layers(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """Return the names of layers past the last one: they predict further tokens and are not part of the model.
+
+    Their default number is one.
+    """
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    counts = [fields.count(name, least=0) for name in names if fields.values.get(name) is not None]
+    return tuple(f"model.layers.{num_layers + i}." for i in range(max(counts, default=1)))
 
 
 def read_quantization(fields: Fields) -> Quantization | None:

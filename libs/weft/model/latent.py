@@ -39,11 +39,11 @@ class LatentAttention:
         self.group, self.index = kv_groups(config).places[index]
         latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
         self.q_down = loader.linear(root + "q_a_proj") if latent.q_rank else None
-        self.q_norm = loader.tensor(root + "q_a_layernorm.weight") if latent.q_rank else None
+        self.q_norm = loader.norm(root + "q_a_layernorm") if latent.q_rank else None
         self.q_up = loader.linear(q_name, order=self._order(config.num_heads, latent.nope_dim + latent.rope_dim))
         kv_order = self._order(1, latent.kv_rank + latent.rope_dim)
         self.kv_down = loader.linear(root + "kv_a_proj_with_mqa", order=kv_order)
-        self.kv_norm = loader.tensor(root + "kv_a_layernorm.weight")
+        self.kv_norm = loader.norm(root + "kv_a_layernorm")
         kv_up = plain(loader.stored_weight(root + "kv_b_proj"), loader.dtype).to(loader.dtype)
         kv_up = kv_up.view(config.num_heads, -1, latent.kv_rank)
         self.to_latent = kv_up[:, : latent.nope_dim].contiguous()

@@ -109,7 +109,7 @@ class Loader:
                     raise ValueError(f"slice of {name}: {config.architecture} has no such tensor; use a full name")
                 part.check(name, whole[name])
         self._weights = weights
-        self._config = config
+        self.config = config
         self._unread = set(expected)
         self.dtype = dtype
         self.device = device
@@ -119,6 +119,11 @@ class Loader:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor, or this rank's part of it, in `dtype` or else in the model's dtype."""
         return self._read(name, dtype or self.dtype, self._slices.get(name))
+
+    def norm(self, name: str) -> Tensor:
+        """Return the weight of an RMS norm. With an offset it is float32, because a sum near 1 would lose digits."""
+        offset = self.config.norm_offset
+        return self.tensor(name + ".weight", torch.float32) + offset if offset else self.tensor(name + ".weight")
 
     def matrix(self, name: str) -> Tensor:
         """Return a matrix that is to be packed or looked up in.
@@ -144,7 +149,7 @@ class Loader:
 
     def stored_weight(self, name: str) -> Stored:
         """Return a linear module's weight in the checkpoint's format; see `matrix` for the dtype of plain ones."""
-        how, part = self._config.quantization, self._slices.get(name + ".weight")
+        how, part = self.config.quantization, self._slices.get(name + ".weight")
         if how is not None and name + ".weight_packed" in self._weights:
             self._unread.discard(name + ".weight_shape")
             found, shape = self._weights[name + ".weight_packed"].shape, self._weights[name + ".weight_shape"]

@@ -14,10 +14,10 @@ WORKSPACE_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. `kind` is default, linear, llama3 or yarn.
+    """Rotary embedding. `kind` is default, linear, llama3, yarn or longrope.
 
     linear reads the factor as well, llama3 the fields up to `original_max_positions`, yarn all but the freq factors.
-    `attention_factor` multiplies cosine and sine.
+    `attention_factor` multiplies cosine and sine. `pair_factors` divide the frequency of each pair (longrope).
     """
 
     theta: float
@@ -30,22 +30,49 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     is_truncated: bool = True
+    pair_factors: tuple[float, ...] = ()
 
 
 class HeadNorm(StrEnum):
-    """RMSNorm of every query and key head: with weights before rotation, or without after it (rotated layers only)."""
+    """RMSNorm of queries and keys before rotation, with weights; PLAIN: without, after it, in rotated layers only.
+
+    WEIGHTED norms every head for itself, WIDE all heads of a token together.
+    """
 
     NONE = "none"
     WEIGHTED = "weighted"
+    WIDE = "wide"
     PLAIN = "plain"
+
+
+class Activation(StrEnum):
+    """Activation of the gate in every MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Names of a layer's RMS norms; an empty name means that there is none.
+
+    Norms of outputs come before the addition to the residual stream.
+    """
+
+    attention_input: str = "input_layernorm"
+    attention_output: str = ""
+    mlp_input: str = "post_attention_layernorm"
+    mlp_output: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries of unrotated layers times 1 + scale * log(1 + floor((position + 1) / floor))."""
+    """Queries times 1 + scale * log(1 + floor((position + shift) / floor)), in unrotated layers or in all layers."""
 
     floor: float
     scale: float
+    shift: int = 1
+    is_everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,7 @@ class Scoring(StrEnum):
     """How a router's logits become weights; see `weft_kernels.moe_routing`."""
 
     SOFTMAX = "softmax"
+    SOFTMAX_BIASED = "softmax, chosen with a bias"
     SIGMOID_INPUT = "sigmoid of the chosen, on the input"
     SIGMOID_GROUPS = "biased sigmoid, best groups first"
 
@@ -92,8 +120,9 @@ class Scoring(StrEnum):
 class Experts:
     """A mixture of experts. `shared_size` > 0: one more expert for every token, its output added as it is.
 
-    Names: `router`, `projections` (gate, up, down) of each expert, `shared`; `is_fused`: all experts of a layer in two
-    tensors, gate_up_proj [E, hidden, 2 size] and down_proj [E, size, hidden].
+    Names: `router`, `bias` (added to scores for the choice alone), `projections` (gate, up, down) of each expert,
+    `shared`; `is_fused`: all experts of a layer in two tensors, gate_up_proj [E, hidden, 2 size] and down_proj
+    [E, size, hidden].
     """
 
     num_experts: int
@@ -106,6 +135,7 @@ class Experts:
     top_groups: int = 1
     shared_size: int = 0
     router: str = "gate"
+    bias: str = "gate.e_score_correction_bias"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_experts"
     is_fused: bool = False
@@ -113,7 +143,7 @@ class Experts:
     @property
     def has_bias(self) -> bool:
         """True if each expert has a bias for the choice."""
-        return self.scoring is Scoring.SIGMOID_GROUPS
+        return self.scoring in (Scoring.SIGMOID_GROUPS, Scoring.SOFTMAX_BIASED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +178,13 @@ class ModelConfig:
 
     `num_kv_heads` and `head_dim` are those of the cache, `kv_parts` is 2 for keys and values, 1 when both are one.
     `prefix` stands before every tensor's name; tensors that begin with one of `ignored` are not the text model's.
-    `is_rotated_wide`: rotation runs in float32 for every dtype of the heads.
+
+    - `rotary_dim`: leading numbers of each head that are rotated; 0 means all. `is_interleaved`: neighbours are pairs.
+      `is_rotated_wide`: rotation runs in float32 for every dtype of the heads.
+    - `local_rope`: rotary embedding of the layers that have a window, if it is another.
+    - `norm_offset`: added to the weights of all norms. `is_qkv_fused`, `is_gate_up_fused`: stored as one matrix.
+    - `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of what each attention and MLP adds
+      to the residual stream, and of the logits. `attention_scale`: factor of the scores; 0 means head_dim ** -0.5.
     """
 
     architecture: str
@@ -167,7 +203,18 @@ class ModelConfig:
     dtype: str
     kv_parts: int = 2
     has_qkv_bias: bool = False
+    is_qkv_fused: bool = False
+    is_gate_up_fused: bool = False
     head_norm: HeadNorm = HeadNorm.NONE
+    norms: Norms = Norms()
+    norm_offset: float = 0.0
+    activation: Activation = Activation.SILU
+    rotary_dim: int = 0
+    local_rope: Rope | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float = 0.0
     temperature: Temperature | None = None
     is_interleaved: bool = False
     is_rotated_wide: bool = False
@@ -186,4 +233,4 @@ class ModelConfig:
     @property
     def rotated_dim(self) -> int:
         """Numbers of each head that are rotated."""
-        return self.latent.rope_dim if self.latent else self.head_dim
+        return self.latent.rope_dim if self.latent else self.rotary_dim or self.head_dim

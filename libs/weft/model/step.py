@@ -95,7 +95,8 @@ class TokenBatch:
 class LayerInputs:
     """`slots`, `batches`: one a group of layers, see `weft.model.kv_layout`. `angles`: cosine, sine [T, rotated dim].
 
-    `temperature`: [T, 1, 1] float32 for queries of unrotated layers, or None. `latent`: how latent attention goes about
+    `local_angles`: those of layers with a window, if they rotate in another way.
+    `temperature`: [T, 1, 1] float32 for queries, or None. `latent`: how latent attention goes about
     the batch, in models that have it.
     """
 
@@ -104,3 +105,4 @@ class LayerInputs:
     angles: tuple[Tensor, Tensor]
     temperature: Tensor | None
     latent: LatentPlan | None
+    local_angles: tuple[Tensor, Tensor] | None = None

@@ -35,10 +35,10 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
-    shapes: Shapes = {root + "input_layernorm.weight": (config.hidden_size,)}
-    attention = root + "self_attn."
+    norms, attention = config.norms, root + "self_attn."
+    names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
+    shapes: Shapes = {f"{root}{name}.weight": (config.hidden_size,) for name in names if name}
     shapes |= _latent(config, attention, config.latent) if config.latent else _grouped(config, attention)
-    shapes[root + "post_attention_layernorm.weight"] = (config.hidden_size,)
     mlp = f"{root}{config.mlp_name}."
     if layer.has_experts and config.experts:
         return shapes | _experts(config, mlp, config.experts)
@@ -53,12 +53,15 @@ def _grouped(config: ModelConfig, root: str) -> Shapes:
     hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     shapes: Shapes = {}
-    for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+    parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    for name, size in (("qkv_proj", q_size + 2 * kv_size),) if config.is_qkv_fused else parts:
         shapes |= _linear(config, root + name, size, hidden)
         if config.has_qkv_bias:
             shapes[f"{root}{name}.bias"] = (size,)
     if config.head_norm is HeadNorm.WEIGHTED:
         shapes |= {root + "q_norm.weight": (config.head_dim,), root + "k_norm.weight": (config.head_dim,)}
+    if config.head_norm is HeadNorm.WIDE:
+        shapes |= {root + "q_norm.weight": (q_size,), root + "k_norm.weight": (kv_size,)}
     return shapes | _linear(config, root + "o_proj", hidden, q_size)
 
 
@@ -80,7 +83,10 @@ def _latent(config: ModelConfig, root: str, latent: Latent) -> Shapes:
 
 def _mlp(config: ModelConfig, root: str, size: int) -> Shapes:
     hidden = config.hidden_size
-    shapes = _linear(config, root + "gate_proj", size, hidden) | _linear(config, root + "up_proj", size, hidden)
+    parts = (("gate_up_proj", 2 * size),) if config.is_gate_up_fused else (("gate_proj", size), ("up_proj", size))
+    shapes: Shapes = {}
+    for name, num_out in parts:
+        shapes |= _linear(config, root + name, num_out, hidden)
     return shapes | _linear(config, root + "down_proj", hidden, size)
 
 
@@ -88,7 +94,7 @@ def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
     hidden, size = config.hidden_size, experts.size
     shapes: Shapes = {f"{root}{experts.router}.weight": (experts.num_experts, hidden)}
     if experts.has_bias:
-        shapes[f"{root}{experts.router}.e_score_correction_bias"] = (experts.num_experts,)
+        shapes[root + experts.bias] = (experts.num_experts,)
     if experts.is_fused:
         shapes[root + "experts.gate_up_proj"] = (experts.num_experts, hidden, 2 * size)
         shapes[root + "experts.down_proj"] = (experts.num_experts, size, hidden)

@@ -71,7 +71,14 @@ def test_a_loaded_model_holds_what_the_plan_says(
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
     config = tiny.config
     planned = one_stage(config, "float32").weights
-    assert held_bytes(model, {}) == planned + model.frequencies.nbytes
+    assert held_bytes(model, {}) == planned + rotation_bytes(model)
+
+
+def rotation_bytes(model: Decoder) -> int:
+    """Return the bytes of rotary frequencies and of their factors."""
+    rotations = [each for each in (model.rotation, model.local_rotation) if each is not None]
+    tensors = [each for rotation in rotations for each in (rotation.frequencies, rotation.factor)]
+    return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
 
 
 def in_dtype(tiny: TinyFamily, dtype: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
@@ -90,7 +97,7 @@ def check_cpu(tiny: TinyFamily) -> None:
         config, weights = in_dtype(tiny, stored)
         model = Decoder(config, weights, getattr(torch, dtype), torch.device("cpu"))
         planned = estimate_budget(config, Machine("cpu", dtype, 16), 64, 8, 1 << 40).weights
-        assert held_bytes(model, {}) == planned + model.frequencies.nbytes, f"{stored}, computed in {dtype}"
+        assert held_bytes(model, {}) == planned + rotation_bytes(model), f"{stored}, computed in {dtype}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -124,7 +131,7 @@ def test_packed_weights_beside_plain_ones_are_counted_unpacked_on_a_gpu(
         monkeypatch.setattr(module, "on_device", lambda weight, dtype, is_resident: weight)
     model = Decoder(tiny.config, tiny.weights, getattr(torch, dtype), torch.device("cpu"))
     planned = estimate_budget(tiny.config, Machine("cuda", dtype, 16), 64, 8, 1 << 40).weights
-    assert held_bytes(model, {}) == planned + model.frequencies.nbytes
+    assert held_bytes(model, {}) == planned + rotation_bytes(model)
 
 
 @pytest.mark.parametrize(("name", "fields"), [("deepseek", FP8), ("kimi-k2", INT4), ("qwen3-moe", FP8)])
@@ -139,11 +146,11 @@ def test_packed_weights_are_held_unpacked_on_a_cpu_and_packed_on_a_gpu(
     tiny = quantized(family_of(name), fields, tmp_path / "packed")
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
     plain = estimate_budget(tiny.config, Machine("cpu", "float32", 16), 64, 8, 1 << 40).weights
-    assert held_bytes(model, {}) - model.frequencies.nbytes == plain
+    assert held_bytes(model, {}) - rotation_bytes(model) == plain
     for module in (loading, moe):
         monkeypatch.setattr(module, "on_device", lambda weight, dtype, is_resident: weight)
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
-    packed = held_bytes(model, {}) - model.frequencies.nbytes
+    packed = held_bytes(model, {}) - rotation_bytes(model)
     planned = estimate_budget(tiny.config, Machine("cuda", "float32", 16), 64, 8, 1 << 40).weights
     assert planned == one_stage(tiny.config, "float32").weights
     # 16 rows of a block do not divide these tiny matrices, and what is put together of them has smaller blocks

@@ -172,7 +172,8 @@ def test_end_tokens_leave_out_an_unknown_eos_token(tmp_path: Path, settings: dic
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling.rope_type", "longrope"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type", "dynamic"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.short_factor", "list of numbers"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 0.5}}, ["rope_parameters.high_freq_factor", "0.5"]),
         ({"rope_scaling": "llama3"}, ["rope_scaling"]),
@@ -191,8 +192,8 @@ def test_a_config_that_cannot_be_served_is_refused_by_file_and_field(
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_architecture_is_read_by_its_family(tmp_path: Path, architecture: str) -> None:
-    """Families are imported by name. Each asks for the same first field, of a wrapped model inside `text_config`."""
-    with pytest.raises(BadCheckpoint, match=r"config\.json: (text_config\.)?num_attention_heads: expected"):
+    """Families are imported by name. Each asks for a size first, of a wrapped model inside `text_config`."""
+    with pytest.raises(BadCheckpoint, match=r"config\.json: (text_config\.)?(num_attention_heads|hidden_size): expected"):
         read_config(write(tmp_path, architectures=[architecture], num_attention_heads="four"))
 
 

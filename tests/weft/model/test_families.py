@@ -115,9 +115,9 @@ def test_in_bf16_a_long_texts_temperature_is_not_rounded(
     """Queries alone are, as by transformers: a rounded factor would shift all scores of a row alike."""
     queries: list[torch.Tensor] = []
 
-    def attend(q: torch.Tensor, layer: int, batch: PagedBatch, span: KeySpan) -> torch.Tensor:
+    def attend(q: torch.Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: None) -> torch.Tensor:
         queries.append(q)
-        return paged_attention(q, layer, batch, span)
+        return paged_attention(q, layer, batch, span, scale)
 
     monkeypatch.setattr(attention, "paged_attention", attend)
     tiny = family_of("llama4")

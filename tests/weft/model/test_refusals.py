@@ -20,7 +20,7 @@ Family = Callable[[str], TinyFamily]
 
 # a family in `FAMILIES`, what is changed in its config.json, and words of the refusal
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama2", {"architectures": ["Gemma3ForCausalLM"]}, "architectures: Gemma3ForCausalLM is not supported"),
+    ("llama2", {"architectures": ["Gemma2ForCausalLM"]}, "architectures: Gemma2ForCausalLM is not supported"),
     ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("llama2", {"head_dim": 9}, "head_dim"),
     ("mistral-window", {"sliding_window": "8"}, "sliding_window"),

@@ -1,21 +1,42 @@
-"""DeepSeek-V3, Kimi K2 and the text model of Kimi K2.5: latent attention, experts chosen by groups."""
+"""DeepSeek-V3, Kimi K2, the text model of Kimi K2.5, GLM-4.7-Flash: latent attention, experts chosen by groups."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from weft.model.fields import Fields, mscale, read_common, rope_object
-from weft.model.spec import Experts, Latent, LayerSpec, ModelConfig, Scoring
+from weft.model.fields import (
+    Fields,
+    further_layers,
+    mscale,
+    read_common,
+    read_grouped_experts,
+    rope_object,
+    set_defaults,
+)
+from weft.model.spec import Latent, LayerSpec, ModelConfig
+
+# transformers' class of GLM-4.7-Flash
+GLM_LITE: dict[str, Any] = {
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}
 
 
 def read(fields: Fields) -> ModelConfig:
     config = read_common(fields, max_position_embeddings=4096)
     latent = _latent(fields, config)
     num_dense = fields.integer("first_k_dense_replace", 3, least=0)
-    # Layers past the last one predict further tokens and are not part of the model. Their default number is one.
-    names = ("num_nextn_predict_layers", "num_mtp_layers")
-    counts = [fields.count(name, least=0) for name in names if fields.values.get(name) is not None]
-    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(counts, default=1)))
     return replace(
         config,
         layers=tuple(LayerSpec(has_experts=index >= num_dense) for index in range(config.num_layers)),
@@ -24,9 +45,20 @@ def read(fields: Fields) -> ModelConfig:
         kv_parts=1,
         is_interleaved=fields.boolean("rope_interleave", True),
         latent=latent,
-        experts=_experts(fields),
-        ignored=extra,
+        experts=read_grouped_experts(fields),
+        ignored=further_layers(fields, config.num_layers),
     )
+
+
+def read_glm_lite(fields: Fields) -> ModelConfig:
+    set_defaults(fields, **GLM_LITE)
+    kinds = fields.strings("mlp_layer_types")  # transformers 5; published files have first_k_dense_replace
+    config = read(fields)
+    if not kinds:
+        return config
+    if len(kinds) != config.num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"expected dense or sparse a layer, found {kinds!r}")
+    return replace(config, layers=tuple(LayerSpec(has_experts=kind == "sparse") for kind in kinds))
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:
@@ -48,28 +80,3 @@ def _latent(fields: Fields, config: ModelConfig) -> Latent:
         value_dim=fields.integer("v_head_dim", 128),
         scale=scale,
     )
-
-
-def _experts(fields: Fields) -> Experts:
-    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
-    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    if fields.integer("moe_layer_freq", 1) != 1:
-        raise fields.error("moe_layer_freq", "only 1 is supported")
-    size = fields.integer("moe_intermediate_size", 2048)
-    experts = Experts(
-        num_experts=fields.count("n_routed_experts", 256),
-        top_k=fields.integer("num_experts_per_tok", 8),
-        size=size,
-        scoring=Scoring.SIGMOID_GROUPS,
-        is_renormalised=fields.boolean("norm_topk_prob", True),
-        factor=fields.number("routed_scaling_factor", 2.5),
-        num_groups=fields.integer("n_group", 8),
-        top_groups=fields.integer("topk_group", 4),
-        shared_size=size * fields.integer("n_shared_experts", 1),
-    )
-    group, rest = divmod(experts.num_experts, experts.num_groups)
-    if rest or group < 2 or experts.top_groups > experts.num_groups:
-        raise fields.error("n_group", f"{experts.num_experts} experts in {experts.num_groups} groups cannot be")
-    if experts.top_k > experts.top_groups * group:
-        raise fields.error("num_experts_per_tok", f"{experts.top_k} of {experts.top_groups} groups of {group}")
-    return experts

@@ -1,13 +1,29 @@
-"""Mistral and Ministral: Llamas with a sliding attention window in all or some layers."""
+"""Mistral, Mistral Small 3 and Ministral: Llamas with a sliding attention window in all or some layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from weft.model.fields import SLIDING, Fields, read_common, read_layers, read_window
-from weft.model.spec import ModelConfig
+from weft.model.fields import SLIDING, Fields, read_common, read_layers, read_window, rope_object, set_defaults
+from weft.model.spec import LayerSpec, ModelConfig, Temperature
 
 DEFAULT_WINDOW = 4096
+MINISTRAL3: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+}
+MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -15,3 +31,22 @@ def read(fields: Fields) -> ModelConfig:
     # Ministral 8B was published as a Mistral that says in `layer_types` which layers have the window
     layers = read_layers(fields, read_window(fields, DEFAULT_WINDOW), [SLIDING] * config.num_layers)
     return replace(config, layers=layers)
+
+
+def read_ministral3(fields: Fields) -> ModelConfig:
+    """Read Ministral 3: queries grow with the position beyond the original context."""
+    set_defaults(fields, rope_parameters=MINISTRAL3_ROPE)
+    config = read_common(fields, **MINISTRAL3)
+    layer, rope = LayerSpec(window=read_window(fields, 0)), rope_object(fields)
+    temperature = None
+    if rope.values.get("llama_4_scaling_beta"):
+        floor = rope.integer("original_max_position_embeddings", config.max_positions)
+        temperature = Temperature(floor, rope.number("llama_4_scaling_beta"), shift=0, is_everywhere=True)
+    return replace(config, layers=(layer,) * config.num_layers, temperature=temperature)
+
+
+def read_wrapped(fields: Fields) -> ModelConfig:
+    text = fields.text_config()
+    is_ministral3 = text.values.get("model_type") == "ministral3"
+    config = read_ministral3(text) if is_ministral3 else read(text)
+    return replace(config, prefix="language_model.", ignored=("vision_tower.", "multi_modal_projector."))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from weft.model.fields import Fields, read_common, read_window
 from weft.model.spec import Experts, LayerSpec, ModelConfig
 
-DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}  # transformers' class
+DEFAULTS: dict[str, Any] = {
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+}  # transformers' class
 
 
 def read(fields: Fields) -> ModelConfig:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window
 from weft.model.spec import ModelConfig
 
-DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # transformers' class
+DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "rope_theta": 2_000_000.0,
+    "tie_word_embeddings": True,
+}  # transformers' class
 
 
 def read(fields: Fields) -> ModelConfig:

@@ -1,0 +1,59 @@
+"""Families that are nearly Llamas: Seed-OSS, ERNIE 4.5, Granite 3 and EXAONE 4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window
+from weft.model.spec import HeadNorm, ModelConfig, Norms
+
+# transformers' classes
+SEED: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 524_288,
+    "attention_bias": True,
+}
+ERNIE: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+}
+EXAONE: dict[str, Any] = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5}
+EXAONE_NORMS = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+
+
+def read_seed(fields: Fields) -> ModelConfig:
+    fields.refuse("attention_out_bias")
+    return read_common(fields, has_qkv_bias=True, **SEED)
+
+
+def read_ernie(fields: Fields) -> ModelConfig:
+    fields.refuse("use_bias")
+    return replace(read_common(fields, **ERNIE), is_interleaved=True, is_rotated_wide=True)
+
+
+def read_granite(fields: Fields) -> ModelConfig:
+    config = read_common(fields)
+    return replace(
+        config,
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        logit_scale=1 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def read_exaone(fields: Fields) -> ModelConfig:
+    """Layers without a window are not rotated, unless no layer has a window."""
+    config, window = read_common(fields, **EXAONE), read_window(fields, 4096)
+    pattern = fields.values.get("sliding_window_pattern", 4)
+    period = len(pattern) if isinstance(pattern, str) else fields.integer("sliding_window_pattern", 4, least=0)
+    kinds = [SLIDING if window and period and (index + 1) % period else FULL for index in range(config.num_layers)]
+    layers = read_layers(fields, window, kinds)
+    layers = tuple(replace(layer, is_rotated=not window or layer.window > 0) for layer in layers)
+    return replace(config, layers=layers, head_norm=HeadNorm.WEIGHTED, norms=EXAONE_NORMS)
