@@ -193,7 +193,9 @@ def test_a_config_that_cannot_be_served_is_refused_by_file_and_field(
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_architecture_is_read_by_its_family(tmp_path: Path, architecture: str) -> None:
     """Families are imported by name. Each asks for a size first, of a wrapped model inside `text_config`."""
-    with pytest.raises(BadCheckpoint, match=r"config\.json: (text_config\.)?(num_attention_heads|hidden_size): expected"):
+    with pytest.raises(
+        BadCheckpoint, match=r"config\.json: (text_config\.)?(num_attention_heads|hidden_size): expected"
+    ):
         read_config(write(tmp_path, architectures=[architecture], num_attention_heads="four"))
 
 
