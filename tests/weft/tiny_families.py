@@ -97,6 +97,23 @@ OLMO3 = {
     "pad_token_id": 0,
 }
 MINISTRAL3_ROPE = {**YARN, "llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 16}
+HY3 = {
+    **HEADS,
+    "head_dim": 10,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "pad_token_id": 0,
+}
+ERNIE_MOE = {
+    **HEADS,
+    "head_dim": 10,
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 20,
+    "moe_num_shared_experts": 1,
+    "tie_word_embeddings": False,
+}
 SCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 # name: family, what is not as in the others
@@ -172,6 +189,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {**HEADS, "pad_token_id": 0}),
     "olmo3": ("Olmo3", OLMO3),
     "seed-oss": ("SeedOss", {**HEADS, "head_dim": 10, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "hy3": ("HYV3", HY3),
+    "ernie-moe": ("Ernie4_5_Moe", ERNIE_MOE),
     "ernie": ("Ernie4_5", {**HEADS, "head_dim": 10}),
     "granite": (
         "Granite",
@@ -206,7 +225,9 @@ class TinyFamily(Tiny):
         """Every token from the whole text: no cache of the oracle's takes part."""
         tokens = list(prompt)
         for _ in range(num_tokens):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
+            # longer than the original context of LONGROPE, at which transformers switches factors
+            padded = tokens + [0] * max(0, 9 - len(tokens))
+            tokens.append(int(self.logits(padded)[len(tokens) - 1].argmax()))
         return tokens[len(prompt) :]
 
     def is_greedy(self, prompt: list[int], tokens: list[int]) -> bool:
@@ -245,6 +266,8 @@ def wrap(tiny: TinyFamily, architecture: str, directory: Path) -> TinyFamily:
     vision = {"vision_model.patch.weight": torch.ones(2, 2)}
     if architecture.startswith("Kimi"):
         vision = {"vision_tower.patch.weight": torch.ones(2, 2), "mm_projector.0.bias": torch.ones(2)}
+    if architecture.startswith(("Gemma3", "Mistral3")):
+        vision = {"vision_tower.patch.weight": torch.ones(2, 2), "multi_modal_projector.norm.weight": torch.ones(2)}
     save_file(
         {**{"language_model." + k: v for k, v in tiny.weights.items()}, **vision}, directory / "model.safetensors"
     )

@@ -48,6 +48,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _MATRICES, _PACKED = (".weight", ".weight_packed"), (".weight_packed", ".weight_scale_inv")
 _FACTORS = (".weight_scale", ".weight_scale_inv", ".weight_shape")
+_ROUTING_BIASES = ("e_score_correction_bias", "expert_bias")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PATTERNS = (
     (TensorKind.EXPERTS, re.compile(r"\.experts\.")),
@@ -133,12 +134,12 @@ def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
     """Return the bytes of one number of a plain tensor."""
     is_wide = config.experts is not None and config.experts.has_bias and _is_router(name, config)
     is_wide = is_wide or (config.norm_offset != 0 and name.endswith("norm.weight"))
-    return 4 if is_wide or name.endswith("e_score_correction_bias") else ITEM_BYTES[dtype]
+    return 4 if is_wide or name.endswith(_ROUTING_BIASES) else ITEM_BYTES[dtype]
 
 
 def _is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
     """Return True for a plain matrix that linear layers multiply, and that can stay packed."""
-    is_matrix = len(shape) > 1 and not name.endswith(_FACTORS)
+    is_matrix = len(shape) > 1 and not name.endswith((*_FACTORS, *_ROUTING_BIASES))
     return is_matrix and not _is_router(name, config) and not _is_taken_apart(name)
 
 
@@ -152,7 +153,7 @@ def _is_taken_apart(name: str) -> bool:
 
 
 def _item_bytes(name: str, stored: tuple[str, ...], plain: int) -> int:
-    if stored == ("I32",) or name.endswith((".weight_scale_inv", "e_score_correction_bias")):
+    if stored == ("I32",) or name.endswith((".weight_scale_inv", *_ROUTING_BIASES)):
         return 4
     if stored == ("F8_E4M3",):
         return 1

@@ -53,7 +53,9 @@ class MixtureOfExperts:
         # Biased scores lie close together, so DeepSeek computes its router in float32.
         router_dtype = torch.float32 if experts.has_bias else loader.dtype
         self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
-        self.bias = loader.tensor(root + experts.bias, torch.float32) if experts.has_bias else None
+        self.bias = None
+        if experts.has_bias:
+            self.bias = loader.tensor(root + experts.bias, torch.float32).flatten()
         sizes = experts.num_groups, experts.top_groups, experts.factor
         is_softmax = experts.scoring in (Scoring.SOFTMAX, Scoring.SOFTMAX_BIASED)
         self.rule = RoutingConfig(experts.top_k, is_softmax, experts.is_renormalised, *sizes)

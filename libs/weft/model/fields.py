@@ -13,7 +13,17 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import read_json_object
-from weft.model.spec import Activation, Experts, LayerSpec, ModelConfig, Packing, Quantization, Rope, Scoring
+from weft.model.spec import (
+    Activation,
+    Experts,
+    LayerSpec,
+    ModelConfig,
+    Packing,
+    Quantization,
+    Rope,
+    Scoring,
+    Temperature,
+)
 
 # Fields of a multimodal model's outer object that apply to its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
@@ -361,6 +371,23 @@ def read_grouped_experts(fields: Fields, **defaults: Any) -> Experts:
     if experts.top_k > experts.top_groups * group:
         raise fields.error("num_experts_per_tok", f"{experts.top_k} of {experts.top_groups} groups of {group}")
     return experts
+
+
+def read_mlp_kinds(fields: Fields, num_layers: int, num_dense: int) -> tuple[LayerSpec, ...]:
+    """Return layers with experts as `mlp_layer_types` says; the first `num_dense` have none if it is absent."""
+    kinds = fields.strings("mlp_layer_types") or ["dense" if i < num_dense else "sparse" for i in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"expected dense or sparse a layer, found {kinds!r}")
+    return tuple(LayerSpec(has_experts=kind == "sparse") for kind in kinds)
+
+
+def read_query_growth(fields: Fields, max_positions: int) -> Temperature | None:
+    """Read how the queries of Mistral's long-context models grow beyond the original context."""
+    rope = rope_object(fields)
+    if not rope.values.get("llama_4_scaling_beta"):
+        return None
+    floor = rope.integer(ORIGINAL, max_positions)
+    return Temperature(floor, rope.number("llama_4_scaling_beta"), shift=0, is_everywhere=True)
 
 
 def further_layers(fields: Fields, num_layers: int) -> tuple[str, ...]:

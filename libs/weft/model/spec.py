@@ -121,8 +121,8 @@ class Experts:
     """A mixture of experts. `shared_size` > 0: one more expert for every token, its output added as it is.
 
     Names: `router`, `bias` (added to scores for the choice alone), `projections` (gate, up, down) of each expert,
-    `shared`; `is_fused`: all experts of a layer in two tensors, gate_up_proj [E, hidden, 2 size] and down_proj
-    [E, size, hidden].
+    `shared`. `is_bias_row`: the bias is stored as [1, E]. `is_fused`: all experts of a layer in two tensors,
+    gate_up_proj [E, hidden, 2 size] and down_proj [E, size, hidden].
     """
 
     num_experts: int
@@ -136,6 +136,7 @@ class Experts:
     shared_size: int = 0
     router: str = "gate"
     bias: str = "gate.e_score_correction_bias"
+    is_bias_row: bool = False
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_experts"
     is_fused: bool = False

@@ -94,7 +94,7 @@ def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
     hidden, size = config.hidden_size, experts.size
     shapes: Shapes = {f"{root}{experts.router}.weight": (experts.num_experts, hidden)}
     if experts.has_bias:
-        shapes[root + experts.bias] = (experts.num_experts,)
+        shapes[root + experts.bias] = (1, experts.num_experts) if experts.is_bias_row else (experts.num_experts,)
     if experts.is_fused:
         shapes[root + "experts.gate_up_proj"] = (experts.num_experts, hidden, 2 * size)
         shapes[root + "experts.down_proj"] = (experts.num_experts, size, hidden)

@@ -143,7 +143,13 @@ def test_packed_weights_lose_nothing_beside_bfloat16_ones(name: str, family_of: 
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [("llama4", "Llama4ForConditionalGeneration"), ("kimi-k2", "KimiK25ForConditionalGeneration")],
+    [
+        ("llama4", "Llama4ForConditionalGeneration"),
+        ("kimi-k2", "KimiK25ForConditionalGeneration"),
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+        ("mistral", "Mistral3ForConditionalGeneration"),
+        ("ministral3", "Mistral3ForConditionalGeneration"),
+    ],
 )
 def test_the_text_model_of_a_wrapped_one_is_served(
     name: str, architecture: str, family_of: Family, tmp_path: Path

@@ -11,10 +11,11 @@ from weft.model.fields import (
     mscale,
     read_common,
     read_grouped_experts,
+    read_mlp_kinds,
     rope_object,
     set_defaults,
 )
-from weft.model.spec import Latent, LayerSpec, ModelConfig
+from weft.model.spec import Latent, ModelConfig
 
 # transformers' class of GLM-4.7-Flash
 GLM_LITE: dict[str, Any] = {
@@ -34,37 +35,34 @@ GLM_LITE: dict[str, Any] = {
 
 
 def read(fields: Fields) -> ModelConfig:
-    config = read_common(fields, max_position_embeddings=4096)
-    latent = _latent(fields, config)
-    num_dense = fields.integer("first_k_dense_replace", 3, least=0)
-    return replace(
-        config,
-        layers=tuple(LayerSpec(has_experts=index >= num_dense) for index in range(config.num_layers)),
-        num_kv_heads=1,
-        head_dim=latent.kv_rank + latent.rope_dim,
-        kv_parts=1,
-        is_interleaved=fields.boolean("rope_interleave", True),
-        latent=latent,
-        experts=read_grouped_experts(fields),
-        ignored=further_layers(fields, config.num_layers),
-    )
+    return replace(_read_latent_model(fields), experts=read_grouped_experts(fields))
 
 
 def read_glm_lite(fields: Fields) -> ModelConfig:
     set_defaults(fields, **GLM_LITE)
-    kinds = fields.strings("mlp_layer_types")  # transformers 5; published files have first_k_dense_replace
-    config = read(fields)
-    if not kinds:
-        return config
-    if len(kinds) != config.num_layers or not set(kinds) <= {"dense", "sparse"}:
-        raise fields.error("mlp_layer_types", f"expected dense or sparse a layer, found {kinds!r}")
-    return replace(config, layers=tuple(LayerSpec(has_experts=kind == "sparse") for kind in kinds))
+    return read(fields)
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:
     config = read(fields.text_config())
     inner = tuple("language_model." + name for name in config.ignored)
     return replace(config, prefix="language_model.", ignored=("vision_tower.", "mm_projector.", *inner))
+
+
+def _read_latent_model(fields: Fields) -> ModelConfig:
+    """Read all but the experts. mlp_layer_types is transformers' field; published files have first_k_dense_replace."""
+    config = read_common(fields, max_position_embeddings=4096)
+    latent = _latent(fields, config)
+    return replace(
+        config,
+        layers=read_mlp_kinds(fields, config.num_layers, fields.integer("first_k_dense_replace", 3, least=0)),
+        num_kv_heads=1,
+        head_dim=latent.kv_rank + latent.rope_dim,
+        kv_parts=1,
+        is_interleaved=fields.boolean("rope_interleave", True),
+        latent=latent,
+        ignored=further_layers(fields, config.num_layers),
+    )
 
 
 def _latent(fields: Fields, config: ModelConfig) -> Latent:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.model.fields import Fields, further_layers, read_common, read_grouped_experts
-from weft.model.spec import HeadNorm, LayerSpec, ModelConfig, Norms
+from weft.model.fields import Fields, further_layers, read_common, read_grouped_experts, read_mlp_kinds
+from weft.model.spec import HeadNorm, ModelConfig, Norms
 
 # transformers' classes
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 131_072, "partial_rotary_factor": 0.5}
@@ -29,10 +29,9 @@ def read(fields: Fields) -> ModelConfig:
 
 def read_moe(fields: Fields) -> ModelConfig:
     config = read_common(fields, has_qkv_bias=True, rotates_part=True, **DEFAULTS, **MIXTURE)
-    num_dense = fields.integer("first_k_dense_replace", 1, least=0)
     return replace(
         config,
-        layers=tuple(LayerSpec(has_experts=index >= num_dense) for index in range(config.num_layers)),
+        layers=read_mlp_kinds(fields, config.num_layers, fields.integer("first_k_dense_replace", 1, least=0)),
         head_norm=HeadNorm.WEIGHTED if fields.boolean("use_qk_norm") else HeadNorm.NONE,
         experts=read_grouped_experts(fields, **EXPERTS),
         ignored=further_layers(fields, config.num_layers),

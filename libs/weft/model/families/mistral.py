@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.model.fields import SLIDING, Fields, read_common, read_layers, read_window, rope_object, set_defaults
-from weft.model.spec import LayerSpec, ModelConfig, Temperature
+from weft.model.fields import SLIDING, Fields, read_common, read_layers, read_query_growth, read_window, set_defaults
+from weft.model.spec import LayerSpec, ModelConfig
 
 DEFAULT_WINDOW = 4096
 MINISTRAL3: dict[str, Any] = {
@@ -37,12 +37,8 @@ def read_ministral3(fields: Fields) -> ModelConfig:
     """Read Ministral 3: queries grow with the position beyond the original context."""
     set_defaults(fields, rope_parameters=MINISTRAL3_ROPE)
     config = read_common(fields, **MINISTRAL3)
-    layer, rope = LayerSpec(window=read_window(fields, 0)), rope_object(fields)
-    temperature = None
-    if rope.values.get("llama_4_scaling_beta"):
-        floor = rope.integer("original_max_position_embeddings", config.max_positions)
-        temperature = Temperature(floor, rope.number("llama_4_scaling_beta"), shift=0, is_everywhere=True)
-    return replace(config, layers=(layer,) * config.num_layers, temperature=temperature)
+    layers = (LayerSpec(window=read_window(fields, 0)),) * config.num_layers
+    return replace(config, layers=layers, temperature=read_query_growth(fields, config.max_positions))
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:

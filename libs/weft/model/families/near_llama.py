@@ -1,4 +1,4 @@
-"""Families that are nearly Llamas: Seed-OSS, ERNIE 4.5, Granite 3 and EXAONE 4."""
+"""Families that are nearly Llamas: Seed-OSS, Granite 3 and EXAONE 4."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ SEED: dict[str, Any] = {
     "max_position_embeddings": 524_288,
     "attention_bias": True,
 }
-ERNIE: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": True,
-}
 EXAONE: dict[str, Any] = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5}
 EXAONE_NORMS = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
@@ -30,11 +22,6 @@ EXAONE_NORMS = Norms("", "post_attention_layernorm", "", "post_feedforward_layer
 def read_seed(fields: Fields) -> ModelConfig:
     fields.refuse("attention_out_bias")
     return read_common(fields, has_qkv_bias=True, **SEED)
-
-
-def read_ernie(fields: Fields) -> ModelConfig:
-    fields.refuse("use_bias")
-    return replace(read_common(fields, **ERNIE), is_interleaved=True, is_rotated_wide=True)
 
 
 def read_granite(fields: Fields) -> ModelConfig:
