@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -111,14 +112,10 @@ def stack_fp8(parts: Sequence[Fp8], order: Tensor | None) -> Fp8:
         which.append(starts + torch.arange(each.shape[0]) // each.block[0])
         starts += len(each.factors)
     blocks = _rows(which, order)
-    height = next(size for size in range(max(each.block[0] for each in parts), 0, -1) if _fits(blocks, size))
+    changes = (blocks[1:] != blocks[:-1]).nonzero().flatten() + 1
+    height = math.gcd(*changes.tolist()) or max(len(blocks), first.block[0])
     factors = torch.cat([each.factors for each in parts])[blocks[::height].to(first.device)]
     return Fp8(first.columns, _rows([each.words for each in parts], order), factors, (height, first.block[1]))
-
-
-def _fits(blocks: Tensor, height: int) -> bool:
-    """Each `height` rows are of one block; `blocks` are those of all rows."""
-    return bool((blocks == blocks[::height].repeat_interleave(height)[: len(blocks)]).all())
 
 
 def _rows(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:

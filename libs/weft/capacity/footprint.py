@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
+from weft.model.quantization import FLOATS, is_packed, part_of
 from weft.model.spec import ModelConfig
-from weft.model.tensors import FLOATS, INT4_PER_WORD, expected_tensors, stored_dtypes
+from weft.model.tensors import expected_tensors
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # 12 bits of 16, and escapes: the size that matrices with the published statistics stay below
@@ -46,8 +47,6 @@ Footprint = Mapping[tuple[int, TensorKind], Weight]
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # modules that the engine makes one matrix of, by the names that they have in attention, MLPs and Mixtral's experts
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-_MATRICES, _PACKED = (".weight", ".weight_packed"), (".weight_packed", ".weight_scale_inv")
-_FACTORS = (".weight_scale", ".weight_scale_inv", ".weight_shape")
 _ROUTING_BIASES = ("e_score_correction_bias", "expert_bias")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PATTERNS = (
@@ -67,27 +66,26 @@ def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -
 
     With `is_resident`, bfloat16 matrices as F12, should it suit them all.
     """
-    shapes = expected_tensors(config)
+    shapes, how = expected_tensors(config), config.quantization
     found: defaultdict[tuple[int, TensorKind], Weight] = defaultdict(Weight)
     for name, shape in shapes.items():
         kind = next(kind for kind, pattern in _PATTERNS if pattern.search(name))
         layer = _LAYER.search(name)
         place = int(layer[1]) if layer else FIRST if kind is TensorKind.EMBEDDING else LAST
         weight = found[place, kind]
-        stored = stored_dtypes(name, shapes)
-        num_items = math.prod(shape)
-        params = 0 if name.endswith(_FACTORS) else num_items * (INT4_PER_WORD if stored == ("I32",) else 1)
+        part, num_items = part_of(name, shapes, how), math.prod(shape)
+        params = num_items * (part.num_values if part else 1)
         weight.params += params
         if not dtype:
-            weight.size_bytes += num_items * _item_bytes(name, stored, ITEM_BYTES[config.dtype])
+            plain = 4 if name.endswith(_ROUTING_BIASES) else ITEM_BYTES[config.dtype]
+            weight.size_bytes += num_items * (part.stored_bytes if part else plain)
             continue
-        is_plain = _is_unpacked(name, shapes) or (stored == FLOATS and not name.endswith(_FACTORS))
-        if is_plain:
-            size_bytes = params * _wide_bytes(name, config, dtype)
-        else:
-            size_bytes = 0 if name.endswith(".weight_shape") else num_items * _item_bytes(name, stored, 0)
-        is_packed = is_resident and dtype == "bfloat16" and is_plain and _is_multiplied(name, shape, config)
-        weight.size_bytes += math.ceil(size_bytes * F12_SHARE) if is_packed else size_bytes
+        is_plain = part is None or _is_unpacked(name, config, shapes)
+        size_bytes = params * _wide_bytes(name, config, dtype)
+        if part is not None and not is_plain:
+            size_bytes = num_items * part.held_bytes
+        is_f12 = is_resident and dtype == "bfloat16" and is_plain and _is_multiplied(name, shape, config)
+        weight.size_bytes += math.ceil(size_bytes * F12_SHARE) if is_f12 else size_bytes
     return found
 
 
@@ -100,8 +98,8 @@ def cpu_bytes(config: ModelConfig, dtype: str) -> int:
     """
     shapes, total = expected_tensors(config), 0
     for name, shape in expected_tensors(replace(config, quantization=None)).items():
-        is_kept = config.dtype == "bfloat16" and name in shapes and stored_dtypes(name, shapes) == FLOATS
-        is_kept = is_kept and _is_multiplied(name, shape, config) and not _is_unpacked(name, shapes)
+        is_kept = config.dtype == "bfloat16" and name in shapes and part_of(name, shapes, config.quantization) is None
+        is_kept = is_kept and _is_multiplied(name, shape, config) and not _is_unpacked(name, config, shapes)
         size_bytes = math.prod(shape) * (ITEM_BYTES["bfloat16"] if is_kept else _wide_bytes(name, config, dtype))
         total += size_bytes * (2 if config.is_tied and "embed_tokens." in name else 1)
     return total
@@ -119,15 +117,16 @@ def with_stored_dtype(config: ModelConfig, tensors: Iterable[tuple[str, int]]) -
     return replace(config, dtype=max(plain, key=lambda name: plain[name])) if plain else config
 
 
-def _is_unpacked(name: str, shapes: Container[str]) -> bool:
-    """Return True if a linear weight must be plain on a GPU, because its matrix also has unpacked parts."""
-    if _is_taken_apart(name):
+def _is_unpacked(name: str, config: ModelConfig, shapes: Container[str]) -> bool:
+    """Return True if a linear weight must be plain on a GPU: its format or a part of its matrix is."""
+    how = config.quantization
+    if _is_taken_apart(name) or (how is not None and how.is_expanded and part_of(name, shapes, how)):
         return True
     root, _, part = name.rpartition(".")[0].rpartition(".")
     parts = next((each for each in TOGETHER if part in each), ())
-    there = [f"{root}.{each}" for each in parts if any(f"{root}.{each}{end}" in shapes for end in _MATRICES)]
-    packed = [each for each in there if any(each + end in shapes for end in _PACKED)]
-    return 0 < len(packed) < len(there)
+    packed = [each for each in parts if is_packed(f"{root}.{each}", shapes, how)]
+    plain = [each for each in parts if each not in packed and f"{root}.{each}.weight" in shapes]
+    return bool(packed and plain)
 
 
 def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
@@ -139,7 +138,7 @@ def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
 
 def _is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
     """Return True for a plain matrix that linear layers multiply, and that can stay packed."""
-    is_matrix = len(shape) > 1 and not name.endswith((*_FACTORS, *_ROUTING_BIASES))
+    is_matrix = len(shape) > 1 and not name.endswith(_ROUTING_BIASES)
     return is_matrix and not _is_router(name, config) and not _is_taken_apart(name)
 
 
@@ -150,11 +149,3 @@ def _is_router(name: str, config: ModelConfig) -> bool:
 def _is_taken_apart(name: str) -> bool:
     """Return True for the matrix that latent attention splits into two plain halves."""
     return ".kv_b_proj." in name
-
-
-def _item_bytes(name: str, stored: tuple[str, ...], plain: int) -> int:
-    if stored == ("I32",) or name.endswith((".weight_scale_inv", *_ROUTING_BIASES)):
-        return 4
-    if stored == ("F8_E4M3",):
-        return 1
-    return 8 if name.endswith(".weight_shape") else 2 if name.endswith(".weight_scale") else plain

@@ -10,6 +10,7 @@ from pathlib import Path
 from weft.errors import BadCheckpoint
 from weft.file_io import foreign_path, path_exists
 from weft.model.fields import Fields, read_eos, read_json
+from weft.model.quantization import read_quantization
 from weft.model.spec import ModelConfig as ModelConfig
 from weft.model.spec import Rope as Rope
 from weft.model.tensors import expected_tensors as expected_tensors
@@ -71,7 +72,7 @@ def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
     """Return what config.json says, with further end tokens `eos` of other files. Raises BadCheckpoint."""
     module, function = FAMILIES[_architecture(fields)]
     read: Callable[[Fields], ModelConfig] = getattr(import_module(f"weft.model.{module}"), function)
-    config = read(fields)
+    config = replace(read(fields), quantization=read_quantization(_text_fields(fields)))
     if config.rotated_dim % 2:
         raise fields.error("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
     if experts := config.experts:
@@ -84,6 +85,10 @@ def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
     named = (*config.eos_token_ids, *read_eos(fields), *read_eos(fields.nested("text_config")), *eos)
     known = range(config.vocab_size)
     return replace(config, eos_token_ids=tuple(dict.fromkeys(each for each in named if each in known)))
+
+
+def _text_fields(fields: Fields) -> Fields:
+    return fields.text_config() if fields.values.get("text_config") else fields
 
 
 def _architecture(fields: Fields) -> str:

@@ -1,29 +1,17 @@
 """Reads config.json: typed access to its fields, and what many families share. Errors name the file and the field.
 
-A rotary embedding is `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`. Quantized checkpoints are
-block-scaled FP8 (DeepSeek, Kimi K2) or compressed-tensors' packed INT4 (Kimi K2.5). No torch.
+A rotary embedding is `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`. No torch.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import read_json_object
-from weft.model.spec import (
-    Activation,
-    Experts,
-    LayerSpec,
-    ModelConfig,
-    Packing,
-    Quantization,
-    Rope,
-    Scoring,
-    Temperature,
-)
+from weft.model.spec import Activation, Experts, LayerSpec, ModelConfig, Rope, Scoring, Temperature
 
 # Fields of a multimodal model's outer object that apply to its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
@@ -172,7 +160,6 @@ def read_common(
         is_tied=fields.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos(fields),
         dtype=fields.choice("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
-        quantization=read_quantization(fields),
     )
     _check(fields, config, has_qkv_bias)
     return config
@@ -398,61 +385,3 @@ def further_layers(fields: Fields, num_layers: int) -> tuple[str, ...]:
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     counts = [fields.count(name, least=0) for name in names if fields.values.get(name) is not None]
     return tuple(f"model.layers.{num_layers + i}." for i in range(max(counts, default=1)))
-
-
-def read_quantization(fields: Fields) -> Quantization | None:
-    """Raises BadCheckpoint for methods, formats and options that are not supported."""
-    if not fields.values.get("quantization_config"):
-        return None
-    inner = fields.nested("quantization_config")
-    if "quant_method" not in inner.values and {"bits", "group_size"} <= inner.values.keys():
-        what = "weights packed for Apple's MLX are not read; take the checkpoint that they were made of"
-        raise fields.error("quantization_config", what)
-    method = inner.choice("quant_method", ("fp8", "compressed-tensors"), "")
-    return _fp8(inner) if method == "fp8" else _int4(inner)
-
-
-def _fp8(inner: Fields) -> Quantization:
-    inner.choice("fmt", ("e4m3",), "e4m3")
-    inner.choice("activation_scheme", ("dynamic",), "dynamic")
-    block = inner.integers("weight_block_size", [])
-    if len(block) != 2 or 0 in block:
-        raise inner.error("weight_block_size", f"expected rows and columns of a block, found {block!r}")
-    # whole parts of a module's name; lists of hundreds are common, so they are one expression
-    names = "|".join(re.escape(name) for name in inner.strings("modules_to_not_convert"))
-    skipped = (rf"(.*\.)?({names})(\..*)?$",) if names else ()
-    return Quantization(Packing.FP8_BLOCKS, (block[0], block[1]), skipped)
-
-
-def _int4(inner: Fields) -> Quantization:
-    inner.choice("format", ("pack-quantized",), "")
-    groups = list(inner.nested("config_groups").values)
-    if len(groups) != 1:
-        raise inner.error("config_groups", f"expected one group, found {groups!r}")
-    group = inner.nested("config_groups").nested(groups[0])
-    if group.strings("targets") != ["Linear"]:
-        raise group.error("targets", f"expected ['Linear'], found {group.strings('targets')!r}")
-    if group.values.get("input_activations"):
-        raise group.error("input_activations", "quantized activations are not supported")
-    weights = group.nested("weights")
-    weights.choice("type", ("int",), "")
-    weights.choice("strategy", ("group",), "")
-    if weights.integer("num_bits") != 4 or not weights.boolean("symmetric", True):
-        raise weights.error("num_bits", "only symmetric 4-bit weights are supported")
-    # "weight" and "static" say in which order they were rounded; the columns lie as ever
-    if weights.values.get("actorder") not in (None, False, "weight", "static"):
-        raise weights.error("actorder", "columns in another order are not supported")
-    patterns = [
-        each.removeprefix("re:") if each.startswith("re:") else re.escape(each) + "$" for each in _ignore(inner)
-    ]
-    return Quantization(Packing.INT4_GROUPS, (1, weights.integer("group_size")), tuple(patterns))
-
-
-def _ignore(inner: Fields) -> list[str]:
-    names = inner.strings("ignore")
-    for name in names:
-        try:
-            re.compile(name.removeprefix("re:"))
-        except re.error as error:
-            raise inner.error("ignore", f"{name!r} is no regular expression: {error}") from None
-    return names

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
-from weft.model.spec import ModelConfig, Packing
-from weft.model.tensors import INT4_PER_WORD, expected_tensors, is_ignored, stored_dtypes
+from weft.model.quantization import is_packed, is_shape, stored_dtypes, stored_parts
+from weft.model.spec import ModelConfig
+from weft.model.tensors import expected_tensors, is_ignored
+from weft.model.unpacking import PackedModule
 from weft_kernels.linear import PackedWeight, pack
-from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, read_fp8, read_int4, stack
+from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +96,19 @@ class Loader:
         for name, shape in expected.items():
             if name not in weights:
                 raise BadCheckpoint(f"tensor {name} is missing")
-            if tuple(weights[name].shape) != shape:
+            if not is_shape(tuple(weights[name].shape), shape):
                 raise BadCheckpoint(f"tensor {name} has shape {list(weights[name].shape)}, expected {list(shape)}")
-            if DTYPE_NAMES.get(weights[name].dtype) not in stored_dtypes(name, expected):
+            if DTYPE_NAMES.get(weights[name].dtype) not in stored_dtypes(name, expected, config.quantization):
                 raise BadCheckpoint(f"tensor {name} has dtype {weights[name].dtype}, which it cannot be stored in")
         for name in weights:
             if name not in expected and not is_ignored(name, config):
                 raise BadCheckpoint(f"tensor {name} is not part of a {config.architecture}")
         self._slices = dict(slices or {})
-        if slices:
-            whole = expected_tensors(replace(config, quantization=None))
-            for name, part in slices.items():
-                if name not in whole:
-                    raise ValueError(f"slice of {name}: {config.architecture} has no such tensor; use a full name")
-                part.check(name, whole[name])
+        self._shapes = expected_tensors(replace(config, quantization=None)) if config.quantization else expected
+        for name, part in self._slices.items():
+            if name not in self._shapes:
+                raise ValueError(f"slice of {name}: {config.architecture} has no such tensor; use a full name")
+            part.check(name, self._shapes[name])
         self._weights = weights
         self.config = config
         self._unread = set(expected)
@@ -150,38 +151,34 @@ class Loader:
     def stored_weight(self, name: str) -> Stored:
         """Return a linear module's weight in the checkpoint's format; see `matrix` for the dtype of plain ones."""
         how, part = self.config.quantization, self._slices.get(name + ".weight")
-        if how is not None and name + ".weight_packed" in self._weights:
-            self._unread.discard(name + ".weight_shape")
-            found, shape = self._weights[name + ".weight_packed"].shape, self._weights[name + ".weight_shape"]
-            rows, columns = int(shape[0]), int(shape[1])
-            if (found[0], found[1]) != (rows, -(-columns // INT4_PER_WORD)):
-                raise BadCheckpoint(f"tensor {name}.weight_packed, {list(found)}, does not hold {shape.tolist()}")
-            words = self._blocks(name + ".weight_packed", torch.int32, part, (1, INT4_PER_WORD), (rows, columns))
-            scale = name + ".weight_scale"
-            scales = self._blocks(scale, self._weights[scale].dtype, part, how.block, (rows, columns))
-            return read_int4(words, scales, part.size if part and part.dim else columns, how.block[1])
-        if how is not None and how.packing is Packing.FP8_BLOCKS and name + ".weight_scale_inv" in self._weights:
-            patterns = self.tensor(name + ".weight", torch.float8_e4m3fn)
-            rows, columns = self._weights[name + ".weight"].shape
-            scales = self._blocks(name + ".weight_scale_inv", torch.float32, part, how.block, (rows, columns))
-            return read_fp8(patterns, scales, how.block)
-        return self.matrix(name + ".weight")
+        if how is None or not is_packed(name, self._weights, how):
+            return self.matrix(name + ".weight")
+        shape = self._shapes[name + ".weight"]
+        rows, columns = shape[0], shape[1]
+        parts = {each: self._weights[f"{name}.{each}"] for each in stored_parts(how, (rows, columns))}
+        self._unread -= {f"{name}.{each}" for each in parts}
+
+        def cut(which: str, tensor: Tensor, block: tuple[int, int]) -> Tensor:
+            # one factor of a whole dimension is that of every part
+            if part is None or block[part.dim] >= shape[part.dim]:
+                return tensor.to(self.device)
+            return self._cut(tensor, part.in_blocks(f"{name}.{which}", block[part.dim], shape[part.dim]))
+
+        num_columns = part.size if part and part.dim else columns
+        if how.is_expanded:
+            parts = {each: tensor.to(self.device) for each, tensor in parts.items()}
+        return PackedModule(name, how, (rows, columns), num_columns, parts, cut, self.dtype).read()
 
     def check_all_read(self) -> None:
         """Assert that every expected tensor was read: a model without one of them computes something else."""
         assert not self._unread, f"tensors that no building block read: {sorted(self._unread)[:4]}"
 
-    def _blocks(
-        self, name: str, dtype: torch.dtype, part: ShardSlice | None, block: tuple[int, int], shape: tuple[int, int]
-    ) -> Tensor:
-        """Read a tensor with one element for each `block` (rows, columns) of a matrix of `shape`."""
-        cut = part and part.in_blocks(name, block[part.dim], shape[part.dim])
-        return self._read(name, dtype, cut)
-
     def _read(self, name: str, dtype: torch.dtype, part: ShardSlice | None) -> Tensor:
         self._unread.discard(name)
         tensor = self._weights[name]
-        if part is not None:
-            pieces = [tensor.narrow(part.dim, start, stop - start) for start, stop in part.ranges]
-            tensor = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)).contiguous()
-        return tensor.to(device=self.device, dtype=dtype)
+        cut = tensor if part is None else self._cut(tensor, part)
+        return cut.to(device=self.device, dtype=dtype)
+
+    def _cut(self, tensor: Tensor, part: ShardSlice) -> Tensor:
+        pieces = [tensor.narrow(part.dim, start, stop - start) for start, stop in part.ranges]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)).contiguous().to(self.device)

@@ -158,19 +158,40 @@ class LayerSpec:
 
 
 class Packing(StrEnum):
-    """FP8: E4M3 weights with a factor for every block. INT4: eight to an int32, with a factor for every group."""
+    """How a linear module's tensors hold its weights.
+
+    FP8: E4M3 weights with a factor for each block. INT4: compressed-tensors' words of int32, with a factor for each
+    group. GPTQ: words that run down the columns of the transposed weight.
+    """
 
     FP8_BLOCKS = "fp8"
     INT4_GROUPS = "int4"
+    GPTQ = "gptq"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How linear weights are stored. `block` is rows, columns; `skipped` are regular expressions over module names."""
+    """How linear weights are stored. `skipped` are regular expressions over names of modules that are not packed.
+
+    - `block`: rows and columns that share a factor; 0 means all of them.
+    - `scale`: last part of the name of FP8's factors.
+    - `bits`, `is_symmetric`: of integers; without symmetry each group has a zero point.
+    - `is_ordered`: a tensor names the group of each column. `zero_offset`: added to stored zero points.
+    """
 
     packing: Packing
     block: tuple[int, int]
     skipped: tuple[str, ...] = ()
+    scale: str = "weight_scale_inv"
+    bits: int = 4
+    is_symmetric: bool = True
+    is_ordered: bool = False
+    zero_offset: int = 0
+
+    @property
+    def is_expanded(self) -> bool:
+        """True if no kernel multiplies these weights, so that loading makes plain matrices of them."""
+        return self.bits != 4 or not self.is_symmetric or self.is_ordered
 
 
 @dataclass(frozen=True, slots=True)

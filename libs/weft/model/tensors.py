@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container
-from functools import cache
+from weft.model.quantization import ACTIVATION_SCALES, KV_SCALES, packed_shapes
+from weft.model.spec import Experts, HeadNorm, Latent, LayerSpec, ModelConfig
 
-from weft.model.spec import Experts, HeadNorm, Latent, LayerSpec, ModelConfig, Packing, Quantization
-
-INT4_PER_WORD = 8
-FLOATS = ("F32", "F16", "BF16")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -29,9 +24,13 @@ def expected_tensors(config: ModelConfig) -> Shapes:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Return True for a tensor that may be present but is not read, such as rotary frequencies or a tied head."""
+    """Return True for a tensor that may be present but is not read, such as rotary frequencies or a tied head.
+
+    Activations and the KV cache are not quantized, so a quantized checkpoint's scales of them are not read.
+    """
     is_head = config.is_tied and name == config.prefix + "lm_head.weight"
-    return is_head or name.endswith("rotary_emb.inv_freq") or name.startswith(config.ignored)
+    is_scale = config.quantization is not None and name.endswith(ACTIVATION_SCALES + KV_SCALES)
+    return is_head or is_scale or name.endswith("rotary_emb.inv_freq") or name.startswith(config.ignored)
 
 
 def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
@@ -107,36 +106,3 @@ def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
     if experts.shared_size:
         shapes |= _mlp(config, f"{root}{experts.shared}.", experts.shared_size)
     return shapes
-
-
-def packed_shapes(name: str, shape: tuple[int, int], how: Quantization | None) -> dict[str, tuple[int, ...]]:
-    """The tensors in which the linear weight `name` ships, with their shapes; itself, when it is not packed."""
-    module = name.removesuffix(".weight")
-    if how is None or not name.endswith(".weight") or _is_skipped(module, how):
-        return {name: shape}
-    rows, columns = (-(-size // block) for size, block in zip(shape, how.block, strict=True))
-    if how.packing is Packing.FP8_BLOCKS:
-        return {name: shape, module + ".weight_scale_inv": (rows, columns)}
-    return {
-        module + ".weight_packed": (shape[0], -(-shape[1] // INT4_PER_WORD)),
-        module + ".weight_scale": (rows, columns),
-        module + ".weight_shape": (2,),
-    }
-
-
-def stored_dtypes(name: str, names: Container[str]) -> tuple[str, ...]:
-    """What a tensor may be stored as, by safetensors' names; `names` are those of all tensors of the model."""
-    if name.endswith(".weight_packed"):
-        return ("I32",)
-    if name.endswith(".weight_shape"):
-        return ("I32", "I64")
-    return ("F8_E4M3",) if name.removesuffix(".weight") + ".weight_scale_inv" in names else FLOATS
-
-
-def _is_skipped(module: str, how: Quantization) -> bool:
-    return bool(how.skipped) and _compiled(how.skipped).match(module) is not None
-
-
-@cache
-def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))

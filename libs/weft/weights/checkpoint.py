@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence, Set
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.file_io import PICKLE_SUFFIXES, foreign_names, path_exists
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
-from weft.model.tensors import stored_dtypes
+from weft.model.quantization import KV_SCALES, is_shape, stored_dtypes
 from weft.weights.formats import MODULES, TensorEntry, format_of
 from weft.weights.object_store import origin_of
 from weft.weights.safetensors import is_text
 from weft.weights.storage import Origin, WeightsFile
 
+logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -212,15 +214,17 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
         source = found.get(name)
         if source is None:
             raise BadCheckpoint(f"{directory}: tensor {name} is missing")
-        if source.entry.shape != shape:
+        if not is_shape(source.entry.shape, shape):
             raise BadCheckpoint(
                 f"{source.file}: tensor {name} has shape {list(source.entry.shape)}, config.json asks for {list(shape)}"
             )
-        if source.entry.dtype not in stored_dtypes(name, expected):
+        if source.entry.dtype not in stored_dtypes(name, expected, config.quantization):
             raise BadCheckpoint(f"{source.file}: tensor {name} has dtype {source.entry.dtype}, not a weight's")
     for name, source in found.items():
         if name not in expected and not is_ignored(name, config):
             raise BadCheckpoint(f"{source.file}: tensor {name} is not part of a {config.architecture}")
+    if scales := [name for name in found if name not in expected and name.endswith(KV_SCALES)]:
+        logger.warning("KV scales ignored, the cache is not quantized directory=%s tensors=%d", directory, len(scales))
     return tuple(found[name] for name in expected)
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from weft.errors import BadCheckpoint
-from weft.model.tensors import FLOATS
+from weft.model.quantization import FLOATS
 from weft.weights.checkpoint import Checkpoint, TensorSource, source_id, while_unchanged
 from weft.weights.formats import PieceRun, ReadBuffers, TensorPiece
 from weft.weights.image import find_image

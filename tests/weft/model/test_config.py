@@ -171,7 +171,7 @@ def test_end_tokens_leave_out_an_unknown_eos_token(tmp_path: Path, settings: dic
         ({"rope_scaling": {**YARN, "original_max_position_embeddings": 10**400}}, ["rope_scaling.original", "1000"]),
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config"]),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type", "dynamic"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.short_factor", "list of numbers"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),

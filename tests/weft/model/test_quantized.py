@@ -17,6 +17,7 @@ from tests.weft.tiny_families import TinyFamily, wrap
 from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors, read_config
 from weft.model.decoder import Decoder
+from weft.model.quantization import is_packed
 from weft.weights.checkpoint import read_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -36,6 +37,7 @@ INT4: dict[str, Any] = {
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
 }
 Family = Callable[[str], TinyFamily]
+Pack = Callable[[str, torch.Tensor, dict[str, Any]], tuple[Tensors, torch.Tensor]]
 
 
 def pack_fp8(name: str, weight: torch.Tensor) -> Tensors:
@@ -76,29 +78,38 @@ def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, columns: int) -> torc
     return values * scale.repeat_interleave(4, 1)[:, :columns]
 
 
-def quantized(tiny: TinyFamily, fields: dict[str, Any], directory: Path) -> TinyFamily:
+def pack_and_unpack(name: str, weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """Return a module's tensors, and the weight that they stand for."""
+    if fields["quant_method"] == "fp8":
+        packed = pack_fp8(name, weight)
+        return packed, unpack_fp8(packed[name + ".weight"], packed[name + ".weight_scale_inv"])
+    packed = pack_int4(name, weight)
+    scale = packed[name + ".weight_scale"].float()
+    return packed, unpack_int4(packed[name + ".weight_packed"], scale, weight.shape[1])
+
+
+def quantized(
+    tiny: TinyFamily,
+    fields: dict[str, Any],
+    directory: Path,
+    pack: Pack = pack_and_unpack,
+    extra: Tensors | None = None,
+) -> TinyFamily:
     """The checkpoint packed as its config says; the oracle gets the weights that this stands for."""
     config = json.loads((tiny.directory / "config.json").read_text()) | {"quantization_config": fields}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    expected = expected_tensors(read_config(directory))
-    tensors: Tensors = {}
-    oracle: Tensors = {}
+    read = read_config(directory)
+    expected = expected_tensors(read)
+    tensors, oracle = dict(extra or {}), dict(tiny.weights)
     for name, weight in tiny.weights.items():
         module = name.removesuffix(".weight")
-        oracle[name] = weight
-        if module + ".weight_packed" in expected:
-            packed = pack_int4(module, weight)
-            scale = packed[module + ".weight_scale"].float()
-            oracle[name] = unpack_int4(packed[module + ".weight_packed"], scale, weight.shape[1])
-        elif module + ".weight_scale_inv" in expected:
-            packed = pack_fp8(module, weight)
-            oracle[name] = unpack_fp8(packed[name], packed[module + ".weight_scale_inv"])
-        else:
-            packed = {name: weight}
-        if name not in packed or packed[name] is not weight:
+        if is_packed(module, expected, read.quantization):
+            packed, oracle[name] = pack(module, weight, fields)
             assert (oracle[name] - weight).abs().max() < 0.16 * weight.abs().max(), "packing and unpacking disagree"
-        tensors |= packed
+            tensors |= packed
+        else:
+            tensors[name] = weight
     save_file(tensors, directory / "model.safetensors")
     plain = directory / "plain"
     plain.mkdir()
@@ -197,13 +208,14 @@ def test_packed_bytes_are_not_taken_for_weights(family_of: Family) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quant_method": "gptq"}, "quantization_config.quant_method: 'gptq'"),
-        ({"format": "float-quantized"}, "quantization_config.format: 'float-quantized'"),
+        ({"quant_method": "hqq"}, "quantization_config.quant_method: 'hqq' is not supported; supported: fp8"),
+        ({"format": "marlin-24"}, "quantization_config.format: 'marlin-24'"),
+        ({"format": "float-quantized"}, "quantization_config.config_groups.group_0.weights.type: 'int'"),
         ({"config_groups": {}}, "quantization_config.config_groups"),
         ({"ignore": ["re:("]}, "quantization_config.ignore"),
-        ({"quant_method": "fp8"}, "quantization_config.weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [16]}, "quantization_config.weight_block_size"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "quantization_config.fmt"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "quantization_config.activation_scheme"),
+        ({"quant_method": "fp8", "activation_scheme": "tensor"}, "quantization_config.activation_scheme"),
     ],
 )
 def test_packings_that_cannot_be_read_are_refused_by_field(
