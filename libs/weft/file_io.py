@@ -200,9 +200,8 @@ def foreign_path(path: Path) -> str:
     if os.path.islink(path):
         return dangling(path)
     if HUB_NAME.fullmatch(str(path)):
-        name = path.name
-        advice = f"`hf download {path} --local-dir {name}`, then name that directory"
-        return f"is no directory; models of the Hugging Face Hub are not downloaded: {advice}"
+        advice = f"`weft pull {path}` downloads it and prints its directory"
+        return f"is no directory; if it is a model of the Hugging Face Hub, {advice}"
     return "is no directory; name one with a checkpoint as Hugging Face ships them"
 
 

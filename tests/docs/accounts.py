@@ -22,6 +22,11 @@ ALONE: dict[str, list[str]] = {
     "keys": [],
     "certs": [],
 }
+# Need a Hub: the tests that run them against a local server.
+HUB: dict[str, str] = {
+    "pull": "weft/test_hub.py::test_pull_fetches_only_needed_files",
+    "models": "weft/test_hub.py::test_models_lists_the_cache",
+}
 # Run by the bundle program, to which these commands are passed on.
 BUNDLES: dict[str, list[str]] = {
     "compress": ["--threads", "1"],

@@ -180,7 +180,6 @@ def test_a_tokenizer_that_is_a_pointer_is_named(tmp_path: Path, name: str) -> No
 
 
 PATHS = {
-    "org/model": ["Hub", "hf download org/model"],
     "missing": ["is no directory"],
     "/missing/folder": ["is no directory"],
     "q.gguf": ["GGUF"],

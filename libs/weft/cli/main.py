@@ -246,6 +246,26 @@ def bench(
 
 
 @app.command()
+def pull(
+    names: Annotated[
+        list[str], typer.Argument(metavar="ORG/REPO[@REVISION]...", help="Names on the Hugging Face Hub.")
+    ],
+) -> None:
+    """Download models from the Hugging Face Hub into its cache and compare their checksums."""
+    from weft.cli.hub_models import run_pull
+
+    raise typer.Exit(run_pull(names))
+
+
+@app.command()
+def models() -> None:
+    """List the models in the cache of the Hugging Face Hub: size, and whether Weft serves them."""
+    from weft.cli.hub_models import run_models
+
+    raise typer.Exit(run_models())
+
+
+@app.command()
 def certs(
     folder: Annotated[Path, typer.Argument(help="What WEFT_TLS_DIR will name, on every machine of the mesh.")],
     host: Annotated[list[str] | None, typer.Option(help="A name that clients call the gateway by.")] = None,
@@ -279,9 +299,10 @@ def doctor(
     from weft.cli.doctor import Subject
     from weft.cli.doctor.run import run_doctor
     from weft.cli.up import UsageError, find_models
+    from weft.hub import cached_snapshot
 
     try:
-        models = find_models(model or [])
+        models = find_models(model or [], fetch=cached_snapshot)
     except UsageError as error:
         typer.secho(f"weft doctor: {error}", fg="red", err=True)
         raise typer.Exit(2) from None

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from weft.cli.child import ChildFailed, ChildSpec
 from weft.cli.display import Display, Timeline
+from weft.cli.hub_models import fetch_with_display
 from weft.cli.layout import Addresses, MeshOptions, PortTaken, pick_addresses, reachable, usable_gpus
 from weft.cli.memory import check_memory
 from weft.cli.mesh import FORK_SERVER_COMMAND, HARMLESS, check_settings, mesh_specs, with_memory
@@ -27,11 +28,12 @@ from weft.cli.supervisor import Supervisor
 from weft.config import model_name, read_models
 from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
 from weft.file_io import foreign_path
+from weft.hub import HubName
 from weft.model.config import read_config
 from weft.options import check_addresses, is_loopback
 from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
-from weft.weights.object_store import is_store_url, local_model, with_local_model
+from weft.weights.object_store import fetched, is_store_url, with_local_model
 
 MOONCAKE_SECONDS = 30.0
 # of the extras `engine` and `local`
@@ -43,22 +45,25 @@ class UsageError(Exception):
     """The options cannot be used; the message says what to change."""
 
 
-def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
+def find_models(
+    given: Sequence[str], name: str = "", fetch: Callable[[HubName], Path] = fetch_with_display
+) -> dict[str, Path]:
     """Return checkpoint directories by served name. Without `given`: WEFT_MODEL, else the shipped model.
 
-    Each is DIR or NAME=DIR. A URL may replace DIR; its small files are copied to the cache. Raises UsageError for a
-    directory without a checkpoint, or a name that is used twice.
+    Each is DIR or NAME=DIR. ORG/REPO or a URL may replace DIR: `fetch` returns the snapshot of a Hub model, and the
+    small files of a URL are copied to the cache. Raises UsageError for a directory without a checkpoint, or a name
+    that is used twice.
     """
     if name and len(given) > 1:
         raise UsageError("--name names one model; with several, pass --model NAME=DIR for each")
     if not given:
-        return _usual_models(name)
+        return _usual_models(name, fetch)
     models: dict[str, Path] = {}
     for text in given:
         served, equals, directory = text.partition("=")
         if not equals or is_store_url(text) or os.path.isdir(text):
             served, directory = "", text
-        path = _checked(directory, f"--model {text}")
+        path = _checked(directory, f"--model {text}", fetch)
         served = name or served or model_name(path)
         if served in models:
             raise UsageError(f"two models are called {served!r}; tell them apart with --model NAME=DIR")
@@ -68,15 +73,15 @@ def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
     return models
 
 
-def _usual_models(name: str) -> dict[str, Path]:
+def _usual_models(name: str, fetch: Callable[[HubName], Path]) -> dict[str, Path]:
     if setting := os.environ.get("WEFT_MODEL"):
         try:
             name = name or os.environ.get("WEFT_MODEL_NAME", "")
-            settings = with_local_model({"WEFT_MODEL": setting, "WEFT_MODEL_NAME": name})
+            settings = with_local_model({"WEFT_MODEL": setting, "WEFT_MODEL_NAME": name}, fetch=fetch)
             models = read_models(settings["WEFT_MODEL"], settings["WEFT_MODEL_NAME"])
         except (ConfigError, BadCheckpoint, StorageUnavailable) as error:
             raise UsageError(str(error)) from error
-        return {served: _checked(str(path), f"WEFT_MODEL={path}") for served, path in models.items()}
+        return {served: _checked(str(path), f"WEFT_MODEL={path}", fetch) for served, path in models.items()}
     # in a checkout the shipped model lies beside libs/
     for candidate in (Path(__file__).resolve().parents[3] / SHIPPED_MODEL, Path.cwd() / SHIPPED_MODEL):
         if (candidate / "config.json").is_file():
@@ -84,9 +89,9 @@ def _usual_models(name: str) -> dict[str, Path]:
     raise UsageError(f"no model: {SHIPPED_MODEL} is not here; name a checkpoint directory with --model")
 
 
-def _checked(place: str, given: str) -> Path:
+def _checked(place: str, given: str, fetch: Callable[[HubName], Path]) -> Path:
     try:
-        path = local_model(place) if is_store_url(place) else Path(place)
+        path = Path(fetched(place, fetch))
         if (path / "config.json").is_file():
             return path.resolve()
         raise UsageError(f"{given}: {foreign_path(path)}")

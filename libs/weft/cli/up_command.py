@@ -20,11 +20,15 @@ class LogLevelOption(StrEnum):
 
 
 def up(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="As --model: a Hub name ORG/REPO[@REVISION], a directory or a URL."),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[NAME=]DIR|URL",
-            help="Checkpoint directory or s3:// URL; repeat for more models. Default: WEFT_MODEL or weft-nano.",
+            metavar="[NAME=]ORG/REPO|DIR|URL",
+            help="Hub name, directory or s3:// URL; repeat for more models. Default: WEFT_MODEL or weft-nano.",
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="The only model's name in requests; default: its directory's.")] = "",
@@ -100,7 +104,7 @@ def up(
 
     try:
         options = MeshOptions(
-            models=find_models(model or (), name),
+            models=find_models([*(models or ()), *(model or ())], name),
             host=host,
             port=port,
             grpc_port=grpc_port,

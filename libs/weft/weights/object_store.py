@@ -11,15 +11,17 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.config import model_name
 from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
 from weft.file_io import MAX_SMALL_BYTES, fsync_path, path_exists, read_small, to_weft_error
+from weft.hub import HubName, fetch_model, hub_name
 from weft.weights.storage import Blob, LocalOrigin, Origin, Scratch
 from weft_kernels.cache_dir import user_cache_dir
 
@@ -50,20 +52,35 @@ def is_store_url(model: str) -> bool:
     return model.startswith(SCHEMES)
 
 
-def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return the settings with a local directory for each URL in WEFT_MODEL. Raises BadCheckpoint,
-    StorageUnavailable."""
+def with_local_model(
+    environ: Mapping[str, str] = os.environ, fetch: Callable[[HubName], Path] = fetch_model
+) -> Mapping[str, str]:
+    """Return the settings with a local directory for each URL and each Hub name in WEFT_MODEL.
+
+    `fetch` returns the snapshot of a Hub model. Raises BadCheckpoint, StorageUnavailable.
+    """
     setting = environ.get("WEFT_MODEL", "")
-    if "://" not in setting:
-        return environ
-    if is_store_url(setting):
-        directory = local_model(setting)
+    if is_store_url(setting) or hub_name(setting):
+        directory = Path(fetched(setting, fetch))
         # Without a name, a directory called `version=3` would be parsed as NAME=DIR.
-        name = environ.get("WEFT_MODEL_NAME") or directory.name
+        name = environ.get("WEFT_MODEL_NAME") or (directory.name if is_store_url(setting) else model_name(directory))
         return {**environ, "WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": name}
+    if environ.get("WEFT_MODEL_NAME") or "=" not in setting or os.path.isdir(setting):
+        return environ
     parts = [part.partition("=") for part in setting.split(",")]
-    places = [f"{name}{equals}{local_model(place) if is_store_url(place) else place}" for name, equals, place in parts]
+    places = [f"{name}{equals}{fetched(place.strip(), fetch)}" for name, equals, place in parts]
     return {**environ, "WEFT_MODEL": ",".join(places)}
+
+
+def fetched(place: str, fetch: Callable[[HubName], Path] = fetch_model) -> Path | str:
+    """Return a local directory for a URL or a Hub name, and any other text as it is.
+
+    Raises BadCheckpoint, StorageUnavailable.
+    """
+    if is_store_url(place):
+        return local_model(place)
+    name = hub_name(place)
+    return fetch(name) if name else place
 
 
 def local_model(url: str, cache: Path | None = None) -> Path:

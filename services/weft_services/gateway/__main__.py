@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from weft import log, trace
 from weft.config import read_config
+from weft.hub import fetch_model
 from weft.rpc.server import run
 from weft.weights.object_store import with_local_model
 from weft_services.gateway.config import GatewayConfig
@@ -19,7 +21,7 @@ IN_THE_CLEAR = (
 
 async def main() -> None:
     """Serve until a signal. `run` reports a wrong setting, a bad model or a taken port in one line."""
-    config = read_config(GatewayConfig, with_local_model())
+    config = read_config(GatewayConfig, with_local_model(fetch=partial(fetch_model, has_weights=False)))
     logging.getLogger(__name__).info("%s", config)
     if config.sends_keys_in_clear:
         logging.getLogger(__name__).warning(IN_THE_CLEAR, config.host)

@@ -1,0 +1,234 @@
+"""Models by their name on the Hub: the real library and the real command against a local server."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.weft.hub_server import Hub, Repository, serving
+from weft.config import model_name
+from weft.file_io import foreign_path
+from weft.hub import HubName, hub_name
+
+NANO = Path(__file__).parents[2] / "models" / "weft-nano"
+NAME = "weft-lab/nano"
+PATIENCE_SECONDS = 40.0
+MEGABYTES = 24
+
+
+def nano_files() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in NANO.iterdir() if path.is_file()}
+
+
+def sharded_files() -> dict[str, bytes]:
+    """Two shards of random bytes; a download compares checksums, and only a load reads tensors."""
+    shards = {f"model-0000{number}-of-00002.safetensors": random.randbytes(MEGABYTES << 20) for number in (1, 2)}
+    index = {"weight_map": {f"tensor.{number}": file for number, file in enumerate(shards)}}
+    small = {name: content for name, content in nano_files().items() if not name.endswith(".safetensors")}
+    return {**small, **shards, "model.safetensors.index.json": json.dumps(index).encode()}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving(
+        Hub({NAME: Repository({**nano_files(), "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"x"})})
+    ) as hub:
+        yield hub
+
+
+class Client:
+    """Runs commands with a cache of their own."""
+
+    def __init__(self, hub: Hub, home: Path) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "WEFT_"))}
+        self.cache = home / "hub"
+        self.environ = {**kept, "HF_HOME": str(home), "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"}
+
+    def start(self, *words: str, **settings: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "weft.cli.main", *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env={**self.environ, **settings}, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *words: str, **settings: str) -> tuple[int, str, str]:
+        """Return status, standard output and standard error."""
+        process = self.start(*words, **settings)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        return process.returncode, out, err
+
+    def pull(self, name: str = NAME, **settings: str) -> Path:
+        """Return the snapshot."""
+        status, out, err = self.run("pull", name, **settings)
+        assert status == 0, err
+        return Path(out.strip())
+
+    def refused(self, *words: str, **settings: str) -> str:
+        """Return the one line that a failing command wrote."""
+        status, _, err = self.run(*words, **settings)
+        assert status, err
+        return next(line for line in err.splitlines() if line.startswith(f"weft {words[0]}: "))
+
+
+@pytest.fixture
+def client(hub: Hub, tmp_path: Path) -> Client:
+    return Client(hub, tmp_path / "home")
+
+
+@contextmanager
+def killed_at(client: Client, hub: Hub, num_bytes: int) -> Iterator[None]:
+    """A download that is killed after the server has sent this much; the block checks what it left."""
+    hub.stall_after = num_bytes
+    process = client.start("pull", NAME)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not any(path.stat().st_size for path in client.cache.glob("*/blobs/*.incomplete")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    hub.stall_after = None
+    hub.sent.clear()
+    yield
+
+
+def test_name_is_organisation_and_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("Qwen/Qwen3-0.6B") == HubName("Qwen/Qwen3-0.6B", "main")
+    assert hub_name("Qwen/Qwen3-0.6B@refs/pr/1") == HubName("Qwen/Qwen3-0.6B", "refs/pr/1")
+    for path in ("./Qwen/x", "/Qwen/x", "../x", "Qwen", "a/b/c", "Qwen/x/", "Qwen/x@", "Qwen/x@../y", "s3://a/b", ""):
+        assert hub_name(path) is None
+    (tmp_path / "Qwen" / "x").mkdir(parents=True)
+    assert hub_name("Qwen/x") is None
+
+
+def test_missing_directory_that_looks_like_a_name_names_pull() -> None:
+    assert "`weft pull org/model`" in foreign_path(Path("org/model"))
+
+
+def test_pull_fetches_only_needed_files(client: Client, hub: Hub) -> None:
+    snapshot = client.pull()
+    assert model_name(snapshot) == "nano"
+    assert (snapshot / "model.safetensors").is_symlink()
+    assert (snapshot / "model.safetensors").read_bytes() == nano_files()["model.safetensors"]
+    assert not any("pytorch_model" in path or "onnx" in path or "README" in path for path in hub.paths("GET"))
+
+
+def test_second_pull_fetches_nothing(client: Client, hub: Hub) -> None:
+    snapshot = client.pull()
+    hub.asked.clear()
+    assert client.pull() == snapshot
+    assert [path.partition("?")[0] for path in hub.paths("GET")] == [f"/api/models/{NAME}/revision/main"]
+    assert hub.paths("HEAD") == []
+
+
+def test_full_cache_makes_no_request_offline_or_for_a_commit(client: Client, hub: Hub) -> None:
+    snapshot = client.pull()
+    hub.asked.clear()
+    assert client.pull(HF_HUB_OFFLINE="1") == snapshot
+    assert client.pull(f"{NAME}@{'a' * 40}") == snapshot
+    assert hub.asked == []
+
+
+def test_empty_cache_is_explained_when_offline(client: Client, hub: Hub) -> None:
+    line = client.refused("pull", NAME, HF_HUB_OFFLINE="1")
+    assert "the cache" in line
+    assert f"run `weft pull {NAME}` with a network" in line
+    assert hub.asked == []
+
+
+def test_unreachable_hub_serves_the_cache(client: Client, hub: Hub) -> None:
+    line = client.refused("pull", NAME, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached" in line
+    snapshot = client.pull()
+    assert client.pull(HF_ENDPOINT="http://127.0.0.1:9") == snapshot
+    hub.models[NAME].is_listed = False
+    assert client.pull() == snapshot
+
+
+def test_killed_download_resumes_and_fetches_only_the_rest(client: Client, hub: Hub) -> None:
+    hub.models[NAME].files = files = sharded_files()
+    with killed_at(client, hub, (MEGABYTES - 8) << 20):
+        kept = sum(path.stat().st_size for path in client.cache.glob("*/blobs/*.incomplete"))
+        assert kept
+        snapshot = client.pull()
+    total = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
+    assert sum(hub.sent.values()) == total - kept
+    assert all((snapshot / name).read_bytes() == content for name, content in files.items() if "model-" in name)
+
+
+def test_two_pulls_at_once_fetch_once(client: Client, hub: Hub) -> None:
+    hub.models[NAME].files = files = sharded_files()
+    processes = [client.start("pull", NAME) for _ in range(2)]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert hub.sent == {name: len(content) for name, content in files.items() if name.endswith(".safetensors")}
+
+
+def test_flipped_byte_of_a_download_is_fetched_again(client: Client, hub: Hub) -> None:
+    hub.flipped = 1
+    snapshot = client.pull()
+    assert hub.flipped == 0
+    assert (snapshot / "model.safetensors").read_bytes() == nano_files()["model.safetensors"]
+    (snapshot / "model.safetensors").resolve().unlink()
+    hub.flipped = 2
+    assert "model.safetensors has a wrong checksum after a second download" in client.refused("pull", NAME)
+
+
+def test_flipped_byte_on_disk_is_detected(client: Client) -> None:
+    blob = (client.pull() / "model.safetensors").resolve()
+    content, stat = bytearray(blob.read_bytes()), blob.stat()
+    content[1000] ^= 1
+    blob.write_bytes(content)
+    os.utime(blob, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert "model.safetensors in" in client.refused("pull", NAME, HF_HUB_OFFLINE="1")
+    client.pull()
+    assert blob.read_bytes() == nano_files()["model.safetensors"]
+
+
+def test_gated_model_wants_a_token_which_stays_at_the_hub(client: Client, hub: Hub) -> None:
+    hub.models[NAME].token = "hf_secret"
+    assert f"accept its terms at {hub.url}/{NAME}, then set HF_TOKEN" in client.refused("pull", NAME)
+    assert client.pull(HF_TOKEN="hf_secret").is_dir()
+    assert hub.leaked_tokens == []
+
+
+def test_missing_model_and_revision_are_explained(client: Client, hub: Hub) -> None:
+    assert "no public model at" in client.refused("pull", "weft-lab/nothing")
+    assert "has no revision 'v9'" in client.refused("pull", f"{NAME}@v9")
+    assert "expected ORG/REPO" in client.refused("pull", "nano")
+
+
+def test_unsupported_model_is_refused_before_its_weights(client: Client, hub: Hub) -> None:
+    files = hub.models[NAME].files
+    files["config.json"] = json.dumps({"architectures": ["MambaForCausalLM"]}).encode()
+    assert "MambaForCausalLM is not supported" in client.refused("pull", NAME)
+    assert hub.sent == {}
+    hub.models[NAME].files = {"config.json": nano_files()["config.json"], "pytorch_model.bin": b"pickle"}
+    hub.models[NAME].commit = "b" * 40
+    assert "pickled" in client.refused("pull", NAME)
+
+
+def test_models_lists_the_cache(client: Client, hub: Hub) -> None:
+    assert "no models" in client.run("models")[2]
+    client.pull()
+    hub.models["weft-lab/old"] = Repository({**nano_files()}, commit="c" * 40)
+    config = (client.pull("weft-lab/old") / "config.json").resolve()
+    config.write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    status, out, _ = client.run("models")
+    assert status == 0
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert rows[1].startswith("weft-lab/nano main")
+    assert rows[1].endswith("GB yes")
+    assert "MambaForCausalLM is not supported" in rows[2]
+
+
+def test_up_refuses_an_unknown_name_before_any_process(client: Client) -> None:
+    assert "no public model at" in client.refused("up", "weft-lab/nothing")
