@@ -65,7 +65,17 @@ def read_config(model_dir: Path) -> ModelConfig:
     # Chat tuning updates any one of the three files and leaves the others as the base model had them.
     others = read_eos(read_json(generation)) if path_exists(generation) else ()
     end = read_end_token(model_dir)
-    return config_of(read_json(model_dir / "config.json"), (*others, *(end.ids if end else ())))
+    return config_of(read_fields(model_dir), (*others, *(end.ids if end else ())))
+
+
+def read_fields(model_dir: Path) -> Fields:
+    """Read `config.json`, and the quantization that older ModelOpt writes into a file of its own."""
+    fields, beside = read_json(model_dir / "config.json"), model_dir / "hf_quant_config.json"
+    if not fields.values.get("quantization_config") and path_exists(beside):
+        quantization = read_json(beside).nested("quantization").values
+        if quantization.get("quant_algo"):
+            fields.values["quantization_config"] = {"quant_method": "modelopt", **quantization}
+    return fields
 
 
 def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:

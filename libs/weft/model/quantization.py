@@ -6,8 +6,9 @@ reader for each packing. Quantized activations are computed in full precision: o
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -16,8 +17,14 @@ from weft.model.spec import Packing, Quantization
 
 FLOATS = ("F32", "F16", "BF16")
 # of activations and of the KV cache, which both have the dtype of the computation here
-ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_zero_point")
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale")
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale")
+# the names of FP4's weights, the dtype of their groups' factors, and the name of the tensor's own one
+FP4_SCALES = {
+    Packing.NVFP4: ("weight_packed", "F8_E4M3", "weight_global_scale"),
+    Packing.NVFP4_MODELOPT: ("weight", "F8_E4M3", "weight_scale_2"),
+    Packing.MXFP4: ("weight_packed", "U8", ""),
+}
 INSTEAD = "take the checkpoint in BF16, or one in another format"
 
 
@@ -49,7 +56,22 @@ def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredP
         factors = blocks if any(how.block) else (1,)
         scale = StoredPart(factors, FLOATS, 4 if how.scale == "weight_scale_inv" else 2, 4)
         return {"weight": StoredPart(shape, ("F8_E4M3",), 1, 1, 1), how.scale: scale}
+    if how.packing is Packing.INT8:
+        factors = blocks if any(how.block) else (1,)
+        zeros = {} if how.is_symmetric else {"weight_zero_point": StoredPart(factors, ("I8",), 1)}
+        weight = StoredPart(shape, ("I8",), 1, 0, 1)
+        return {"weight": weight, "weight_scale": StoredPart(factors, FLOATS, 2), **zeros}
+    if how.packing in FP4_SCALES:
+        name, dtype, whole = FP4_SCALES[how.packing]
+        pairs, scales = StoredPart((rows, columns // 2), ("U8",), 1, 0, 2), StoredPart(blocks, (dtype,), 1)
+        return {name: pairs, "weight_scale": scales} | ({whole: StoredPart((1,), FLOATS, 4)} if whole else {})
     per_word = 32 // how.bits
+    if how.packing is Packing.AWQ:
+        return {
+            "qweight": StoredPart((columns, -(-rows // per_word)), ("I32",), 4, 0, per_word),
+            "qzeros": StoredPart((blocks[1], -(-rows // per_word)), ("I32",), 4),
+            "scales": StoredPart((blocks[1], rows), FLOATS, 2),
+        }
     if how.packing is Packing.GPTQ:
         return {
             "qweight": StoredPart((-(-columns // per_word), rows), ("I32",), 4, 4, per_word),
@@ -57,11 +79,14 @@ def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredP
             "scales": StoredPart((blocks[1], rows), FLOATS, 2, 2),
             "g_idx": StoredPart((columns,), ("I32",), 4),
         }
-    return {
+    parts = {
         "weight_packed": StoredPart((rows, -(-columns // per_word)), ("I32",), 4, 4, per_word),
         "weight_scale": StoredPart(blocks, FLOATS, 2, 2),
         "weight_shape": StoredPart((2,), ("I32", "I64"), 8),
     }
+    if not how.is_symmetric:
+        parts["weight_zero_point"] = StoredPart((-(-rows // per_word), blocks[1]), ("I32",), 4)
+    return parts | ({"weight_g_idx": StoredPart((columns,), ("I32",), 4)} if how.is_ordered else {})
 
 
 def packed_shapes(name: str, shape: tuple[int, int], how: Quantization | None) -> dict[str, tuple[int, ...]]:
@@ -155,9 +180,8 @@ def _fp8(inner: Fields) -> Quantization:
 
 def _compressed(inner: Fields) -> Quantization:
     """Read compressed-tensors: one group of all linear modules but those to `ignore`."""
-    formats = ("pack-quantized", "float-quantized", "naive-quantized")
-    if inner.values.get("format") not in formats:
-        raise _refusal(inner, "format", formats)
+    if inner.values.get("format") not in COMPRESSED:
+        raise _refusal(inner, "format", tuple(COMPRESSED))
     for name in ("transform_config", "sparsity_config"):
         if inner.nested(name).values.get("format", "") != "dense" and inner.values.get(name):
             raise inner.error(name, f"is not supported; {INSTEAD}")
@@ -168,12 +192,17 @@ def _compressed(inner: Fields) -> Quantization:
     if group.strings("targets") != ["Linear"]:
         raise group.error("targets", f"expected ['Linear'], found {group.strings('targets')!r}; {INSTEAD}")
     weights = group.nested("weights")
-    if inner.values["format"] == "pack-quantized":
-        return _int4(weights, _ignored(inner))
-    weights.choice("type", ("float",), "")
-    if weights.integer("num_bits") != 8 or not weights.boolean("symmetric", True):
-        raise weights.error("num_bits", f"only symmetric 8-bit weights are supported; {INSTEAD}")
-    return Quantization(Packing.FP8_BLOCKS, _block(weights), _ignored(inner), "weight_scale")
+    return COMPRESSED[inner.values["format"]](weights, _ignored(inner))
+
+
+def _bytes(weights: Fields, ignored: tuple[str, ...]) -> Quantization:
+    kind = weights.choice("type", ("float", "int"), "")
+    is_symmetric = weights.boolean("symmetric", True)
+    if weights.integer("num_bits") != 8 or (kind == "float" and not is_symmetric):
+        raise weights.error("num_bits", f"only symmetric FP8 and INT8 are supported; {INSTEAD}")
+    if kind == "float":
+        return Quantization(Packing.FP8_BLOCKS, _block(weights), ignored, "weight_scale")
+    return Quantization(Packing.INT8, _block(weights), ignored, bits=8, is_symmetric=is_symmetric)
 
 
 def _block(weights: Fields) -> tuple[int, int]:
@@ -189,15 +218,42 @@ def _block(weights: Fields) -> tuple[int, int]:
     return (1, 0) if strategy == "channel" else (0, 0)
 
 
-def _int4(weights: Fields, ignored: tuple[str, ...]) -> Quantization:
+def _words(weights: Fields, ignored: tuple[str, ...]) -> Quantization:
     weights.choice("type", ("int",), "")
     weights.choice("strategy", ("group", "channel"), "")
-    if weights.integer("num_bits") != 4 or not weights.boolean("symmetric", True):
-        raise weights.error("num_bits", f"only symmetric 4-bit weights are supported; {INSTEAD}")
+    bits, order = weights.integer("num_bits"), weights.values.get("actorder")
+    if bits not in (4, 8):
+        raise weights.error("num_bits", f"{bits} is not supported; supported: 4, 8; {INSTEAD}")
     # "weight" and "static" say in which order they were rounded; the columns lie as ever
-    if weights.values.get("actorder") not in (None, False, "weight", "static"):
-        raise weights.error("actorder", f"columns in another order are not supported; {INSTEAD}")
-    return Quantization(Packing.INT4_GROUPS, _block(weights), ignored)
+    if order not in (None, False, "weight", "static", "group", "dynamic"):
+        raise weights.error("actorder", f"{order!r} is not supported; supported: group, weight, static; {INSTEAD}")
+    is_symmetric = weights.boolean("symmetric", True)
+    is_ordered = order in ("group", "dynamic")
+    block = _block(weights)
+    return Quantization(
+        Packing.INT4_GROUPS, block, ignored, bits=bits, is_symmetric=is_symmetric, is_ordered=is_ordered
+    )
+
+
+def _fp4(packing: Packing, size: int, strategy: str) -> Callable[[Fields, tuple[str, ...]], Quantization]:
+    def read(weights: Fields, ignored: tuple[str, ...]) -> Quantization:
+        weights.choice("type", ("float",), "")
+        weights.choice("strategy", (strategy,), "")
+        if weights.integer("num_bits") != 4 or weights.integer("group_size") != size:
+            raise weights.error("group_size", f"only 4 bits in groups of {size} are supported; {INSTEAD}")
+        return Quantization(packing, (1, size), ignored)
+
+    return read
+
+
+COMPRESSED = {
+    "pack-quantized": _words,
+    "float-quantized": _bytes,
+    "int-quantized": _bytes,
+    "naive-quantized": _bytes,
+    "nvfp4-pack-quantized": _fp4(Packing.NVFP4, 16, "tensor_group"),
+    "mxfp4-pack-quantized": _fp4(Packing.MXFP4, 32, "group"),
+}
 
 
 def _ignored(inner: Fields) -> tuple[str, ...]:
@@ -236,4 +292,32 @@ def _gptq(inner: Fields) -> Quantization:
     )
 
 
-METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq}
+def _awq(inner: Fields) -> Quantization:
+    """Read AWQ of AutoAWQ's GEMM version, which has zero points."""
+    if (bits := inner.integer("bits")) != 4:
+        raise inner.error("bits", f"{bits} is not supported; supported: 4; {INSTEAD}")
+    if str(inner.values.get("version") or "gemm").lower() != "gemm":
+        raise _refusal(inner, "version", ("gemm",))
+    if not inner.boolean("zero_point", True):
+        raise inner.error("zero_point", f"false is not supported; supported: true; {INSTEAD}")
+    skipped = _skip_names(inner.strings("modules_to_not_convert"))
+    size = inner.values.get("group_size")
+    block = (1, 0 if size == -1 else inner.integer("group_size"))
+    return Quantization(Packing.AWQ, block, skipped, is_symmetric=False)
+
+
+def _modelopt(inner: Fields) -> Quantization:
+    """Read ModelOpt's FP8, with a factor for each tensor, and NVFP4; names to leave out may hold asterisks."""
+    names = inner.strings("ignore") + inner.strings("exclude_modules")
+    skipped = tuple(fnmatch.translate(each) for name in names for each in (name, name + ".*"))
+    algorithm = inner.values.get("quant_algo")
+    if algorithm == "FP8":
+        return Quantization(Packing.FP8_BLOCKS, (0, 0), skipped, "weight_scale")
+    if algorithm != "NVFP4":
+        raise _refusal(inner, "quant_algo", ("FP8", "NVFP4"))
+    if (size := inner.integer("group_size", 16)) != 16:
+        raise inner.error("group_size", f"{size} is not supported; supported: 16; {INSTEAD}")
+    return Quantization(Packing.NVFP4_MODELOPT, (1, 16), skipped)
+
+
+METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}

@@ -160,13 +160,22 @@ class LayerSpec:
 class Packing(StrEnum):
     """How a linear module's tensors hold its weights.
 
-    FP8: E4M3 weights with a factor for each block. INT4: compressed-tensors' words of int32, with a factor for each
-    group. GPTQ: words that run down the columns of the transposed weight.
+    FP8: E4M3 weights with a factor for each block. INT8: bytes with a factor for each row. INT4: compressed-tensors'
+    words of int32, with a factor for each group. GPTQ and AWQ: words of the transposed weight, along its inputs and its
+    outputs. FP4: E2M1 weights with a factor for each group, and in NVFP4 one of the whole tensor.
     """
 
     FP8_BLOCKS = "fp8"
     INT4_GROUPS = "int4"
     GPTQ = "gptq"
+    AWQ = "awq"
+    INT8 = "int8"
+    NVFP4 = "nvfp4"
+    NVFP4_MODELOPT = "nvfp4 of modelopt"
+    MXFP4 = "mxfp4"
+
+
+WITH_KERNELS = (Packing.INT4_GROUPS, Packing.GPTQ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +200,8 @@ class Quantization:
     @property
     def is_expanded(self) -> bool:
         """True if no kernel multiplies these weights, so that loading makes plain matrices of them."""
-        return self.bits != 4 or not self.is_symmetric or self.is_ordered
+        is_plain = self.bits == 4 and self.is_symmetric and not self.is_ordered
+        return self.packing is not Packing.FP8_BLOCKS and not (self.packing in WITH_KERNELS and is_plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
-from weft.model.quantization import full_block
+from weft.model.quantization import FP4_SCALES, full_block
 from weft.model.spec import Packing, Quantization
 from weft_kernels.packed import Stored, read_fp8, read_int4
 
 NIBBLES_OF_WORD = 8
+# where AWQ puts the columns 0 to 7 into a word, in nibbles from the lowest
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+# by the lower three bits of E2M1; the fourth is the sign
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class PackedModule:
         """Return the rank's part of an unpacked matrix, which can be cut anywhere."""
         return self.cut("weight", matrix.to(self.dtype), (1, 1))
 
+    def check_order(self, part: str, order: Tensor, num_groups: int) -> None:
+        """Raise BadCheckpoint if columns name groups that do not exist."""
+        if bool((order < 0).any() or (order >= num_groups).any()):
+            raise self.error(part, f"expected groups below {num_groups}; download the file again")
+
     def error(self, part: str, what: str) -> BadCheckpoint:
         """Return the error to raise for a tensor."""
         return BadCheckpoint(f"tensor {self.name}.{part}: {what}")
@@ -63,12 +72,59 @@ def _fp8(module: PackedModule) -> Stored:
 
 
 def _int4(module: PackedModule) -> Stored:
-    parts, block = module.parts, full_block(module.how, module.shape)
+    how, parts, (rows, columns) = module.how, module.parts, module.shape
+    block = full_block(how, module.shape)
     if tuple(parts["weight_shape"].tolist()) != module.shape:
         found = list(parts["weight_packed"].shape)
         raise module.error("weight_packed", f"{found} does not hold {parts['weight_shape'].tolist()}")
-    words = module.cut("weight_packed", parts["weight_packed"], (1, NIBBLES_OF_WORD))
-    return read_int4(words, module.cut("weight_scale", parts["weight_scale"], block), module.columns, block[1])
+    if not how.is_expanded:
+        words = module.cut("weight_packed", parts["weight_packed"], (1, NIBBLES_OF_WORD))
+        return read_int4(words, module.cut("weight_scale", parts["weight_scale"], block), module.columns, block[1])
+    values = unpack_words(parts["weight_packed"], how.bits)[:, :columns]
+    order = parts["weight_g_idx"].long() if how.is_ordered else torch.arange(columns, device=values.device) // block[1]
+    module.check_order("weight_g_idx", order, parts["weight_scale"].shape[1])
+    if how.is_symmetric:
+        values = values - (1 << how.bits - 1)
+    else:
+        values = values - unpack_words(parts["weight_zero_point"].t(), how.bits).t()[:rows, order]
+    return module.whole(values * parts["weight_scale"].float()[:, order])
+
+
+def _int8(module: PackedModule) -> Stored:
+    zeros = 0.0 if module.how.is_symmetric else _spread(module, "weight_zero_point")
+    return module.whole((module.parts["weight"].float() - zeros) * _spread(module, "weight_scale"))
+
+
+def _spread(module: PackedModule, part: str) -> Tensor:
+    """Return the factor of each weight, float32."""
+    (rows, columns), block = module.shape, full_block(module.how, module.shape)
+    factors = module.parts[part].float().reshape(-(-rows // block[0]), -(-columns // block[1]))
+    return factors.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _awq(module: PackedModule) -> Stored:
+    parts, (rows, columns) = module.parts, module.shape
+    order = torch.arange(columns, device=parts["scales"].device) // full_block(module.how, module.shape)[1]
+    values, zeros = (
+        unpack_words(parts[each], 4).view(len(parts[each]), -1, 8)[:, :, AWQ_NIBBLES].flatten(1)[:, :rows]
+        for each in ("qweight", "qzeros")
+    )
+    return module.whole(((values - zeros[order]) * parts["scales"].float()[order]).t())
+
+
+def _fp4(module: PackedModule) -> Stored:
+    """Unpack two weights of a byte, the first in its lower half."""
+    name, _, whole = FP4_SCALES[module.how.packing]
+    patterns = module.parts[name]
+    codes = torch.stack((patterns & 15, patterns >> 4), 2).flatten(1).long()
+    values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)[codes]
+    scales = module.parts["weight_scale"]
+    if module.how.packing is Packing.MXFP4:
+        factors = torch.exp2(scales.float() - 127)
+    else:
+        own = module.parts[whole].float()
+        factors = scales.float() / own if module.how.packing is Packing.NVFP4 else scales.float() * own
+    return module.whole(values * factors.repeat_interleave(module.how.block[1], 1)[:, : module.shape[1]])
 
 
 def _gptq(module: PackedModule) -> Stored:
@@ -80,8 +136,7 @@ def _gptq(module: PackedModule) -> Stored:
         raise module.error("qzeros", f"holds other values than {middle}; set sym to false in config.json")
     if not how.is_ordered and not torch.equal(order, torch.arange(columns, device=order.device) // group):
         raise module.error("g_idx", "columns are not in the order of groups; set desc_act to true in config.json")
-    if bool((order < 0).any() or (order >= len(zeros)).any()):
-        raise module.error("g_idx", f"expected groups below {len(zeros)}; download the file again")
+    module.check_order("g_idx", order, len(zeros))
     if not how.is_expanded:
         words = module.cut("qweight", parts["qweight"].t(), (1, NIBBLES_OF_WORD)).contiguous()
         return read_int4(words, module.cut("scales", parts["scales"].t(), (1, group)), module.columns, group)
@@ -93,4 +148,9 @@ READERS: dict[Packing, Callable[[PackedModule], Stored]] = {
     Packing.FP8_BLOCKS: _fp8,
     Packing.INT4_GROUPS: _int4,
     Packing.GPTQ: _gptq,
+    Packing.AWQ: _awq,
+    Packing.INT8: _int8,
+    Packing.NVFP4: _fp4,
+    Packing.NVFP4_MODELOPT: _fp4,
+    Packing.MXFP4: _fp4,
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.file_io import PICKLE_SUFFIXES, foreign_names, path_exists
-from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
+from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config, read_fields
 from weft.model.fields import read_json
 from weft.model.quantization import KV_SCALES, is_shape, stored_dtypes
 from weft.weights.formats import MODULES, TensorEntry, format_of
@@ -229,7 +229,7 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
 
 
 def _served_config(directory: Path, config: ModelConfig) -> str:
-    fields = read_json(directory / "config.json")
+    fields = read_fields(directory)
     # text_config of a wrapped model overrides the outer value.
     for part in (fields, fields.nested("text_config")):
         if config.eos_token_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,8 @@ from tests.weft.model.test_quantized import Tensors, quantized
 from tests.weft.tiny_families import TinyFamily
 from weft.capacity.footprint import footprint
 from weft.errors import BadCheckpoint
-from weft.model.config import expected_tensors, read_config
+from weft.model.config import config_of, expected_tensors, read_config
+from weft.model.fields import Fields
 from weft.model.loading import Loader, ShardSlice
 from weft.model.quantization import is_packed
 from weft.weights.checkpoint import read_checkpoint
@@ -44,6 +46,20 @@ def gptq(**more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, **more}
 
 
+def ints(kind: str, num_bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    group = {"group_size": GROUP} if strategy == "group" else {}
+    return compressed(kind, {"num_bits": num_bits, "type": "int", "strategy": strategy, **group, **more})
+
+
+def fp4(kind: str, strategy: str, group_size: int) -> dict[str, Any]:
+    return compressed(kind, {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group_size})
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    ignore = ["lm_head", "model.layers.1.self_attn*"]
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ignore, **more}
+
+
 FP8_TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head", "layers.1.mlp"]}
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8-channel": floats("channel"),
@@ -56,12 +72,28 @@ FORMATS: dict[str, dict[str, Any]] = {
     "gptq-asymmetric": gptq(sym=False),
     "gptq-v2": gptq(sym=False, desc_act=True, checkpoint_format="gptq_v2"),
     "gptq-channel": gptq(group_size=-1),
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "int4-channel": ints("pack-quantized", 4, "channel"),
+    "int4-asymmetric": ints("pack-quantized", 4, "group", symmetric=False),
+    "int4-asymmetric-channel": ints("pack-quantized", 4, "channel", symmetric=False),
+    "int4-order": ints("pack-quantized", 4, "group", actorder="group"),
+    "int4-asymmetric-order": ints("pack-quantized", 4, "group", actorder="group", symmetric=False),
+    "int8-words": ints("pack-quantized", 8, "group"),
+    "int8-channel": ints("int-quantized", 8, "channel"),
+    "int8-asymmetric": ints("naive-quantized", 8, "channel", symmetric=False),
+    "int8-tensor": ints("int-quantized", 8, "tensor"),
+    "nvfp4": fp4("nvfp4-pack-quantized", "tensor_group", 16),
+    "mxfp4": fp4("mxfp4-pack-quantized", "group", 32),
+    "modelopt-fp8": modelopt("FP8"),
+    "modelopt-nvfp4": modelopt("NVFP4", group_size=16),
     "gptq-8-bits": gptq(bits=8, dynamic={"-:.*self_attn.*": {}}),
 }
+# the library no longer reads groups in another order
+COMPRESSED = [name for name in FORMATS if "config_groups" in FORMATS[name] and not name.endswith("-order")]
 
 
 def pack(module: str, weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    parts, unpacked = PACKERS[fields["quant_method"]](weight, fields)
+    parts, unpacked = packer_of(fields)(weight, fields)
     return {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}, unpacked
 
 
@@ -75,7 +107,7 @@ def pack_floats(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, 
     rows, columns = weight.shape
     name, dtype, extra = "weight_scale", torch.float32, "input_scale"
     scale_shape: tuple[int, ...] | None = None
-    if fields["quant_method"] == "fp8":
+    if fields["quant_method"] in ("fp8", "modelopt"):
         block, scale_shape = (rows, columns), ()
         if "weight_block_size" in fields:
             name, extra = "weight_scale_inv", "activation_scale"
@@ -131,7 +163,68 @@ def pack_gptq(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, to
     return tensors, unpacked
 
 
-PACKERS = {"fp8": pack_floats, "compressed-tensors": pack_floats, "gptq": pack_gptq}
+def pack_awq(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """Words run along the outputs of the transposed matrix, even ones of eight first."""
+    group = groups_of(weight.shape[1], fields["group_size"], False)
+    values, scale, zero, unpacked = quantize(weight, group, 4, False)
+    order = [8 * word + each for word in range(len(weight) // 8) for each in (0, 2, 4, 6, 1, 3, 5, 7)]
+    words = {"qweight": words_of(values[order], 4).t(), "qzeros": words_of(zero[order], 4).t()}
+    return {**words, "scales": scale.t()}, unpacked
+
+
+def pack_ints(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """Integers of compressed-tensors: 8 bits as they are around zero, or words along the inputs."""
+    how, is_packed_in_words = weights_of(fields), fields["format"] == "pack-quantized"
+    bits, is_symmetric, is_ordered = how["num_bits"], how["symmetric"], how.get("actorder") == "group"
+    group = groups_of(weight.shape[1], how.get("group_size", -1), is_ordered)
+    if how["strategy"] == "tensor":
+        values, scale, zero, unpacked = quantize(weight.flatten()[None], torch.zeros(weight.numel()).long(), bits, True)
+        values, unpacked, scale = values.view(weight.shape), unpacked.view(weight.shape), scale.flatten()
+    else:
+        values, scale, zero, unpacked = quantize(weight, group, bits, is_symmetric)
+    if not is_packed_in_words:
+        zeros = {} if is_symmetric else {"weight_zero_point": (zero - 128).to(torch.int8)}
+        return {"weight": (values - 128).to(torch.int8), "weight_scale": scale, **zeros}, unpacked
+    tensors = {"weight_packed": words_of(values.t(), bits).t(), "weight_scale": scale}
+    tensors |= {} if is_symmetric else {"weight_zero_point": words_of(zero, bits)}
+    tensors |= {"weight_g_idx": group.int()} if is_ordered else {}
+    return {**tensors, "weight_shape": torch.tensor(weight.shape)}, unpacked
+
+
+def pack_fp4(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """Two E2M1 values to a byte, the first in its lower half; factors are E4M3, or exponents of two."""
+    is_mx = fields.get("format", "").startswith("mx")
+    cells = weight.unflatten(1, (-1, 32 if is_mx else 16))  # type: ignore[no-untyped-call]
+    factors = cells.abs().amax(2) / 6
+    whole = factors.max() / 448
+    if is_mx:
+        exponents = torch.log2(factors).ceil() + 127
+        scales, wide = exponents.to(torch.uint8), torch.exp2(exponents - 127)
+    else:
+        scales = (factors / whole).to(torch.float8_e4m3fn)
+        wide = scales.float() * whole
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    ratio = cells / wide[:, :, None]
+    codes = (ratio.abs()[..., None] - table).abs().argmin(-1)
+    unpacked = (table[codes] * ratio.sign() * wide[:, :, None]).flatten(1)
+    codes = (codes + 8 * (ratio < 0)).flatten(1)
+    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    if is_mx:
+        return {"weight_packed": pairs, "weight_scale": scales}, unpacked
+    if fields["quant_method"] == "modelopt":
+        extra = {"weight_scale_2": whole, "input_scale": torch.tensor(1.0)}
+        return {"weight": pairs, "weight_scale": scales, **extra}, unpacked
+    extra = {"weight_global_scale": 1 / whole[None], "input_global_scale": torch.ones(1)}
+    return {"weight_packed": pairs, "weight_scale": scales, **extra}, unpacked
+
+
+def packer_of(fields: dict[str, Any]) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    if fields["quant_method"] == "compressed-tensors":
+        kind = weights_of(fields)["type"]
+        return pack_ints if kind == "int" else pack_fp4 if weights_of(fields)["num_bits"] == 4 else pack_floats
+    if fields["quant_method"] == "modelopt":
+        return pack_fp4 if fields["quant_algo"] == "NVFP4" else pack_floats
+    return {"fp8": pack_floats, "gptq": pack_gptq, "awq": pack_awq}[fields["quant_method"]]
 
 
 def loader_of(tiny: TinyFamily, slices: dict[str, ShardSlice] | None = None) -> Loader:
@@ -188,6 +281,19 @@ def test_slices_of_a_format_are_those_of_its_weights(form: str, family_of: Famil
             torch.testing.assert_close(plain(loader.stored_weight(module), torch.float32), expected, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("form", COMPRESSED)
+def test_compressed_tensors_unpacks_the_same(form: str) -> None:
+    """The library that defines these formats reads what is packed here, wherever it is installed."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    fields = FORMATS[form]
+    parts, expected = pack("", torch.randn(32, 64, generator=torch.Generator().manual_seed(1)), fields)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights_of(fields))
+    compressor = compressors.BaseCompressor.get_value_from_registry(fields["format"])
+    found = compressor.decompress({name[1:]: tensor for name, tensor in parts.items()}, scheme)["weight"]
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("form", ["fp8-channel", "fp8-auto"])
 def test_kv_scales_are_ignored_with_one_warning(
     form: str, family_of: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -206,6 +312,19 @@ def test_kv_scales_are_ignored_with_one_warning(
     weights = load_file(tiny.directory / "model.safetensors")
     assert set(scales) < set(weights)
     torch.testing.assert_close(logits_in_chunks(tiny, NUM_TOKENS), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_modelopt_is_read_from_the_file_beside_config(family_of: Family, tmp_path: Path) -> None:
+    tiny = quantized(family_of("llama2"), FORMATS["modelopt-nvfp4"], tmp_path / "packed", pack)
+    config = json.loads((tiny.directory / "config.json").read_text())
+    del config["quantization_config"]
+    (tiny.directory / "config.json").write_text(json.dumps(config))
+    beside = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    beside["exclude_modules"] = FORMATS["modelopt-nvfp4"]["ignore"]
+    (tiny.directory / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+    assert read_config(tiny.directory) == tiny.config
+    served = json.loads(read_checkpoint(tiny.directory).config_json)
+    assert config_of(Fields(tiny.directory, served)).quantization == tiny.config.quantization
 
 
 @pytest.mark.parametrize(
@@ -232,7 +351,15 @@ def test_config_that_contradicts_tensors_is_refused(
         (gptq(lm_head=True), "quantization_config.lm_head: a quantized head"),
         (gptq(dynamic={"+:.*": {"bits": 8}}), "quantization_config.dynamic: '+:.*'"),
         (floats("tensor") | {"transform_config": {"a": 1}}, "quantization_config.transform_config: is not supported"),
-        (floats("channel", num_bits=4), "weights.num_bits: only symmetric 8-bit"),
+        (floats("channel", num_bits=4), "weights.num_bits: only symmetric FP8 and INT8"),
+        (ints("pack-quantized", 3, "group"), "weights.num_bits: 3 is not supported; supported: 4, 8"),
+        (ints("pack-quantized", 4, "group", actorder="x"), "weights.actorder: 'x' is not supported"),
+        (fp4("nvfp4-pack-quantized", "tensor_group", 32), "weights.group_size: only 4 bits in groups of 16"),
+        (modelopt("W4A8_AWQ"), "quantization_config.quant_algo: 'W4A8_AWQ' is not supported; supported: FP8, NVFP4"),
+        (modelopt("NVFP4", group_size=32), "quantization_config.group_size: 32 is not supported"),
+        (FORMATS["awq"] | {"bits": 3}, "quantization_config.bits: 3 is not supported"),
+        (FORMATS["awq"] | {"version": "gemv"}, "quantization_config.version: 'gemv' is not supported"),
+        (FORMATS["awq"] | {"zero_point": False}, "quantization_config.zero_point: false is not supported"),
         (floats("tensor_group"), "weights.strategy: 'tensor_group'"),
         (floats("block"), "weights.block_structure: expected"),
     ],

@@ -106,7 +106,7 @@ def quantized(
         module = name.removesuffix(".weight")
         if is_packed(module, expected, read.quantization):
             packed, oracle[name] = pack(module, weight, fields)
-            assert (oracle[name] - weight).abs().max() < 0.16 * weight.abs().max(), "packing and unpacking disagree"
+            assert (oracle[name] - weight).abs().max() < 0.2 * weight.abs().max(), "packing and unpacking disagree"
             tensors |= packed
         else:
             tensors[name] = weight
