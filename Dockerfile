@@ -33,7 +33,8 @@ RUN apt-get update \
         $([ "$MOONCAKE" = cpu ] || echo gcc libc6-dev) \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --create-home weft \
-    # A new volume inherits this owner.
+    # New volumes inherit this owner.
+    && install -d -o weft -g weft -m 700 /hub \
     && install -d -o weft -g weft -m 700 /kv
 COPY --from=build /opt/weft /opt/weft
 ENV PATH=/opt/weft/bin:$PATH WEFT_KERNEL_CACHE=/opt/weft/kernels PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -16,10 +16,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from weft import log
@@ -102,7 +102,7 @@ class _Fetch:
         if self._is_offline:
             return self.run_offline()
         model, known = self._model, self._model.commit_of(self._name.revision)
-        if known == self._name.revision and model.is_noted(known) and self._is_whole(known):
+        if known == self._name.revision and model.is_noted(known, self._has_weights) and self._is_whole(known):
             return model.snapshot(known)
         try:
             listing = self._list()
@@ -216,14 +216,33 @@ class _Fetch:
         total = sum(sizes.values())
         self._check_space(total - done)
         counter = _Counter(self._report, done, total)
-        with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-            try:
-                tasks = [pool.submit(self._fetch_blob, listing, file, parts[file], counter) for file in files]
-                for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
-                    task.result()
-            finally:
-                counter.stop()
-                pool.shutdown(wait=False, cancel_futures=True)
+        waiting, ended = SimpleQueue[str](), SimpleQueue[BaseException | None]()
+        for file in files:
+            waiting.put(file)
+
+        def fetch_each() -> None:
+            with suppress(Empty):
+                while True:
+                    ended.put(self._outcome(listing, waiting.get_nowait(), parts, counter))
+
+        try:
+            # Daemon threads: a pool would wait at exit for a server that sends nothing.
+            for _ in files[:PARALLEL_FILES]:
+                threading.Thread(target=fetch_each, daemon=True).start()
+            for _ in files:
+                if error := ended.get():
+                    raise error
+        finally:
+            counter.stop()
+
+    def _outcome(
+        self, listing: _Listing, file: str, parts: Mapping[str, Path | None], counter: _Counter
+    ) -> BaseException | None:
+        try:
+            self._fetch_blob(listing, file, parts[file], counter)
+        except BaseException as error:
+            return error
+        return None
 
     def _part(self, listing: _Listing, file: str) -> Path | None:
         """Return where the beginning of a file is kept; None for a file that Git stores."""

@@ -88,9 +88,8 @@ class CachedModel:
 
         They come from the record of `note_files`, else from the files that are there. Raises BadCheckpoint.
         """
-        noted = self._record()["commits"].get(commit)
-        if noted is not None:
-            return {name: size for name, size in noted.items() if has_weights or name in SMALL_FILES}
+        if noted := self._noted(commit, has_weights):
+            return noted
         snapshot = self.snapshot(commit)
         names = set(os.listdir(snapshot)) if snapshot.is_dir() else set()
         tokenizer = next((name for name in TOKENIZERS if name in names), TOKENIZERS[0])
@@ -101,9 +100,17 @@ class CachedModel:
         weights = weight_files(names if has_index else names - {INDEX_FILE}, snapshot / INDEX_FILE)
         return dict.fromkeys([*small, *(weights or [SINGLE_FILE])])
 
-    def is_noted(self, commit: str) -> bool:
-        """Return whether the files of this commit are known."""
-        return commit in self._record()["commits"]
+    def is_noted(self, commit: str, has_weights: bool = True) -> bool:
+        """Return whether the needed files of this commit are known."""
+        return bool(self._noted(commit, has_weights))
+
+    def _noted(self, commit: str, has_weights: bool) -> dict[str, int | None]:
+        noted: dict[str, int | None] = self._record()["commits"].get(commit, {})
+        small = {name: size for name, size in noted.items() if name in SMALL_FILES}
+        if not has_weights:
+            return small
+        # a gateway notes no weights
+        return noted if noted.keys() - small.keys() - {INDEX_FILE} else {}
 
     def note_files(self, commit: str, sizes: Mapping[str, int | None]) -> None:
         """Record the files that Weft needs of a commit."""

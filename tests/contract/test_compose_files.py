@@ -103,6 +103,14 @@ def test_only_what_reads_a_checkpoint_or_waits_for_who_does_may_take_long_to_be_
     assert long == {"weights", "prefill", "decode", "gateway"}
 
 
+def test_hub_token_and_cache_reach_only_services_that_read_the_model(services: dict[str, Any]) -> None:
+    readers = {"weights", "prefill", "decode", "gateway"}
+    assert {name for name, service in services.items() if "HF_TOKEN" in service.get("environment", {})} == readers
+    assert {name for name, service in services.items() if "/hub" in mounted(service)} == readers
+    assert all(services[name]["environment"]["HF_HOME"] == "/hub" for name in readers)
+    assert "-m 700 /hub " in (ROOT / "Dockerfile").read_text()
+
+
 def test_the_store_has_a_disk_that_outlives_its_container_once_it_is_told_so(services: dict[str, Any]) -> None:
     (volume,) = services["kvstore"]["volumes"]
     source, target, _ = volume.split(":")

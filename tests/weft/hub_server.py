@@ -21,11 +21,12 @@ PIECE_BYTES = 1 << 20
 
 @dataclass
 class Repository:
-    """One model. `token`: the one that may read it, if it is gated."""
+    """One model. `token`: the one that may read it, if it is gated. `claimed_sizes`: listed in place of real ones."""
 
     files: dict[str, bytes]
     commit: str = "a" * 40
     token: str = ""
+    claimed_sizes: dict[str, int] = field(default_factory=dict)
     is_listed: bool = True
 
 
@@ -118,12 +119,14 @@ class HubHandler(Handler):
         if not model.is_listed:
             return self.answer(503, {})
         siblings = [_described(file, content) for file, content in model.files.items()]
+        for each in siblings:
+            each["size"] = model.claimed_sizes.get(each["rfilename"], each["size"])
         content = json.dumps({"_id": "1", "id": name, "sha": model.commit, "siblings": siblings}).encode()
         return self.answer(200, {"Content-Type": "application/json"}, content)
 
     def _file(self, name: str, revision: str, file: str) -> None:
         model = self.hub.models[name]
-        assert revision == model.commit
+        assert revision in ("main", model.commit)
         if model.token and self.headers.get("Authorization") != f"Bearer {model.token}":
             return self.answer(401, {"X-Error-Code": "GatedRepo"})
         if (content := model.files.get(file)) is None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.weft.hub_server import Hub, Repository, serving
+from weft.cli.layout import free_ports
 from weft.config import model_name
 from weft.file_io import foreign_path
 from weft.hub import HubName, hub_name
@@ -34,7 +37,12 @@ def sharded_files() -> dict[str, bytes]:
     shards = {f"model-0000{number}-of-00002.safetensors": random.randbytes(MEGABYTES << 20) for number in (1, 2)}
     index = {"weight_map": {f"tensor.{number}": file for number, file in enumerate(shards)}}
     small = {name: content for name, content in nano_files().items() if not name.endswith(".safetensors")}
-    return {**small, **shards, "model.safetensors.index.json": json.dumps(index).encode()}
+    return {
+        **small,
+        **shards,
+        "consolidated.safetensors": b"the same once more",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+    }
 
 
 @pytest.fixture
@@ -82,21 +90,23 @@ def client(hub: Hub, tmp_path: Path) -> Client:
     return Client(hub, tmp_path / "home")
 
 
+def partial_weights(client: Client) -> list[Path]:
+    return list(client.cache.glob(f"*/blobs/{'?' * 64}.incomplete"))
+
+
 @contextmanager
-def killed_at(client: Client, hub: Hub, num_bytes: int) -> Iterator[None]:
-    """A download that is killed after the server has sent this much; the block checks what it left."""
+def stalled(client: Client, hub: Hub, num_bytes: int) -> Iterator[subprocess.Popen[str]]:
+    """A download for which the server has stopped sending after this many bytes of each file."""
     hub.stall_after = num_bytes
     process = client.start("pull", NAME)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not any(path.stat().st_size for path in client.cache.glob("*/blobs/*.incomplete")):
+    while not any(path.stat().st_size for path in partial_weights(client)):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    process.kill()
-    process.communicate()
+    yield process
     hub.stall_after = None
     hub.sent.clear()
-    yield
 
 
 def test_name_is_organisation_and_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +163,16 @@ def test_unreachable_hub_serves_the_cache(client: Client, hub: Hub) -> None:
     assert client.pull() == snapshot
 
 
-def test_killed_download_resumes_and_fetches_only_the_rest(client: Client, hub: Hub) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ended_download_resumes_and_fetches_only_the_rest(client: Client, hub: Hub, number: signal.Signals) -> None:
     hub.models[NAME].files = files = sharded_files()
-    with killed_at(client, hub, (MEGABYTES - 8) << 20):
-        kept = sum(path.stat().st_size for path in client.cache.glob("*/blobs/*.incomplete"))
-        assert kept
-        snapshot = client.pull()
-    total = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
+    with stalled(client, hub, (MEGABYTES - 8) << 20) as process:
+        process.send_signal(number)
+        process.communicate(timeout=5)  # although the server sends nothing
+    kept = sum(path.stat().st_size for path in partial_weights(client))
+    assert kept
+    snapshot = client.pull()
+    total = sum(len(content) for name, content in files.items() if name.startswith("model-"))
     assert sum(hub.sent.values()) == total - kept
     assert all((snapshot / name).read_bytes() == content for name, content in files.items() if "model-" in name)
 
@@ -169,7 +182,7 @@ def test_two_pulls_at_once_fetch_once(client: Client, hub: Hub) -> None:
     processes = [client.start("pull", NAME) for _ in range(2)]
     outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert hub.sent == {name: len(content) for name, content in files.items() if name.endswith(".safetensors")}
+    assert hub.sent == {name: len(content) for name, content in files.items() if name.startswith("model-")}
 
 
 def test_flipped_byte_of_a_download_is_fetched_again(client: Client, hub: Hub) -> None:
@@ -216,6 +229,29 @@ def test_unsupported_model_is_refused_before_its_weights(client: Client, hub: Hu
     assert "pickled" in client.refused("pull", NAME)
 
 
+def test_too_small_disk_is_refused_before_the_weights(client: Client, hub: Hub) -> None:
+    hub.models[NAME].claimed_sizes = {"model.safetensors": 1 << 60}
+    line = client.refused("pull", NAME)
+    assert "1152921504.6 GB are missing" in line
+    assert "set HF_HOME to a directory on a larger disk" in line
+    assert hub.sent == {}
+
+
+def test_gateway_fetches_no_weights(client: Client, hub: Hub) -> None:
+    code = "from functools import partial; from weft.hub import fetch_model; from weft.weights.object_store import *; "
+    code += "print(with_local_model(fetch=partial(fetch_model, has_weights=False)))"
+    settings = {**client.environ, "WEFT_MODEL": f"a={NAME},b={NAME}@main"}
+    ended = subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=True)
+    assert f"a={client.cache}" in ended.stdout
+    assert hub.sent == {}
+    assert client.refused("pull", NAME, HF_HUB_OFFLINE="1").endswith("without HF_HUB_OFFLINE")
+
+
+def test_doctor_reads_the_cache_and_downloads_nothing(client: Client, hub: Hub) -> None:
+    assert f"run `weft pull {NAME}`" in client.refused("doctor", "--model", NAME)
+    assert hub.asked == []
+
+
 def test_models_lists_the_cache(client: Client, hub: Hub) -> None:
     assert "no models" in client.run("models")[2]
     client.pull()
@@ -232,3 +268,36 @@ def test_models_lists_the_cache(client: Client, hub: Hub) -> None:
 
 def test_up_refuses_an_unknown_name_before_any_process(client: Client) -> None:
     assert "no public model at" in client.refused("up", "weft-lab/nothing")
+
+
+def test_up_serves_a_model_by_name(client: Client, hub: Hub) -> None:
+    http, grpc = free_ports(2)
+    body = {"model": "nano", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8}
+    up = client.start("up", NAME, "--both", "1", "--port", str(http), "--grpc-port", str(grpc))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    try:
+        while True:
+            assert up.poll() is None, up.communicate()
+            assert time.monotonic() < deadline
+            with suppress(httpx.TransportError):
+                answer = httpx.post(f"http://127.0.0.1:{http}/v1/chat/completions", json=body, trust_env=False)
+                if answer.status_code == 200:
+                    break
+            time.sleep(0.1)
+    finally:
+        up.terminate()
+        up.communicate(timeout=PATIENCE_SECONDS)
+    assert answer.json()["choices"][0]["message"]["content"]
+    # one listing: the services received the snapshot's directory
+    assert len([path for path in hub.paths("GET") if path.startswith("/api/models/")]) == 1
+
+
+def test_cache_that_the_library_filled_is_served_as_it_is(client: Client, hub: Hub) -> None:
+    code = f"from huggingface_hub import hf_hub_download as get; [get('{NAME}', name) for name in {list(nano_files())}]"
+    subprocess.run([sys.executable, "-c", code], env=client.environ, check=True, capture_output=True)
+    hub.sent.clear()
+    hub.asked.clear()
+    snapshot = client.pull(HF_HUB_OFFLINE="1")
+    assert hub.asked == []
+    assert client.pull() == snapshot
+    assert hub.sent == {}
