@@ -210,7 +210,7 @@ def test_packed_bytes_are_not_taken_for_weights(family_of: Family) -> None:
     [
         ({"quant_method": "hqq"}, "quantization_config.quant_method: 'hqq' is not supported; supported: fp8"),
         ({"format": "marlin-24"}, "quantization_config.format: 'marlin-24'"),
-        ({"format": "float-quantized"}, "quantization_config.config_groups.group_0.weights.type: 'int'"),
+        ({"format": "float-quantized"}, "quantization_config.config_groups.group_0.weights.num_bits: only"),
         ({"config_groups": {}}, "quantization_config.config_groups"),
         ({"ignore": ["re:("]}, "quantization_config.ignore"),
         ({"quant_method": "fp8", "weight_block_size": [16]}, "quantization_config.weight_block_size"),
