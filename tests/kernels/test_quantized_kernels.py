@@ -49,9 +49,13 @@ MATRICES: list[Callable[[], Stored]] = [
     lambda: make_fp8(64, 256, (128, 128)),
     lambda: make_fp8(40, 41, (16, 12)),
     lambda: make_fp8(70, 512, (1, 64)),
+    lambda: make_fp8(70, 512, (1, 512)),
+    lambda: make_fp8(72, 300, (1, 300)),
+    lambda: make_fp8(64, 256, (64, 256)),
     lambda: int4(70, 512, 32),
     lambda: int4(33, 100, 32),
     lambda: int4(20, 20, 4),
+    lambda: int4(24, 96, 96),
 ]
 
 
