@@ -26,7 +26,7 @@ MODEL = ROOT / "models" / "weft-nano"
 START_SECONDS = 120.0
 
 
-def wait_until(what: str, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(what: str, condition: Callable[[], bool], seconds: float = 90.0) -> None:
     """Poll until true; fails with `what` after the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -44,6 +44,7 @@ def test_a_sleeping_worker_gives_back_its_memory_and_serves_again_when_it_is_wok
         wait_until("the mesh has work", lambda: any(each.booked_requests for each in mesh.workers().values()))
         assert "releases its memory" in weft(mesh, "sleep", "decode-0")
         assert [answer.result(120) for answer in answers] == [greedy(prompt, 160) for prompt in asked]
+    wait_until("it is asleep", lambda: mesh.workers()["decode-0"].report.asleep)
     wait_until("its memory is gone", lambda: not mapped(sleeping, "weft-weights-") + mapped(sleeping, "weft-kv-pool"))
     wait_until("it has joined again", lambda: "decode-0" in mesh.workers())
     assert sleeping.memory_info().rss < before

@@ -57,6 +57,7 @@ LEAVE_SECONDS = 0.5
 CUT_OFF_SECONDS = 0.2
 # Grace period for requests before a worker sleeps; WEFT_GRACE_SECONDS if that is longer.
 SLEEP_GRACE_SECONDS = 60.0
+RELEASE_AGAIN_SECONDS = 1.0, 4.0, 15.0  # after falling asleep, one after the other
 # Several times the duration of a transfer that gets no answer.
 RELEASE_SECONDS = 30.0
 
@@ -414,6 +415,16 @@ def release_memory() -> None:
         trim(0)
 
 
+async def _release_again() -> None:
+    """Release what libraries still held when the worker fell asleep, such as the last calls of a gRPC server.
+
+    A sleeping process creates no objects, so the collector would not run again by itself.
+    """
+    for seconds in RELEASE_AGAIN_SECONDS:
+        await asyncio.sleep(seconds)
+        release_memory()
+
+
 async def sleep_until_woken(schedulers: str, sleeping: SleepState) -> WorkerHello | None:
     """Sleep until woken; return the hello to wake with, or None if a signal ends the process."""
     if not sleeping.is_asleep:
@@ -422,5 +433,6 @@ async def sleep_until_woken(schedulers: str, sleeping: SleepState) -> WorkerHell
     logger.info("asleep, weights and pool released")
     async with background_tasks() as tasks:
         tasks.create_task(membership.run())
+        tasks.create_task(_release_again())
         is_ending = await until_signal(or_when=membership.until_sleep_changes)
         return None if is_ending else membership.hello
