@@ -44,6 +44,7 @@ from weft_services.gateway.mesh.scheduler_client import (
     Settlement,
     SettlementQueue,
 )
+from weft_services.scheduler.admission import parse_targets
 from weft_services.scheduler.policy import SessionAffinity
 from weft_services.scheduler.router import AttemptProgress, Router
 
@@ -87,7 +88,8 @@ def keys_of(session: int) -> list[bytes]:
 
 def filled_router(options: Options) -> tuple[Router, list[SessionAffinity]]:
     """Return a router whose fleet has served every session once."""
-    router = Router(silence_seconds=float("inf"), max_keys=8_000_000)
+    # No SLO: the bench measures placement, and its requests never end.
+    router = Router(float("inf"), parse_targets("0/0"), max_keys=8_000_000)
     fingerprint = ModelFingerprint("w", "bfloat16", BLOCK_TOKENS, 1, "v1")
     for number in range(options.workers):
         role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
