@@ -8,7 +8,7 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes start here: what the first
 pytest=(.venv/bin/python -m pytest)
 computing=(tests/kernels tests/weft/{engine,model,capacity} tests/grammars tests/training tests/docs
     tests/weft/worker/test_memory_profile.py tests/bundle/test_{bundle,rans}.py tests/contract/test_gpu_script.py
-    tests/services/gateway/test_{templates,long_texts,broken_calls}.py)
+    tests/services/gateway/test_{templates,long_texts}.py)
 
 if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
 
