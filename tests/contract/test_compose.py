@@ -133,7 +133,8 @@ class Containers:
                 self.wait_healthy(needed)
         environment = {key: self._localize(value) for key, value in service.get("environment", {}).items()}
         for source, target in map(_mount, service.get("volumes", ())):
-            environment = {key: value.replace(target, str(ROOT / source), 1) for key, value in environment.items()}
+            at = re.compile(rf"^{re.escape(target)}(?=/|$)")
+            environment = {key: at.sub(str(ROOT / source), value) for key, value in environment.items()}
         self._environments[name] = {**os.environ, **environment}
         with self._log(name).open("w") as output:
             self._processes[name] = subprocess.Popen(
