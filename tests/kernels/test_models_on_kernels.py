@@ -37,8 +37,10 @@ NUM_TOKENS = 18
 NAMES = ["mistral-window", "qwen3-moe", "llama4", "deepseek"]
 
 
-def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
-    return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5)
+def paged_attention(
+    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL, scale: float | None = None
+) -> Tensor:
+    return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:
@@ -57,7 +59,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (attention, "paged_attention", paged_attention),
         (attention, "rope_kv", rope_kv_kernel),
-        (decoder, "rms_norm", rms_norm_kernel),
+        (attention, "rms_norm", rms_norm_kernel),
         (decoder, "add_rms_norm", add_rms_norm_kernel),
         (latent, "latent_attention", latent_attention),
         (latent, "latent_kv", latent_kv_kernel),

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.device import ISAS
+from weft_bundle import rans
 from weft_kernels.native import build
 
 ROUNDS = 400
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-SOURCES = [Path(__file__).with_name("rans_trial.cpp"), *sorted((build.ROOT / "rans").glob("*.cpp"))]
+SOURCES = [Path(__file__).with_name("rans_trial.cpp"), *sorted(Path(rans.__file__).parent.glob("*.cpp"))]
 SECONDS = 240
 
 
@@ -24,7 +25,7 @@ def compiled(isa: str, folder: Path) -> Path:
     compiler = build._compiler()
     if compiler is None or not build._takes(compiler, SANITIZED):
         pytest.skip("no compiler with sanitizers here")
-    flags = (*build.COMMON, *build.FLAGS[isa], *SANITIZED)
+    flags = (*build.COMMON, *build.FLAGS[isa], *SANITIZED, f"-I{build.ROOT}")
     objects = {str(source): f"{folder}/{source.stem}.o" for source in SOURCES}
     commands = [[compiler, *flags, "-c", "-o", target, source] for source, target in objects.items()]
     with ThreadPoolExecutor(2) as threads:
