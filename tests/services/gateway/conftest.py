@@ -22,8 +22,8 @@ from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode
 from weft.grammar import load_grammars
 from weft_services.gateway.config import GatewayConfig
+from weft_services.gateway.mesh.choice_text import ChoiceText, ChoiceUpdate
 from weft_services.gateway.mesh.decode_connection import SequenceUpdate
-from weft_services.gateway.mesh.generation_run import ChoiceText, ChoiceUpdate
 from weft_services.gateway.process import Gateway, running
 
 MODEL_NAME = "tiny"

@@ -12,7 +12,7 @@ from tests.services.gateway.fakes import LENGTH, speaking
 from tests.services.gateway.test_tool_parsers import SCHEMAS
 from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import ChatChoice
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import Parts
 from weft_services.gateway.text.tool_formats import HERMES

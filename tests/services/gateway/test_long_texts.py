@@ -19,7 +19,7 @@ from weft_services.gateway.dialects.responses_encoder import ResponsesEncoder
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.token_requests import DetokenizeBody, TokenizeBody
 from weft_services.gateway.generation import Conversation
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import load_model
 from weft_services.gateway.text.parts import MAX_SPACE, PartKind

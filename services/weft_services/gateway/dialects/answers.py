@@ -12,7 +12,7 @@ import orjson
 from weft.errors import WeftError
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, TokenLogprob
 from weft_services.gateway.error_body import error_body
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.codec import Codec

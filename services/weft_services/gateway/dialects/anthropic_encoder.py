@@ -11,7 +11,7 @@ from weft.errors import WeftError
 from weft.request import FinishReason, new_id
 from weft_services.gateway.dialects.answers import ChatChoices, CollectedChoice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest, TooLong
 from weft_services.gateway.text.parts import Part, PartKind, joined
 

@@ -22,7 +22,7 @@ from weft_services.gateway.dialects.answers import (
     prompt_logprobs,
     with_obfuscation,
 )
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.parts import Part, PartKind, joined
 

@@ -22,7 +22,7 @@ from weft_services.gateway.dialects.answers import (
 )
 from weft_services.gateway.dialects.responses_requests import own_names
 from weft_services.gateway.error_body import public_message
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind, joined
 

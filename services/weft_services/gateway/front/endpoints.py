@@ -38,8 +38,9 @@ from weft_services.gateway.front.request_record import (
     response_header,
 )
 from weft_services.gateway.generation import Embedding, Generation
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.embeddings import Vector
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate, GenerationRun
+from weft_services.gateway.mesh.generation_run import GenerationRun
 from weft_services.gateway.mesh.pipeline import Pipeline, client_hints
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.mesh.routing_hints import ClientHints

@@ -46,8 +46,8 @@ from weft_services.gateway.front.request_record import (
     response_header,
 )
 from weft_services.gateway.generation import Generation
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.embeddings import Vector
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate
 from weft_services.gateway.mesh.pipeline import Pipeline, charge_on_error, client_hints
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind

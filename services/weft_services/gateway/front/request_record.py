@@ -23,7 +23,8 @@ from weft.request import RequestStage
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.dialects.answers import Usage
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.generation_run import ChoiceUpdate, GenerationRun
+from weft_services.gateway.mesh.choice_text import ChoiceUpdate
+from weft_services.gateway.mesh.generation_run import GenerationRun
 
 logger = logging.getLogger(__name__)
 MAX_CHARS = 200
