@@ -84,7 +84,7 @@ def cached_snapshot(name: HubName) -> Path:
 
 
 class _Fetch:
-    """One call of `fetch_model`."""
+    """Finds and fetches the files of one model, for one call of `fetch_model`."""
 
     def __init__(self, name: HubName, report: Report, has_weights: bool, is_thorough: bool) -> None:
         from huggingface_hub import constants

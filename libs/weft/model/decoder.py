@@ -164,6 +164,8 @@ class Decoder:
         self.config = config
         self.dtype, self.device = dtype, device
         self.embedding = loader.table(config.prefix + "model.embed_tokens.weight")
+        # In the model's dtype, as it was trained: Gemma's factor rounds in bfloat16.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = loader.norm(config.prefix + "model.norm")
         self.head = loader.pack(self.embedding) if config.is_tied else loader.linear(config.prefix + "lm_head")
@@ -193,9 +195,8 @@ class Decoder:
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
         angles = self.rotation.angles(rows.positions, dtype)
         stream, pending = embedding_rows(self.embedding, rows.token_ids).to(self.dtype), None
-        if self.config.embedding_scale != 1.0:
-            # In the model's dtype, as it was trained: Gemma's factor rounds in bfloat16.
-            stream = stream * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
+        if self.embedding_scale != 1.0:
+            stream = stream * self.embedding_scale
         if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:
             return normed.index_select(0, rows.logit_rows)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None

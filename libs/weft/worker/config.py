@@ -41,12 +41,12 @@ class SizeSettings(Settings):
 
     @property
     def wanted(self) -> RequestedSizes:
-        """The same for `choose_sizes`."""
+        """These settings, as `choose_sizes` takes them."""
         return RequestedSizes(**{field.name: getattr(self, field.name) for field in fields(RequestedSizes)})
 
 
 class WorkerConfig(SizeSettings):
-    """Zero means: choose for me (ports, blocks from memory, tokens and sequences of a step, all cores).
+    """Zero means that the worker chooses (ports, blocks from memory, tokens and sequences of a step, all cores).
 
     `role`: what a worker that serves both begins with.
     """
