@@ -96,7 +96,7 @@ async def watch(mesh: LocalMesh, samples: Samples) -> None:
 def anonymous_mib(pid: int) -> float:
     """Return a process's anonymous memory, or 0 if it has ended.
 
-    Pages of libraries count as a process's own depending on who else runs them, and pools are sized at start.
+    Other memory would mislead: library pages are shared among processes, and pools are sized at start.
     """
     with suppress(OSError):
         if found := re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M):

@@ -1,8 +1,8 @@
 """Do N gateway processes carry N times the load of one: `python -m loadtest.gateway.scaling`.
 
 Every process gets the same load and wakes as often as it would alone. N processes scale if N times the work takes N
-times the CPU, whatever else runs. They share the machine's caches and memory, so the same load also runs on N meshes of
-one gateway each, which share nothing else.
+times the CPU. They share the machine's caches and memory, so the same load also runs on N meshes of one gateway each,
+which share nothing else.
 """
 
 from __future__ import annotations

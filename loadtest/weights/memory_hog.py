@@ -1,8 +1,8 @@
-"""All of a machine's free memory, held, and given to whoever is measured in the measure in which it is taken.
+"""Holds all free memory of a machine, and frees it at the rate at which the measured process takes memory.
 
-The host of a virtual machine takes back what is free there, and is slow to give it again, at about 1 GB/s on some; on
-hardware of one's own there is no such host. To touch memory before a load and give it back all at once keeps none of
-it. So little is free at any time, and all of that was somebody's a moment ago.
+The host of a virtual machine takes free memory back and returns it slowly, at about 1 GB/s on some. On real hardware
+there is no such host. Touching memory before a load and freeing it all at once would not help: the host takes it again.
+So only a little is free at any time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _fill(fd: int, size: int, least: int) -> int:
 
 
 def can_hold() -> bool:
-    """May shared memory take all memory: usually it may take half, and whoever is measured would find it full."""
+    """Return whether shared memory may take all memory. Usually it may take half, and the measured process needs it."""
     room = os.statvfs(SHARED_MEMORY)
     return room.f_blocks * room.f_frsize >= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -43,7 +43,7 @@ class Log:
     async def next(self) -> tuple[int, dict[str, str]]:
         """Level and fields of the next one, which is all that has been written since."""
         async with asyncio.timeout(10):
-            while len(self._records) == self._num_read:  # noqa: ASYNC110 (nobody tells)
+            while len(self._records) == self._num_read:  # noqa: ASYNC110 (no event to await)
                 await asyncio.sleep(0.001)
         *more, record = self._records[self._num_read :]
         assert not more

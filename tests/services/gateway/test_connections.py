@@ -291,7 +291,7 @@ async def test_choices_that_are_not_placed_yet_cost_the_others_nothing(
         async def last_waits(request: Any, context: Any) -> Any:
             if len(b.scheduler.routed) == 63:
                 await b.decode.until(lambda: len(b.decode.started) == 63 or bool(b.decode.cancelled))
-                while b.decode.num_said < 6300 and not b.decode.cancelled:  # noqa: ASYNC110 (nobody tells)
+                while b.decode.num_said < 6300 and not b.decode.cancelled:  # noqa: ASYNC110 (no event to await)
                     await asyncio.sleep(0.005)
             return await route(request, context)
 

@@ -331,13 +331,13 @@ async def test_a_message_larger_than_a_body_may_be_is_refused(bench: MakeBench) 
 async def test_a_call_has_its_place_before_its_message_is_read(bench: MakeBench) -> None:
     async with bench(max_requests=1) as b, channel_to(b) as channel:
         first = channel.stream_stream(GENERATE)(unsaid())
-        while b.gateway.pipeline.num_in_flight == 0:  # noqa: ASYNC110 (nobody tells)
+        while b.gateway.pipeline.num_in_flight == 0:  # noqa: ASYNC110 (no event to await)
             await asyncio.sleep(0.01)
         assert await code_of(channel.stream_stream(GENERATE)(unsaid())) is grpc.StatusCode.RESOURCE_EXHAUSTED
         response = await b.http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         assert response.status_code == 429, "both listeners count together"
         first.cancel()
-        while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
+        while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (no event to await)
             await asyncio.sleep(0.01)
 
 

@@ -25,7 +25,7 @@ async def kill_after(decode: FakeDecode, num_starts: int = 1) -> None:
     """Once so many sequences run there, have fallen silent, and what they said has arrived."""
     await decode.until(lambda: len(decode.started) >= num_starts)
     async with asyncio.timeout(10):
-        while Silence.num_silent < num_starts or Heard.count < decode.num_said:  # noqa: ASYNC110 (nobody tells)
+        while Silence.num_silent < num_starts or Heard.count < decode.num_said:  # noqa: ASYNC110 (no event to await)
             await asyncio.sleep(0.005)
     await decode.kill()
 
@@ -222,7 +222,7 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing_behind(bench: M
         routed = len(b.scheduler.routed)
         await b.scheduler.until(lambda: b.scheduler.stages(routed - 1) == ["cancelled"])
         async with asyncio.timeout(10):
-            while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
+            while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (no event to await)
                 await asyncio.sleep(0.01)
 
 

@@ -381,7 +381,7 @@ async def test_who_leaves_while_its_answer_is_kept_has_asked_once(
         asked = asyncio.create_task(b.http.post("/v1/responses", json=body, headers=KEY))
         await asyncio.to_thread(is_kept.wait)
         asked.cancel()
-        while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
+        while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (no event to await)
             await asyncio.sleep(0.01)
         may_go_on.set()
         assert await num_left(b, KEY) == 5

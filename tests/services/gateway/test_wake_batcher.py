@@ -69,7 +69,7 @@ async def test_frames_that_come_while_there_is_none_are_told_together_and_none_i
             await turns()
         assert slow.counts == [1]
         async with asyncio.timeout(10):
-            while sum(slow.counts) < 6:  # noqa: ASYNC110 nobody tells
+            while sum(slow.counts) < 6:  # noqa: ASYNC110 (no event to await)
                 await asyncio.sleep(WORK_SECONDS)
         task.cancel()
     assert slow.counts == [1, 5]
