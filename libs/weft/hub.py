@@ -31,6 +31,7 @@ from weft.model.fields import read_json
 
 logger = logging.getLogger(__name__)
 NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w.-]*(/\w[\w.-]*)*))?")
+CONFIG_FILES = ("config.json", "hf_quant_config.json")
 PARALLEL_FILES = 4
 LOG_SECONDS = 10.0
 Report = Callable[[int, int], None]
@@ -52,6 +53,13 @@ def hub_name(place: str) -> HubName | None:
     """Return the Hub's model of this name; None for anything else. A path that exists is a path."""
     match = NAME.fullmatch(place)
     if match is None or os.path.lexists(place):
+        return None
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(match["repo"])
+    except HFValidationError:  # too long, for example: the Hub can have no such model
         return None
     return HubName(match["repo"], match["revision"] or "main")
 
@@ -76,6 +84,15 @@ def fetch_model(
     """
     with _errors_explained(name):
         return _Fetch(name, report or _logged(name), has_weights, is_thorough).run()
+
+
+def fetch_config(name: HubName) -> Path:
+    """Return a snapshot that has at least the configuration files, after fetching them if the cache lacks them.
+
+    For programs that read no tensors and no tokenizer. Errors as `fetch_model`.
+    """
+    with _errors_explained(name):
+        return _Fetch(name, _logged(name), has_weights=False, is_thorough=False).run_config()
 
 
 def cached_snapshot(name: HubName) -> Path:
@@ -118,6 +135,30 @@ class _Fetch:
 
     def run_offline(self) -> Path:
         return self._cached(self._model.commit_of(self._name.revision))
+
+    def run_config(self) -> Path:
+        """Return the cached snapshot if it has config.json, else fetch it and hf_quant_config.json."""
+        known = self._model.commit_of(self._name.revision)
+        if known and not self._model.missing(known, ["config.json"]):
+            return self._model.snapshot(known)
+        if self._is_offline:
+            return self._cached(known)
+        listing = self._list()
+        self._check_config(listing)
+        with self._locked():
+            for file in CONFIG_FILES:
+                if file in listing.sizes:
+                    self._fetch_small(listing, file)
+            # A snapshot with weights keeps the revision: it serves without a network.
+            if not known:
+                self._model.note_revision(self._name.revision, listing.commit)
+        return self._model.snapshot(listing.commit)
+
+    def _check_config(self, listing: _Listing) -> None:
+        """Raise BadCheckpoint if the model has no config.json."""
+        names = set(listing.sizes)
+        if "config.json" not in names:
+            raise BadCheckpoint(f"{self._name}: {foreign_names(names) or HAS_NO_CONFIG}")
 
     def _is_whole(self, commit: str) -> bool:
         sizes = self._model.needed(commit, self._has_weights)
@@ -183,8 +224,7 @@ class _Fetch:
         """Fetch the missing files. Returns the sizes of all that Weft needs."""
         snapshot = self._model.snapshot(listing.commit)
         names = listing.sizes.keys()
-        if "config.json" not in names:
-            raise BadCheckpoint(f"{self._name}: {foreign_names(set(names)) or HAS_NO_CONFIG}")
+        self._check_config(listing)
         self._fetch_small(listing, "config.json")
         config_of(read_json(snapshot / "config.json"))  # before gigabytes are fetched
         index = [INDEX_FILE] if INDEX_FILE in names and "model.safetensors" not in names and self._has_weights else []

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.docs.accounts import ALONE, BUNDLES, HUB, MAKE, MODULES, ON_A_MESH, OTHERS, UP
 from tests.docs.pages import PAGES, ROOT, commands, distinct, named
+from weft.cli import plan
 from weft.cli.doctor import machine
 from weft.cli.main import app
 from weft_bundle.__main__ import app as bundle_program
@@ -51,6 +52,7 @@ def run_all(program: Typer, extra: dict[str, list[str]]) -> None:
 
 def test_commands_that_need_no_mesh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "mooncake_trouble", lambda: "")  # loading takes seconds
+    monkeypatch.setattr(plan, "fetch_config", lambda name: MODEL)  # tests/weft/test_hub.py fetches from a server
     run_all(app, ALONE)
 
 

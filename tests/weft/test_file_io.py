@@ -204,7 +204,7 @@ def test_a_path_that_is_no_directory_is_named(
 
 def test_plan_names_a_folder_that_is_no_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     adapter(tmp_path)
-    options = PlanOptions(tmp_path, "h200", 1, 0, 0, 0, "auto", "plain", 0, 32, 2048)
+    options = PlanOptions(str(tmp_path), "h200", 1, 0, 0, 0, "auto", "plain", 0, 32, 2048)
     assert run_plan(options) == 2
     assert "adapter" in capfd.readouterr().err
 

@@ -113,6 +113,7 @@ def test_name_is_organisation_and_repository(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert hub_name("Qwen/Qwen3-0.6B") == HubName("Qwen/Qwen3-0.6B", "main")
     assert hub_name("Qwen/Qwen3-0.6B@refs/pr/1") == HubName("Qwen/Qwen3-0.6B", "refs/pr/1")
+    assert hub_name("Qwen/" + "x" * 300) is None
     for path in ("./Qwen/x", "/Qwen/x", "../x", "Qwen", "a/b/c", "Qwen/x/", "Qwen/x@", "Qwen/x@../y", "s3://a/b", ""):
         assert hub_name(path) is None
     (tmp_path / "Qwen" / "x").mkdir(parents=True)
@@ -129,6 +130,23 @@ def test_pull_fetches_only_needed_files(client: Client, hub: Hub) -> None:
     assert (snapshot / "model.safetensors").is_symlink()
     assert (snapshot / "model.safetensors").read_bytes() == nano_files()["model.safetensors"]
     assert not any("pytorch_model" in path or "onnx" in path or "README" in path for path in hub.paths("GET"))
+
+
+def test_plan_fetches_only_the_configuration(client: Client, hub: Hub) -> None:
+    status, out, err = client.run("plan", NAME)
+    assert status == 0, err
+    assert out == client.run("plan", str(NANO))[1]
+    files = [path.rpartition("/")[2] for path in hub.paths("GET") if "/resolve/" in path]
+    assert files == ["config.json"]
+    hub.asked.clear()
+    assert client.run("plan", NAME)[:2] == (0, out)
+    assert hub.asked == []
+    client.pull()
+    assert any(path.endswith("/model.safetensors") for path in hub.paths("GET"))
+
+
+def test_plan_offline_names_pull(client: Client) -> None:
+    assert f"run `weft pull {NAME}`" in client.refused("plan", NAME, HF_HUB_OFFLINE="1")
 
 
 def test_second_pull_fetches_nothing(client: Client, hub: Hub) -> None:

@@ -172,7 +172,7 @@ def set_role(
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory; its config.json is enough.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or its config.json, or ORG/REPO of the Hub.")],
     gpu: Annotated[str, typer.Option(help="h100, h200, a100, l40s, rtx4090 or b200.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, max=4096, help="How many of them.")] = 1,
     tp: Annotated[int, typer.Option(min=0, help="GPUs that share each matrix; 0: all that divide.")] = 0,

@@ -28,6 +28,7 @@ from weft.capacity.layout import (
 from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, TERA, CapacityPlan, StepShape, make_plan
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.file_io import foreign_path
+from weft.hub import fetch_config, hub_name
 from weft.model.config import read_config
 from weft.model.spec import ModelConfig
 
@@ -41,7 +42,7 @@ ONE_GPU_EACH = (
 class PlanOptions:
     """The command's options; 0 and "auto" leave it to the planner."""
 
-    model: Path
+    model: str
     gpu: str
     gpus: int
     tp: int
@@ -80,7 +81,11 @@ def _best(plans: list[CapacityPlan]) -> CapacityPlan:
     return max(plans, key=lambda plan: (plan.max_context, -plan.layout.pp, -plan.layout.ep))
 
 
-def _read(model: Path) -> ModelConfig:
+def _read(place: str) -> ModelConfig:
+    """Read a directory, its config.json, or the configuration of the Hub's model of this name."""
+    if name := hub_name(place):
+        return read_config(fetch_config(name))
+    model = Path(place)
     is_file = os.path.isfile(model)  # isfile raises nothing: read_config reports a path that cannot be read
     if is_file and model.name != "config.json":
         raise BadCheckpoint(f"{model}: expected a checkpoint directory or its config.json; it {foreign_path(model)}")
