@@ -21,11 +21,11 @@ from weft.model.fields import read_json
 from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, SamplingDefaults
-from weft_services.gateway.text.assistant import ThoughtTags, find_thought_tags
+from weft_services.gateway.text.assistant import HARMONY_THOUGHTS, ThoughtTags, find_thought_tags
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec, SegmentedEncoder
 from weft_services.gateway.text.special_tokens import GuardImpossible, SpecialTokenGuard, check_samples
-from weft_services.gateway.text.tool_formats import PROBE, ToolFormat, choose_format
+from weft_services.gateway.text.tool_formats import HARMONY, PROBE, ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)
 # The files that transformers writes; the second template renders conversations with tools.
@@ -79,6 +79,11 @@ class ServedModel:
     marks: dict[str, int]
 
     @property
+    def has_channels(self) -> bool:
+        """True if answers are messages in channels, with or without tools."""
+        return self.thought_tags == HARMONY_THOUGHTS
+
+    @property
     def end_thoughts_id(self) -> int | None:
         """The token that ends thoughts; None if there is none."""
         return self.marks.get(self.thought_tags[1]) if self.thought_tags else None
@@ -108,8 +113,11 @@ def load_model(
     if template:
         _check_probes(template, name, directory)
     source = template.all_sources if template else ""
-    thought_tags = find_thought_tags(source)
-    marks = codec.marks((*(thought_tags or ()), *(chosen.markers if chosen else ())))
+    thought_tags = HARMONY_THOUGHTS if chosen is HARMONY else find_thought_tags(source)
+    markers = chosen.markers if chosen else ()
+    if thought_tags == HARMONY_THOUGHTS:
+        markers += HARMONY.markers
+    marks = codec.marks((*(thought_tags or ()), *markers))
     return ServedModel(
         name=name,
         created=int((directory / "config.json").stat().st_mtime),

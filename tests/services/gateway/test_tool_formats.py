@@ -38,6 +38,9 @@ WRITTEN_CALLS |= {
     + JSON_ARGUMENTS
     + "}\n]<|END_ACTION|>",
     "functionary": "<function={{ f.name }}>" + JSON_ARGUMENTS + "</function>",
+    "harmony": "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+    + JSON_ARGUMENTS
+    + "<|call|>",
     "lfm2": "<|tool_call_start|>[{{ f.name }}(city='{{ f.arguments.city }}')]<|tool_call_end|>",
 }
 OTHER_CALLS = {

@@ -107,6 +107,32 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "Let me see.",
         [("get_weather", '{"city": "Rome \\"<b>\\n", "n": [1, {"a": null}]}'), ("add", '{"a": 1, "b": null}')],
     ),
+    "harmony": (
+        "harmony",
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{ROME}<|call|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ADD}<|call|>",
+        "",
+        BOTH,
+    ),
+    "harmony, no arguments": (
+        "harmony",
+        " to=functions.add<|channel|>commentary<|message|><|call|>",
+        "",
+        [("add", "{}")],
+    ),
+    "harmony, ended within": (
+        "harmony",
+        '<|channel|>commentary to=add<|message|>{"a": 1',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    "harmony, no object": (
+        "harmony",
+        "<|channel|>commentary to=functions.add code<|message|>1 + 1<|call|>",
+        "1 + 1",
+        [],
+    ),
+    "harmony, no header": ("harmony", "So to=functions.add", "So to=functions.add", []),
     "glm, no arguments": ("glm", "<tool_call>now\n</tool_call>", "", [("now", "{}")]),
     "glm, no call": (
         "glm",

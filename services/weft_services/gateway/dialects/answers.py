@@ -17,18 +17,27 @@ from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.custom_calls import CustomCalls
+from weft_services.gateway.text.harmony import ThoughtCounter
 from weft_services.gateway.text.parts import Part, PartKind
 
 
 class ChatChoice:
     """Parses one choice of a chat answer into parts."""
 
-    def __init__(self, reader: AnswerReader, end_of_thoughts: int | None, customs: CustomCalls | None = None) -> None:
+    def __init__(
+        self,
+        reader: AnswerReader,
+        end_of_thoughts: int | None,
+        customs: CustomCalls | None = None,
+        counter: ThoughtCounter | None = None,
+    ) -> None:
+        """`counter`: counts the tokens of thoughts instead of `end_of_thoughts`."""
         self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._reader = reader
         self._end_of_thoughts = end_of_thoughts
         self._customs = customs
+        self._counter = counter
 
     @property
     def num_held(self) -> int:
@@ -52,7 +61,9 @@ class ChatChoice:
             parts += self._reader.finish(is_cut=piece.finish_reason is FinishReason.LENGTH)
             is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls and not is_stopped
             self.finish_reason = FinishReason.TOOL_CALLS if is_call else piece.finish_reason
-        if is_thinking:
+        if self._counter is not None:
+            self.num_reasoning_tokens += self._counter.count(piece.token_ids)
+        elif is_thinking:
             self.num_reasoning_tokens += len(piece.token_ids)
         elif was_thinking or self._reader.has_thought is not had_thought:
             num_letters = sum(len(part.text) for part in parts if part.kind is PartKind.REASONING)
@@ -96,7 +107,8 @@ class ChatChoices:
     def _begin(self, index: int) -> ChatChoice:
         use = self._prepared.generation.tool_use
         customs = CustomCalls(use.custom) if use is not None and use.custom else None
-        return ChatChoice(self._prepared.reader(index), self._prepared.model.end_thoughts_id, customs)
+        counter = self._prepared.thought_counter(index)
+        return ChatChoice(self._prepared.reader(index), self._prepared.model.end_thoughts_id, customs, counter)
 
 
 @dataclass(slots=True)

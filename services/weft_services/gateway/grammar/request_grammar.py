@@ -17,12 +17,13 @@ import orjson
 from weft.errors import InvalidRequest
 from weft.grammar import UnusableGrammar
 from weft.request import Grammar
-from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.generation import AnswerFormat, Conversation, Generation
 from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, format_parts, join_parts, lark_part
 from weft_services.gateway.grammar.schema_rewrite import VALUES, without_pattern
 from weft_services.gateway.grammar.tool_grammar import Marks, call_parts, text_or_call_parts, written
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import ThoughtTags
+from weft_services.gateway.text.harmony import ANALYSIS_PIECES, END, FINAL_PIECES, START
 from weft_services.gateway.text.tag_calls import resolve_reference
 
 # limit for all grammars of a request
@@ -84,7 +85,11 @@ def request_grammar(generation: Generation, model: ServedModel, is_thinking: boo
     field, parts = _parts(generation, model)
     if not parts:
         return None
-    if model.thought_tags and isinstance(generation.prompts[0], Conversation):
+    is_chat = isinstance(generation.prompts[0], Conversation)
+    if is_chat and model.has_channels:
+        if is_thinking or not _is_continued(generation):
+            parts = [_channels(model.marks, is_thinking), *parts]
+    elif is_chat and model.thought_tags:
         parts = [_thoughts(model.thought_tags, model.marks, is_thinking), *parts]
     if (found := regex_cost_error(parts)) is not None:
         raise InvalidRequest(f"{field}: {found}", field, "invalid_value")
@@ -115,20 +120,50 @@ def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Gramma
         if use is not None and use.is_forced:
             message = "tool_choice: it is not known how this model writes tool calls; see WEFT_TOOL_FORMAT"
             raise InvalidRequest(message, "tool_choice", "unsupported_parameter")
-        return (answer.field, format_parts(answer, NAME)) if answer else ("", [])
+        return (answer.field, _format_parts(answer, generation, model, NAME)) if answer else ("", [])
     if not tool_format.is_enforceable:
         field = "tool_choice" if use.is_forced else "tools" if use.is_constrained else answer.field if answer else None
         if field is not None:
             message = f"{field}: calls in the format of this model cannot be enforced; let it choose freely"
             raise InvalidRequest(message, field, "unsupported_parameter")
         return "", []
+    if model.has_channels and _is_continued(generation) and (use.is_forced or use.is_constrained or answer):
+        message = "messages: this model calls tools in a message of its own; end the one that the answer continues"
+        raise InvalidRequest(message, "messages", "unsupported_parameter")
     if use.is_forced:
         return "tools", call_parts(use, tool_format, model.marks, NAME)
     if answer is not None:
         either = lark_part("start: @format | @calls", NAME)
         calls = call_parts(use, tool_format, model.marks, "calls")
-        return answer.field, [either, *format_parts(answer, "format"), *calls]
+        return answer.field, [either, *_format_parts(answer, generation, model, "format"), *calls]
     return "tools", text_or_call_parts(use, tool_format, model.marks, NAME) if use.is_constrained else []
+
+
+def _format_parts(answer: AnswerFormat, generation: Generation, model: ServedModel, name: str) -> list[GrammarPart]:
+    """Return the parts of the answer's format, within the message that has the answer."""
+    is_chat = isinstance(generation.prompts[0], Conversation)
+    if not is_chat or not model.has_channels or _is_continued(generation):
+        return format_parts(answer, name)
+    opening = written(FINAL_PIECES, model.marks, {})
+    return [lark_part(f"start: {opening} @message", name), *format_parts(answer, "message")]
+
+
+def _is_continued(generation: Generation) -> bool:
+    prompt = generation.prompts[0]
+    return isinstance(prompt, Conversation) and prompt.is_continued
+
+
+def _channels(marks: Marks, is_thinking: bool) -> GrammarPart:
+    """Return the part for messages of thoughts, and the answer's own message behind them."""
+    opening, closing, following = (written(each, marks, {}) for each in (ANALYSIS_PIECES, (END,), (START, "assistant")))
+    end = f"TEXT {closing}" if END in marks else "until"
+    rules = [
+        f"start: {f'{end} {following} ' if is_thinking else ''}({opening} {end} {following})* @{NAME}",
+        f"TEXT: {TEXT}",
+    ]
+    if end == "until":
+        rules.append(f"until[lazy]: TEXT {closing}")
+    return lark_part("\n".join(rules), "thoughts")
 
 
 def _thoughts(tags: ThoughtTags, marks: Marks, is_thinking: bool) -> GrammarPart:

@@ -17,7 +17,6 @@ from weft_services.gateway.text.tag_calls import TagSyntax, is_text, named_value
 from weft_services.gateway.text.tool_formats import ARGUMENTS, NAME, NUMBER, SPACE, ToolFormat
 
 ROOT = "arguments"
-MAX_CALLS = 16
 Marks = Mapping[str, int]  # markers that are single tokens of the vocabulary -> ids
 # Constraints that cannot be enforced on free text between tags.
 UNKEPT = ("pattern", "minLength", "maxLength", "format")
@@ -110,7 +109,10 @@ def call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -
 def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[GrammarPart]:
     """Return the grammar of any text, then optional calls. Calling is optional; the form of a call is not."""
     first = (*tool_format.opening, *tool_format.call)[0]
-    if first in marks:  # text cannot contain this token
+    if tool_format.text_opening:
+        opening = written(tool_format.text_opening, marks, {})
+        rules = [f"start: {opening} TEXT | calls", *_calls(use, tool_format, marks, name)]
+    elif first in marks:  # text cannot contain this token
         rules = ["start: TEXT calls?", *_calls(use, tool_format, marks, name)]
     elif first in tool_format.markers:
         rules = ["start: FREE | until calls", f"until[lazy]: TEXT {quote(first)}"]
@@ -137,8 +139,8 @@ def written(pieces: Iterable[str], marks: Marks, places: Mapping[str, str]) -> s
 def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_written: int = 0) -> list[str]:
     """Return the rule `calls` and its helpers. The first `num_written` pieces are written already."""
     opening, num_left = tool_format.opening[num_written:], max(0, num_written - len(tool_format.opening))
-    more = f"({written(tool_format.between, marks, {})} call){{0,{MAX_CALLS - 1}}}"
-    is_single = use.only is not None or not use.is_parallel
+    more = f"({written(tool_format.between, marks, {})} call){{0,{tool_format.max_calls - 1}}}"
+    is_single = use.only is not None or not use.is_parallel or tool_format.max_calls == 1
     calls = [written(opening, marks, {}), "first", "" if is_single else more, written(tool_format.closing, marks, {})]
     rules = [f"calls: {' '.join(calls)}", *_TERMINALS]
     for rule, pieces in (("first", tool_format.call[num_left:]), ("call", tool_format.call)):

@@ -27,6 +27,7 @@ from weft_services.gateway.text.assistant import (
     VisibleStops,
     in_thoughts,
 )
+from weft_services.gateway.text.harmony import ANALYSIS, FINAL, MARKS, MESSAGE, ThoughtCounter, harmony
 from weft_services.gateway.text.parts import Parser, Parts, new_call_id, plain
 
 # Logprobs of prompt tokens and their alternatives in one request: about 10 MB of JSON.
@@ -127,7 +128,10 @@ class PreparedRequest:
     def reader(self, index: int) -> AnswerReader:
         """Return the reader that separates thoughts, calls and text of a chat's choice."""
         use, form = self.generation.tool_use, self.model.tool_format
-        is_thinking = self.prompts[self.sequences[index].prompt].is_thinking
+        is_thinking = self._is_thinking(index)
+        if self.model.has_channels:
+            parts = Parts(new_call_id, is_parallel=use is None or use.is_parallel)
+            return AnswerReader(harmony(use.schemas if use else None, self._begun(index)), parts, False, is_thinking)
         parser: Parser = plain
         new_id, ends_thoughts, call_openings = new_call_id, tuple[str, ...](), tuple[str, ...]()
         if use is not None and form is not None:
@@ -138,13 +142,32 @@ class PreparedRequest:
         parts = Parts(new_id, is_parallel, holds_space=parser is not plain or tags is not None)
         return AnswerReader(parser, parts, tags is not None, is_thinking, ends_thoughts, tags or THINK, call_openings)
 
+    def thought_counter(self, index: int) -> ThoughtCounter | None:
+        """Return the counter of a choice's thoughts; None if only their last token tells them."""
+        if not self.model.has_channels or MESSAGE not in self.model.marks:
+            return None
+        use = self.generation.tool_use
+        names = use.schemas if use else ()
+        return ThoughtCounter(self.model.marks, self.model.chat_codec.token_text, names, self._begun(index))
+
+    def _is_thinking(self, index: int) -> bool:
+        return self.prompts[self.sequences[index].prompt].is_thinking
+
+    def _begun(self, index: int) -> str:
+        """Return the header of the message that the answer continues; empty if it begins one."""
+        prompt = self.generation.prompts[self.sequences[index].prompt]
+        is_continued = isinstance(prompt, Conversation) and prompt.is_continued
+        return ANALYSIS if self._is_thinking(index) else FINAL if is_continued else ""
+
     def stops(self, index: int) -> StopMatcher | None:
         """Return the matcher for a choice's stop strings; None without stop strings."""
         stops = self.generation.stop
         if not stops:
             return None
         markers: tuple[str, ...] = self.model.thought_tags or ()
-        if self.generation.tool_use is not None and self.model.tool_format is not None:
+        if self.model.has_channels:
+            markers = MARKS
+        elif self.generation.tool_use is not None and self.model.tool_format is not None:
             markers += self.model.tool_format.markers
         is_chat = isinstance(self.generation.prompts[0], Conversation)
         return VisibleStops(stops, markers, self.reader(index)) if is_chat and markers else StopScanner(stops)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from weft_services.gateway.text.harmony import ANALYSIS, END
 from weft_services.gateway.text.parts import (
     Parse,
     Parser,
@@ -33,12 +34,16 @@ THOUGHT_TAGS: tuple[ThoughtTags, ...] = (
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
 )
+# Thoughts of gpt-oss are messages in a channel.
+HARMONY_THOUGHTS: ThoughtTags = (ANALYSIS, END)
 # Parsers cut what they have read off their buffer; a whole answer at once would be copied for every piece.
 MAX_CHARS = 4096
 
 
 def find_thought_tags(template: str) -> ThoughtTags | None:
     """Return the tags around thoughts in the source of a chat template; None if it knows no thoughts."""
+    if ANALYSIS in template:
+        return HARMONY_THOUGHTS
     return next((tags for tags in THOUGHT_TAGS if tags[1] in template), None)
 
 
@@ -66,7 +71,7 @@ class AnswerReader:
         - `ends_thoughts`: markers of a call, for models that call from their thoughts without a closing tag.
         - `call_openings`: markers of a call that does not end thoughts, because thoughts may contain drafts of calls.
         """
-        self.is_thinking = self.has_thought = is_thinking
+        parts.is_thinking = parts.has_thought = is_thinking
         self.is_plain = False  # no markers are left to look for
         self._buffer = TextBuffer()
         self._parts = parts
@@ -75,6 +80,16 @@ class AnswerReader:
         self._call_openings = tuple(call_openings)
         self._draft: list[str] = []  # a call in thoughts, and the thoughts behind it
         self._reading = self._read(parser, thinks)
+
+    @property
+    def is_thinking(self) -> bool:
+        """True while the text read last is a thought."""
+        return self._parts.is_thinking
+
+    @property
+    def has_thought(self) -> bool:
+        """True from the first thought on."""
+        return self._parts.has_thought
 
     @property
     def num_calls(self) -> int:
@@ -117,13 +132,10 @@ class AnswerReader:
         return self._found()
 
     def _read(self, parser: Parser, thinks: bool) -> Parse[None]:
-        if thinks and not self.is_thinking:
-            self.is_thinking = self.has_thought = yield from begins_with(self._buffer, self._opening)
-        if self.is_thinking:
-            yield from begins_with(self._buffer, self._opening)
+        if thinks and ((yield from begins_with(self._buffer, self._opening)) or self.is_thinking):
+            self._parts.begin_thoughts()
             yield from self._read_thoughts(parser)
-            self._parts.drop_space()
-            self.is_thinking = False
+            self._parts.end_thoughts()
             yield from next_letter(self._buffer)
         if parser is plain:
             self._parts.hold_nothing()

@@ -56,6 +56,7 @@ class Parts:
         """Without `holds_space` text is emitted unchanged as it arrives."""
         self.num_calls = 0
         self.is_open = False  # the last call's arguments are incomplete
+        self.is_thinking = self.has_thought = False
         self.found: list[Part] = []
         self._new_id = new_id
         self._max_calls = None if is_parallel else 1
@@ -72,6 +73,14 @@ class Parts:
 
     def reasoning(self, text: str) -> None:
         self._add_text(PartKind.REASONING, text)
+
+    def begin_thoughts(self) -> None:
+        self.is_thinking = self.has_thought = True
+
+    def end_thoughts(self) -> None:
+        """End thoughts, and drop the white space held back at their end."""
+        self.drop_space()
+        self.is_thinking = False
 
     def hold_nothing(self) -> None:
         """Stop holding white space back; neither calls nor thoughts follow."""

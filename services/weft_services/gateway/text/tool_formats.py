@@ -10,6 +10,7 @@ from typing import Any
 from weft.errors import BadCheckpoint
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text import tool_parsers
+from weft_services.gateway.text.harmony import CHANNEL, CONSTRAIN, FINAL_PIECES, FUNCTIONS, MARKS, MESSAGE, harmony
 from weft_services.gateway.text.parts import Parser, PartKind, Parts, TextBuffer, new_call_id, new_short_id
 from weft_services.gateway.text.tag_calls import Schemas, TagSyntax
 
@@ -42,6 +43,8 @@ class ToolFormat:
     - `tags`: the tags of arguments that are not JSON.
     - `ends_thoughts`: markers that end thoughts as `</think>` does.
     - `is_enforceable`: grammars can constrain an answer to this format.
+    - `max_calls`: most calls in one answer that a grammar allows.
+    - `text_opening`: precedes an answer without calls.
     """
 
     name: str
@@ -55,6 +58,8 @@ class ToolFormat:
     tags: TagSyntax | None = None
     ends_thoughts: tuple[str, ...] = ()
     is_enforceable: bool = True
+    max_calls: int = 16
+    text_opening: tuple[str, ...] = ()
 
     @property
     def has_marker(self) -> bool:
@@ -73,7 +78,7 @@ class ToolFormat:
         if at < 0 or (not self.has_marker and rendered[:at].rstrip().endswith("[")):  # a list of objects is no object
             return False
         buffer, parts = TextBuffer(), Parts(self.new_id)
-        buffer.text, buffer.is_over = rendered[at:], True
+        buffer.text, buffer.is_over = rendered[0 if self.has_marker else at :], True
         for _ in self.parser({PROBE_NAME: _PROBE_SCHEMA})(buffer, parts):
             pass
         names = [part.text for part in parts.found if part.kind is PartKind.CALL]
@@ -288,11 +293,20 @@ LFM2 = ToolFormat(
     closing=("]", "<|tool_call_end|>"),
     is_enforceable=False,  # its arguments are Python
 )
+# A call ends the answer, so there is only one.
+HARMONY = ToolFormat(
+    "harmony",
+    harmony,
+    markers=MARKS,
+    call=(CHANNEL, f"commentary to={FUNCTIONS}", NAME, " ", CONSTRAIN, "json", MESSAGE, ARGUMENTS),
+    max_calls=1,
+    text_opening=FINAL_PIECES,
+)
 FORMATS = {
     each.name: each
     for each in (
         *(HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, KIMI),
-        *(GLM, HY, MINIMAX, SEED, NEMOTRON, COMMAND_R, FUNCTIONARY, LFM2, LLAMA),
+        *(GLM, HY, MINIMAX, SEED, NEMOTRON, COMMAND_R, FUNCTIONARY, LFM2, HARMONY, LLAMA),
     )
 }
 
