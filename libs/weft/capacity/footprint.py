@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from weft.model.quantization import FLOATS, is_packed, part_of
 from weft.model.spec import ModelConfig
-from weft.model.tensors import expected_tensors
+from weft.model.tensors import model_tensors
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # 12 bits of 16, and escapes: the size that matrices with the published statistics stay below
@@ -66,7 +66,7 @@ def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -
 
     With `is_resident`, bfloat16 matrices as F12, should it suit them all.
     """
-    shapes, how = expected_tensors(config), config.quantization
+    shapes, how = model_tensors(config), config.quantization
     found: defaultdict[tuple[int, TensorKind], Weight] = defaultdict(Weight)
     for name, shape in shapes.items():
         kind = next(kind for kind, pattern in _PATTERNS if pattern.search(name))
@@ -96,8 +96,8 @@ def cpu_bytes(config: ModelConfig, dtype: str) -> int:
     All is unpacked. bfloat16 matrices stay what they are, but where they are one with packed ones. Panels are another
     memory than the table of embeddings that a tied head is.
     """
-    shapes, total = expected_tensors(config), 0
-    for name, shape in expected_tensors(replace(config, quantization=None)).items():
+    shapes, total = model_tensors(config), 0
+    for name, shape in model_tensors(replace(config, quantization=None)).items():
         is_kept = config.dtype == "bfloat16" and name in shapes and part_of(name, shapes, config.quantization) is None
         is_kept = is_kept and _is_multiplied(name, shape, config) and not _is_unpacked(name, config, shapes)
         size_bytes = math.prod(shape) * (ITEM_BYTES["bfloat16"] if is_kept else _wide_bytes(name, config, dtype))

@@ -68,7 +68,7 @@ def layout_name(config: ModelConfig) -> str:
     names = [f"{groups.size}w{each.window}c{each.chunk}" if each.width else str(groups.size) for each in groups.spans]
     # all but limits, names and what comes behind the last layer; what is not known to be harmless counts
     rest = replace(config, max_positions=0, is_tied=False, eos_token_ids=(), dtype="", architecture="")
-    rest = replace(rest, prefix="", ignored=())
+    rest = replace(rest, prefix="", renamed=(), ignored=())
     digest = blake2b(repr(rest).encode(), digest_size=8, person=b"weft-kv-numbers").hexdigest()
     return "/".join((KV_LAYOUT, *names, f"n{KV_NUMERICS}-{digest}"))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.errors import BadCheckpoint
 from weft.model.quantization import is_packed, is_shape, stored_dtypes, stored_parts
 from weft.model.spec import ModelConfig
-from weft.model.tensors import expected_tensors, is_ignored
+from weft.model.tensors import expected_tensors, is_ignored, stored_name
 from weft.model.unpacking import PackedModule
 from weft_kernels.linear import PackedWeight, pack
 from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, stack
@@ -121,6 +121,7 @@ class Loader:
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor, or this rank's part of it, in `dtype` or else in the model's dtype."""
+        name = stored_name(name, self.config)
         return self._read(name, dtype or self.dtype, self._slices.get(name))
 
     def norm(self, name: str) -> Tensor:
@@ -133,7 +134,7 @@ class Loader:
 
         On a CPU bfloat16 keeps its dtype, because the kernels widen it as they read it.
         """
-        is_kept = self.device.type == "cpu" and self._weights[name].dtype == torch.bfloat16
+        is_kept = self.device.type == "cpu" and self._weights[stored_name(name, self.config)].dtype == torch.bfloat16
         return self.tensor(name, torch.bfloat16 if is_kept else None)
 
     def table(self, name: str) -> Tensor | F12:
@@ -152,9 +153,10 @@ class Loader:
 
     def stored_weight(self, name: str) -> Stored:
         """Return a linear module's weight in the checkpoint's format; see `matrix` for the dtype of plain ones."""
-        how, part = self.config.quantization, self._slices.get(name + ".weight")
+        how, own_name, name = self.config.quantization, name, stored_name(name, self.config)
+        part = self._slices.get(name + ".weight")
         if how is None or not is_packed(name, self._weights, how):
-            return self.matrix(name + ".weight")
+            return self.matrix(own_name + ".weight")
         shape = self._shapes[name + ".weight"]
         rows, columns = shape[0], shape[1]
         parts = {each: self._weights[f"{name}.{each}"] for each in stored_parts(how, (rows, columns))}

@@ -36,13 +36,14 @@ class Rope:
 class HeadNorm(StrEnum):
     """RMSNorm of queries and keys before rotation, with weights; PLAIN: without, after it, in rotated layers only.
 
-    WEIGHTED norms every head for itself, WIDE all heads of a token together.
+    WEIGHTED norms every head for itself, WIDE all heads of a token together. LAST norms every head after rotation.
     """
 
     NONE = "none"
     WEIGHTED = "weighted"
     WIDE = "wide"
     PLAIN = "plain"
+    LAST = "last"
 
 
 class Activation(StrEnum):
@@ -122,7 +123,8 @@ class Experts:
 
     Names: `router`, `bias` (added to scores for the choice alone), `projections` (gate, up, down) of each expert,
     `shared`. `is_bias_row`: the bias is stored as [1, E]. `is_fused`: all experts of a layer in two tensors,
-    gate_up_proj [E, hidden, 2 size] and down_proj [E, size, hidden].
+    gate_up_proj [E, hidden, 2 size] and down_proj [E, size, hidden]; with `is_output_first` each expert's matrices are
+    stored as linear modules are, [E, 2 size, hidden] and [E, hidden, size].
     """
 
     num_experts: int
@@ -140,6 +142,7 @@ class Experts:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_experts"
     is_fused: bool = False
+    is_output_first: bool = False
 
     @property
     def has_bias(self) -> bool:
@@ -210,6 +213,7 @@ class ModelConfig:
 
     `num_kv_heads` and `head_dim` are those of the cache, `kv_parts` is 2 for keys and values, 1 when both are one.
     `prefix` stands before every tensor's name; tensors that begin with one of `ignored` are not the text model's.
+    `renamed`: pairs of a part of our names and what a checkpoint has in its place, replaced one after the other.
 
     - `rotary_dim`: leading numbers of each head that are rotated; 0 means all. `is_interleaved`: neighbours are pairs.
       `is_rotated_wide`: rotation runs in float32 for every dtype of the heads.
@@ -255,6 +259,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     mlp_name: str = "mlp"
     prefix: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
 
     @property

@@ -8,11 +8,23 @@ from weft.model.spec import Experts, HeadNorm, Latent, LayerSpec, ModelConfig
 Shapes = dict[str, tuple[int, ...]]
 
 
+def stored_name(name: str, config: ModelConfig) -> str:
+    """Return a checkpoint's name of a tensor or module that is `name` to the building blocks."""
+    for ours, theirs in config.renamed:
+        name = name.replace(ours, theirs)
+    return name
+
+
 def expected_tensors(config: ModelConfig) -> Shapes:
     """Return name and shape of every tensor that a checkpoint of this config must hold.
 
     A tied checkpoint may hold `lm_head.weight` as well; it is not expected and not read.
     """
+    return {stored_name(name, config): shape for name, shape in model_tensors(config).items()}
+
+
+def model_tensors(config: ModelConfig) -> Shapes:
+    """Return the same tensors by the names that building blocks use; see `stored_name`."""
     root = config.prefix + "model."
     shapes: Shapes = {root + "embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index, layer in enumerate(config.layers):
@@ -28,7 +40,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
     Activations and the KV cache are not quantized, so a quantized checkpoint's scales of them are not read.
     """
-    is_head = config.is_tied and name == config.prefix + "lm_head.weight"
+    is_head = config.is_tied and name == stored_name(config.prefix + "lm_head.weight", config)
     is_scale = config.quantization is not None and name.endswith(ACTIVATION_SCALES + KV_SCALES)
     return is_head or is_scale or name.endswith("rotary_emb.inv_freq") or name.startswith(config.ignored)
 
@@ -45,7 +57,8 @@ def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
 
 
 def _linear(config: ModelConfig, name: str, num_out: int, num_in: int) -> Shapes:
-    return packed_shapes(name + ".weight", (num_out, num_in), config.quantization)
+    shapes = packed_shapes(stored_name(name, config) + ".weight", (num_out, num_in), config.quantization)
+    return {f"{name}.{stored.rpartition('.')[2]}": shape for stored, shape in shapes.items()}
 
 
 def _grouped(config: ModelConfig, root: str) -> Shapes:
@@ -57,7 +70,7 @@ def _grouped(config: ModelConfig, root: str) -> Shapes:
         shapes |= _linear(config, root + name, size, hidden)
         if config.has_qkv_bias:
             shapes[f"{root}{name}.bias"] = (size,)
-    if config.head_norm is HeadNorm.WEIGHTED:
+    if config.head_norm in (HeadNorm.WEIGHTED, HeadNorm.LAST):
         shapes |= {root + "q_norm.weight": (config.head_dim,), root + "k_norm.weight": (config.head_dim,)}
     if config.head_norm is HeadNorm.WIDE:
         shapes |= {root + "q_norm.weight": (q_size,), root + "k_norm.weight": (kv_size,)}
@@ -95,8 +108,9 @@ def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
     if experts.has_bias:
         shapes[root + experts.bias] = (1, experts.num_experts) if experts.is_bias_row else (experts.num_experts,)
     if experts.is_fused:
-        shapes[root + "experts.gate_up_proj"] = (experts.num_experts, hidden, 2 * size)
-        shapes[root + "experts.down_proj"] = (experts.num_experts, size, hidden)
+        for name, num_out, num_in in (("gate_up_proj", 2 * size, hidden), ("down_proj", hidden, size)):
+            matrix = (num_out, num_in) if experts.is_output_first else (num_in, num_out)
+            shapes[f"{root}experts.{name}"] = (experts.num_experts, *matrix)
     else:
         gate, up, down = experts.projections
         for index in range(experts.num_experts):

@@ -22,6 +22,7 @@ from weft.file_io import PICKLE_SUFFIXES, foreign_names, path_exists
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config, read_fields
 from weft.model.fields import read_json
 from weft.model.quantization import KV_SCALES, is_shape, stored_dtypes
+from weft.model.tensors import stored_name
 from weft.weights.formats import MODULES, TensorEntry, format_of
 from weft.weights.object_store import origin_of
 from weft.weights.safetensors import is_text
@@ -73,7 +74,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     config = read_config(directory)
     found = _find_tensors(directory, origin)
     tensors = _select(directory, config, found)
-    head = found.get(config.prefix + "lm_head.weight") if config.is_tied else None
+    head = found.get(stored_name(config.prefix + "lm_head.weight", config)) if config.is_tied else None
     state, name = source_id(directory, tensors, head), _digest([str(directory)])
     read = {source.file.name for source in found.values()}
     unread = tuple(sorted(each for each in origin.names() - read if each.endswith(tuple(MODULES))))
