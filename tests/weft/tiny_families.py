@@ -114,6 +114,17 @@ ERNIE_MOE = {
     "moe_num_shared_experts": 1,
     "tie_word_embeddings": False,
 }
+ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+HUNYUAN = {**HEADS, "head_dim": 10, "rope_parameters": ALPHA, "pad_token_id": 0}
+QWEN_VL = {**HEADS, "head_dim": 12, "rope_parameters": {"rope_theta": 500.0, "mrope_section": [3, 2, 1]}}
+VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 40}
+MISTRAL4_ROPE = {**MINISTRAL3_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7}
+EXPERTS = {**HEADS, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}
+TWO_ROPES = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+}
 SCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 # name: family, what is not as in the others
@@ -208,8 +219,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4-full": ("Exaone4", {**HEADS, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "ministral3": ("Ministral3", {**HEADS, "head_dim": 10, "rope_parameters": MINISTRAL3_ROPE, "pad_token_id": 0}),
+    "mistral4": (
+        "Mistral4",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": MISTRAL4_ROPE, "pad_token_id": 0},
+    ),
+    "mistral4-groups": (
+        "Mistral4",
+        {**DEEPSEEK, "rope_parameters": MISTRAL4_ROPE, "pad_token_id": 0, "initializer_range": 0.25},
+    ),
+    "hunyuan": ("HunYuanDenseV1", {**HUNYUAN, "tie_word_embeddings": True}),
+    "hunyuan-moe": ("HunYuanMoEV1", {**HUNYUAN, "num_experts": 6, "moe_topk": 3, "intermediate_size": 20}),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {**HEADS, "rope_parameters": {"rope_type": "mrope", "rope_theta": 500.0, "mrope_section": [2, 2, 1]}},
+    ),
+    "qwen3-vl": ("Qwen3VL", QWEN_VL),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        {**QWEN_MOE, **QWEN_VL, "num_experts_per_tok": 2, "mlp_only_layers": [0], "initializer_range": 0.3},
+    ),
+    "ling2": ("BailingMoeV2", {**GLM_MOE, "use_qk_norm": True, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "mellum": ("Mellum", {**EXPERTS, **TWO_ROPES, "head_dim": 10, "moe_intermediate_size": 20}),
+    "solar-open": (
+        "SolarOpen",
+        {**HEADS, "head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            **{name: value for name, value in GLM_MOE.items() if name != "num_mtp_layers"},
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
+    "olmoe": ("Olmoe", EXPERTS),
+    "flex-olmo": ("FlexOlmo", {**EXPERTS, "norm_topk_prob": True}),
+    "granite-moe": (
+        "GraniteMoe",
+        {**HEADS, "num_local_experts": 6, "num_experts_per_tok": 3, "attention_multiplier": 0.3, "logits_scaling": 4.0},
+    ),
 }
-CLASSES = {"Llama4": "Llama4Text", "Gemma3": "Gemma3Text"}  # its text model has a config of its own
+# Of these the text model has a config of its own. transformers has no Ling 2; GLM-4.5's mathematics are the same.
+CLASSES = {"Llama4": "Llama4Text", "Gemma3": "Gemma3Text", "BailingMoeV2": "Glm4Moe"}
+WRAPPED = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")  # transformers has a head only around text and vision together
 
 
 @dataclass(frozen=True)
@@ -244,8 +298,7 @@ def make_family(name: str, directory: Path, **sizes: Any) -> TinyFamily:
     torch.manual_seed(13)
     common: dict[str, Any] = {"vocab_size": 113, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3}
     common |= {"max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}
-    make_config = getattr(transformers, CLASSES.get(family, family) + "Config")
-    oracle = getattr(transformers, family + "ForCausalLM")(make_config(**{**common, **changes, **sizes}))
+    oracle = _make_oracle(family, {**common, **changes, **sizes})
     oracle.eval()
     with torch.no_grad():
         for tensor in [*oracle.parameters(), *(each for _, each in oracle.named_buffers() if each.ndim == 1)]:
@@ -254,7 +307,52 @@ def make_family(name: str, directory: Path, **sizes: Any) -> TinyFamily:
             elif tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.any()):  # fused experts: some start as zeros
                 tensor.normal_(0, 0.2)
     oracle.save_pretrained(directory)
+    if family in PUBLISHED:
+        PUBLISHED[family](directory)
     return TinyFamily(oracle, directory, read_config(directory))
+
+
+def _make_oracle(family: str, values: dict[str, Any]) -> Any:
+    make_config = getattr(transformers, CLASSES.get(family, family) + "Config")
+    if family not in WRAPPED:
+        name = "Glm4Moe" if family == "BailingMoeV2" else family
+        return getattr(transformers, name + "ForCausalLM")(make_config(**values))
+    vision = {**VISION, "deepstack_visual_indexes": [], "num_position_embeddings": 16}
+    config = make_config(text_config=values, vision_config=vision)
+    return getattr(transformers, family + "ForConditionalGeneration")(config)
+
+
+def _publish_ling(directory: Path) -> None:
+    """Turn a checkpoint of GLM-4.5 into one of Ling 2, by the names of its published class."""
+    config = json.loads((directory / "config.json").read_text())
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    config = {names.get(name, name): value for name, value in config.items()}
+    rope = config.pop("rope_parameters")
+    config |= {"partial_rotary_factor": rope["partial_rotary_factor"], "rope_theta": rope["rope_theta"]}
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["BailingMoeV2ForCausalLM"]}))
+    weights = load_file(directory / "model.safetensors")
+    for name in [name for name in weights if name.endswith("q_proj.weight")]:
+        parts = [weights.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        weights[name.replace("q_proj", "query_key_value")] = torch.cat(parts)
+    theirs = [("self_attn", "attention"), ("o_proj", "dense"), ("q_norm", "query_layernorm")]
+    theirs += [("k_norm", "key_layernorm"), ("embed_tokens", "word_embeddings")]
+    theirs += [("e_score_correction_bias", "expert_bias")]
+    renamed = {}
+    for name, tensor in weights.items():
+        for glm, ling in theirs:
+            name = name.replace(glm, ling)
+        renamed[name] = tensor
+    save_file(renamed, directory / "model.safetensors")
+
+
+def _publish_qwen3_vl_moe(directory: Path) -> None:
+    """Swap inputs and outputs of experts, as transformers does when it loads a published checkpoint."""
+    weights = load_file(directory / "model.safetensors")
+    swapped = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in weights.items()}
+    save_file(swapped, directory / "model.safetensors")
+
+
+PUBLISHED = {"BailingMoeV2": _publish_ling, "Qwen3VLMoe": _publish_qwen3_vl_moe}
 
 
 def wrap(tiny: TinyFamily, architecture: str, directory: Path) -> TinyFamily:

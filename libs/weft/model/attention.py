@@ -36,7 +36,13 @@ class GroupedAttention:
             self.bias = bias if order is None else bias[order.to(bias.device)]
         self.output = loader.linear(root + "o_proj")
         self.norms = self._norms(root, loader, head_order)
-        is_normed_last = self.layer.is_rotated and config.head_norm is HeadNorm.PLAIN
+        is_normed_last = config.head_norm is HeadNorm.LAST or (
+            self.layer.is_rotated and config.head_norm is HeadNorm.PLAIN
+        )
+        # Scores are sums of products, so the weights of a norm after rotation all multiply the queries.
+        self.query_weight = None
+        if self.norms is not None and config.head_norm is HeadNorm.LAST:
+            self.query_weight, self.norms = self.norms[0].float() * self.norms[1].float(), None
         # Other norms than those of single heads in the model's dtype run before the kernel.
         is_fused = config.head_norm is HeadNorm.WEIGHTED and not config.norm_offset
         norms = self.norms if is_fused else None
@@ -63,6 +69,8 @@ class GroupedAttention:
         temperature = step.temperature if self.is_scaled else None
         angles = step.local_angles if self.is_local and step.local_angles else step.angles
         q = rope_kv(heads, *angles, batch.pool, self.index, step.slots[self.group], self.rule, temperature)
+        if self.query_weight is not None:
+            q = (q * self.query_weight).to(q.dtype)
         return linear(paged_attention(q, self.index, batch, self.span, self.scale).flatten(1), self.output)
 
     def _norm_in_place(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
@@ -74,7 +82,7 @@ class GroupedAttention:
             rows.copy_(norm_rows(rows, weight, config.rms_norm_eps))
 
     def _norms(self, root: str, loader: Loader, head_order: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        if self.config.head_norm not in (HeadNorm.WEIGHTED, HeadNorm.WIDE):
+        if self.config.head_norm in (HeadNorm.NONE, HeadNorm.PLAIN):
             return None
         q, k = loader.norm(root + "q_norm"), loader.norm(root + "k_norm")
         return (q, k) if head_order is None else (_reorder_heads(q, head_order), _reorder_heads(k, head_order))

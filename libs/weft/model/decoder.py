@@ -56,6 +56,8 @@ class MixtureOfExperts:
         self.bias = None
         if experts.has_bias:
             self.bias = loader.tensor(root + experts.bias, torch.float32).flatten()
+        elif experts.num_groups > 1:
+            self.bias = torch.zeros(experts.num_experts, device=loader.device)  # routing by groups has a bias
         sizes = experts.num_groups, experts.top_groups, experts.factor
         is_softmax = experts.scoring in (Scoring.SOFTMAX, Scoring.SOFTMAX_BIASED)
         self.rule = RoutingConfig(experts.top_k, is_softmax, experts.is_renormalised, *sizes)
@@ -75,8 +77,9 @@ def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[
     """gate_up [2 size, hidden] and down [hidden, size], one by one: all may be most of a model."""
     if experts.is_fused:
         gate_up, down = loader.matrix(root + "gate_up_proj"), loader.matrix(root + "down_proj")
-        for index in range(experts.num_experts):
-            yield gate_up[index].T, down[index].T
+        if not experts.is_output_first:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        yield from zip(gate_up, down, strict=True)
         return
     gate, up, out = experts.projections
     for index in range(experts.num_experts):

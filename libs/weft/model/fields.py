@@ -6,6 +6,7 @@ A rotary embedding is `rope_parameters` (transformers 5), or `rope_scaling` and 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ FLOATS = 2.0**-126, 2.0**126  # JSON as Python reads it has NaN and Infinity as 
 DTYPES = ("float32", "bfloat16", "float16")
 ORIGINAL = "original_max_position_embeddings"
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+# the first name of longrope, and rotation by three positions, which are the same for text
+ALIASES = {"su": "longrope", "mrope": "default"}
 ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -235,7 +238,7 @@ def read_rope(fields: Fields) -> Rope:
     rope = rope_object(fields)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # the name of the first checkpoints
+    kind = ALIASES.get(kind, kind)
     if kind not in KINDS:
         raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
     if kind == "default":
@@ -360,12 +363,15 @@ def read_grouped_experts(fields: Fields, **defaults: Any) -> Experts:
     return experts
 
 
-def read_mlp_kinds(fields: Fields, num_layers: int, num_dense: int) -> tuple[LayerSpec, ...]:
-    """Return layers with experts as `mlp_layer_types` says; the first `num_dense` have none if it is absent."""
+def read_mlp_kinds(
+    fields: Fields, num_layers: int, num_dense: int, layers: tuple[LayerSpec, ...] = ()
+) -> tuple[LayerSpec, ...]:
+    """Return `layers`, with experts as `mlp_layer_types` says; the first `num_dense` have none if it is absent."""
     kinds = fields.strings("mlp_layer_types") or ["dense" if i < num_dense else "sparse" for i in range(num_layers)]
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         raise fields.error("mlp_layer_types", f"expected dense or sparse a layer, found {kinds!r}")
-    return tuple(LayerSpec(has_experts=kind == "sparse") for kind in kinds)
+    plain = layers or (LayerSpec(),) * num_layers
+    return tuple(replace(layer, has_experts=kind == "sparse") for layer, kind in zip(plain, kinds, strict=True))
 
 
 def read_query_growth(fields: Fields, max_positions: int) -> Temperature | None:

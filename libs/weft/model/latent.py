@@ -53,6 +53,8 @@ class LatentAttention:
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
         """Return [T, hidden]. Writes the rows' own vectors into the pool first."""
         down, q = linear(x, self.kv_down), self._queries(x)
+        if step.temperature is not None:
+            q = (q * step.temperature).to(q.dtype)
         plain, rotated = torch.split(q, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         pool, slots = step.batches[self.group].pool, step.slots[self.group]
         rotated = latent_kv(down, rotated, self.kv_norm, LATENT_NORM_EPS, step.angles, pool, self.index, slots)

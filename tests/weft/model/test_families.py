@@ -135,4 +135,5 @@ def test_the_expected_tensors_are_those_that_transformers_saves(
     tiny = family_of(name)
     with safe_open(tiny.directory / "model.safetensors", "np") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert expected_tensors(tiny.config) == saved
+    read = {name: shape for name, shape in saved.items() if not name.startswith(tiny.config.ignored)}
+    assert expected_tensors(tiny.config) == read

@@ -160,6 +160,7 @@ def test_packed_weights_lose_nothing_beside_bfloat16_ones(name: str, family_of: 
         ("gemma3", "Gemma3ForConditionalGeneration"),
         ("mistral", "Mistral3ForConditionalGeneration"),
         ("ministral3", "Mistral3ForConditionalGeneration"),
+        ("mistral4", "Mistral3ForConditionalGeneration"),
     ],
 )
 def test_the_text_model_of_a_wrapped_one_is_served(
@@ -184,6 +185,27 @@ def test_fp8_leaves_the_named_modules_alone(family_of: Family, tmp_path: Path) -
     mlp = {f"model.layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "down")}
     mlp.remove("model.layers.1.mlp.down_proj")
     assert packed == {name + ".weight_scale_inv" for name in attention | mlp}
+
+
+def test_fp8_modules_have_the_names_of_the_checkpoint(family_of: Family, tmp_path: Path) -> None:
+    tiny = family_of("ling2")
+    config = json.loads((tiny.directory / "config.json").read_text())
+    config["quantization_config"] = FP8 | {"modules_to_not_convert": ["attention.dense"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read, plain = read_config(tmp_path), tiny.weights
+    weights: Tensors = {}
+    for name in expected_tensors(read):
+        module = name.removesuffix(".weight_scale_inv")
+        weights |= pack_fp8(module, plain[module + ".weight"]) if module != name else {}
+    assert not [name for name in weights if "dense" in name or "q_proj" in name]
+    unpacked = dict(plain)
+    for name in [name for name in weights if name.endswith(".weight")]:
+        unpacked[name] = unpack_fp8(weights[name], weights[name + "_scale_inv"])
+    found = []
+    for config, tensors in ((read, plain | weights), (tiny.config, unpacked)):
+        save_file(tensors, tmp_path / "model.safetensors")
+        found.append(logits_in_chunks(replace(tiny, config=config, directory=tmp_path), NUM_TOKENS))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4 * float(found[1].std()))
 
 
 def test_layers_that_predict_further_tokens_are_left_aside(family_of: Family) -> None:

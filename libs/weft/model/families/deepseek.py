@@ -35,7 +35,7 @@ GLM_LITE: dict[str, Any] = {
 
 
 def read(fields: Fields) -> ModelConfig:
-    return replace(_read_latent_model(fields), experts=read_grouped_experts(fields))
+    return replace(read_latent_model(fields), experts=read_grouped_experts(fields))
 
 
 def read_glm_lite(fields: Fields) -> ModelConfig:
@@ -49,7 +49,7 @@ def read_wrapped(fields: Fields) -> ModelConfig:
     return replace(config, prefix="language_model.", ignored=("vision_tower.", "mm_projector.", *inner))
 
 
-def _read_latent_model(fields: Fields) -> ModelConfig:
+def read_latent_model(fields: Fields) -> ModelConfig:
     """Read all but the experts. mlp_layer_types is transformers' field; published files have first_k_dense_replace."""
     config = read_common(fields, max_position_embeddings=4096)
     latent = _latent(fields, config)

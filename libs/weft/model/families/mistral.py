@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from weft.model.families import mistral4
 from weft.model.fields import SLIDING, Fields, read_common, read_layers, read_query_growth, read_window, set_defaults
 from weft.model.spec import LayerSpec, ModelConfig
 
@@ -43,6 +44,6 @@ def read_ministral3(fields: Fields) -> ModelConfig:
 
 def read_wrapped(fields: Fields) -> ModelConfig:
     text = fields.text_config()
-    is_ministral3 = text.values.get("model_type") == "ministral3"
-    config = read_ministral3(text) if is_ministral3 else read(text)
+    readers = {"ministral3": read_ministral3, "mistral4": mistral4.read}
+    config = readers.get(str(text.values.get("model_type")), read)(text)
     return replace(config, prefix="language_model.", ignored=("vision_tower.", "multi_modal_projector."))

@@ -1,4 +1,4 @@
-"""Families that are nearly Llamas: Seed-OSS, Granite 3 and EXAONE 4."""
+"""Families that are nearly Llamas: Seed-OSS, Granite 3 (dense or with experts) and EXAONE 4."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window
-from weft.model.spec import HeadNorm, ModelConfig, Norms
+from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig, Norms
 
 # transformers' classes
 SEED: dict[str, Any] = {
@@ -32,6 +32,25 @@ def read_granite(fields: Fields) -> ModelConfig:
         residual_scale=fields.number("residual_multiplier", 1.0),
         attention_scale=fields.number("attention_multiplier", 1.0),
         logit_scale=1 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def read_granite_moe(fields: Fields) -> ModelConfig:
+    config = read_granite(fields)
+    experts = Experts(
+        num_experts=fields.count("num_local_experts", 8),
+        top_k=fields.integer("num_experts_per_tok", 2),
+        size=config.intermediate_size,
+        router="router.layer",
+        is_fused=True,
+        is_output_first=True,
+    )
+    return replace(
+        config,
+        layers=(LayerSpec(has_experts=True),) * config.num_layers,
+        experts=experts,
+        mlp_name="block_sparse_moe",
+        renamed=(("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight")),
     )
 
 

@@ -1,4 +1,7 @@
-"""OLMo 2 and 3: outputs are normed instead of inputs, queries and keys over all heads together."""
+"""OLMo 2 and 3: outputs are normed instead of inputs, queries and keys over all heads together.
+
+OLMoE and FlexOlmo have experts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_rope, read_window, split_rope
-from weft.model.spec import HeadNorm, ModelConfig, Norms
+from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig, Norms
 
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5}
 NORMS = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -30,3 +33,24 @@ def read_olmo3(fields: Fields) -> ModelConfig:
         norms=NORMS,
         local_rope=None if rope == config.rope else rope,
     )
+
+
+def read_olmoe(fields: Fields) -> ModelConfig:
+    fields.refuse("clip_qkv")
+    return _with_experts(fields, read_common(fields, max_position_embeddings=4096, **DEFAULTS), 64, 8)
+
+
+def read_flex_olmo(fields: Fields) -> ModelConfig:
+    config = read_common(fields, max_position_embeddings=4096, rope_theta=500_000.0)
+    return _with_experts(fields, replace(config, norms=NORMS), 7, 5)
+
+
+def _with_experts(fields: Fields, config: ModelConfig, num_experts: int, top_k: int) -> ModelConfig:
+    experts = Experts(
+        num_experts=fields.count("num_experts", fields.integer("num_local_experts", num_experts)),
+        top_k=fields.integer("num_experts_per_tok", top_k),
+        size=config.intermediate_size,
+        is_renormalised=fields.boolean("norm_topk_prob"),
+    )
+    layers = (LayerSpec(has_experts=True),) * config.num_layers
+    return replace(config, layers=layers, experts=experts, head_norm=HeadNorm.WIDE)
