@@ -72,7 +72,7 @@ install_torch() {
 }
 
 install_weft() {
-    local extras="engine,local,object-store,mooncake-$(mooncake_flavour)"
+    local extras="$(mooncake_flavour)"
     if [ "$kind" = dev ]; then extras="$extras,dev"; fi
     if [ "$kind" = dev ] && ! brings_triton "$venv/bin/python"; then extras="$extras,interpreter"; fi
     step "installing Weft and what it needs ($extras)"

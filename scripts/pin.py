@@ -28,7 +28,8 @@ def wanted() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     # the interpreter pins itself: with CUDA the version is torch's to choose
     extras = [lines for name, lines in project["optional-dependencies"].items() if name != "interpreter"]
-    return [Requirement(line) for lines in (BUILD, project["dependencies"], *extras) for line in lines]
+    found = [Requirement(line) for lines in (BUILD, project["dependencies"], *extras) for line in lines]
+    return [each for each in found if each.name != project["name"]]  # such as weft[engine]
 
 
 def closure(roots: list[Requirement]) -> Iterator[tuple[str, str | None]]:

@@ -81,6 +81,16 @@ def read_models(text: str, name: str = "") -> dict[str, Path]:
     return models
 
 
+def shipped_model() -> Path | None:
+    """Return the directory of weft-nano: `models/weft-nano` of the checkout, or package data of the wheel.
+
+    None in an installation that left it out.
+    """
+    package = Path(__file__).parent
+    places = (package.parents[1] / "models" / "weft-nano", package / "weft-nano")
+    return next((each for each in places if (each / "config.json").is_file()), None)
+
+
 def model_name(directory: Path) -> str:
     """Return the name under which a directory is served: its own, or the model's name in a Hugging Face cache.
 

@@ -8,10 +8,12 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
 from weft.file_descriptors import ensure_stdio
+from weft.options import HOW_TO_INSTALL
 
 logger = logging.getLogger(__name__)
 # `weft.cli.display` parses this format.
@@ -57,6 +59,19 @@ def setup(service: str) -> None:
     if not is_known:
         logger.error("cannot start: WEFT_LOG_LEVEL=%r: expected DEBUG, INFO, WARNING or ERROR", level)
         sys.exit(2)  # Same status as `weft.rpc.server.run` uses for later settings.
+
+
+@contextlib.contextmanager
+def engine_imports(service: str) -> Iterator[None]:
+    """Import torch inside; if it is not installed, log one line and exit with status 2."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        setup(service)
+        logger.error("cannot start: torch is not installed; %s", HOW_TO_INSTALL)
+        sys.exit(2)
 
 
 def startup_phase(phase: str) -> None:

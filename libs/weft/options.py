@@ -11,6 +11,7 @@ from weft.errors import ConfigError
 # Hosts to listen on; peers cannot call them.
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 MAX_PORT = 65_535
+HOW_TO_INSTALL = "pip install 'weft[cpu]' (with CUDA 12 or 13, 'weft[cuda12]' or 'weft[cuda13]')"
 # Limit for torch and reader threads: more than any machine has cores, fewer than a process may have threads.
 MAX_THREADS = 1024
 # On a CPU, steps share cores with event loops, gateway and scheduler, which need a tenth of a core and must

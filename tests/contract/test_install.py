@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.cli.up import MOONCAKE_LIBRARIES
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,6 +42,7 @@ def test_the_image_has_the_system_libraries_that_the_script_installs() -> None:
     assert found
     packages = set(found[1].split())
     assert packages <= set((ROOT / "Dockerfile").read_text().split())
+    assert packages == set(MOONCAKE_LIBRARIES.split()), "as `weft up` and `weft doctor` name them"
     assert "ibverbs-providers" in packages  # libmlx5, which the wheels for GPUs name
 
 

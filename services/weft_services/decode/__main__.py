@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from weft.worker.process import run_worker
-from weft_services.decode.service import DECODE_ROLE
+from weft.log import engine_imports
 
 if __name__ == "__main__":
+    with engine_imports("decode"):
+        from weft.worker.process import run_worker
+        from weft_services.decode.service import DECODE_ROLE
     run_worker("decode", DECODE_ROLE)

