@@ -5,7 +5,7 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak chaos pauses page-test client-test agents lint protos install install-dev pin clean
+.PHONY: help serve test soak chaos pauses page-test client-test wheel-test agents lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
@@ -15,6 +15,7 @@ help:
 	@echo "make pauses   30 minutes of paused and killed processes, memory of each watched  (ARGS='--minutes 5')"
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
 	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against a gateway and a whole mesh; installs them, node must be there"
+	@echo "make wheel-test  builds the wheel, installs it into new environments and serves weft-nano from there (a minute or two; pip installs torch)"
 	@echo "make agents   Claude Code, Codex and OpenCode list a folder through the gateway; npm installs them (1 GB)"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"
@@ -42,6 +43,9 @@ page-test: install-dev
 
 client-test: install-dev
 	@scripts/client-test.sh $(ARGS)
+
+wheel-test: install-dev
+	@scripts/wheel-test.sh $(ARGS)
 
 agents: install-dev
 	@scripts/agents.sh $(ARGS)

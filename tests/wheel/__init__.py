@@ -1,0 +1,1 @@
+"""Tests of the wheel that `hatchling` builds of this checkout."""
