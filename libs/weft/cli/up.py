@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -100,18 +100,34 @@ def _checked(place: str, given: str, fetch: Callable[[HubName], Path]) -> Path:
         raise UsageError(f"{given}: {error.strerror}") from error
 
 
-def _checked_children(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
-    """Return the children after checks of models, memory and settings.
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A start with checked models, ports, memory and settings. `trouble` is why Mooncake cannot be used, or empty."""
 
-    Raises BadCheckpoint, ConfigError or StorageUnavailable for what would end a child a minute later.
+    options: MeshOptions
+    at: Addresses
+    specs: list[ChildSpec]
+    trouble: str
+
+
+def _checked_start(options: MeshOptions) -> _Start:
+    """Check everything that would end a child a minute later, the models first.
+
+    Raises UsageError, PortTaken, BadCheckpoint, ConfigError or StorageUnavailable.
     """
     for directory in options.models.values():
         read_config(directory)
         check_tokenizer(directory)
+    options = replace(options, gpus=usable_gpus(os.environ))
+    at = pick_addresses(options)
     planned = check_memory(options, os.environ)
+    trouble = mooncake_trouble()  # starts a child, so that it comes after the checks of models
+    if trouble and (wanting := _wanting_mooncake(options)):
+        raise UsageError(f"{wanting}: {trouble}")
+    options = replace(options, has_store=not trouble)
     specs = mesh_specs(options, at)
     check_settings(specs)
-    return with_memory(specs, planned)
+    return _Start(options, at, with_memory(specs, planned), trouble)
 
 
 def mooncake_trouble() -> str:
@@ -136,15 +152,11 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
     """Run the mesh until a signal ends it, with a picture of its start if wanted; returns the exit status."""
     began = time.time()
     _check_options(options, picture)
-    trouble = mooncake_trouble()
-    if trouble and (wanting := _wanting_mooncake(options)):
-        raise UsageError(f"{wanting}: {trouble}")
-    options = replace(options, has_store=not trouble, gpus=usable_gpus(os.environ))
     try:
-        at = pick_addresses(options)
-        specs = _checked_children(options, at)
+        start = _checked_start(options)
     except (PortTaken, BadCheckpoint, ConfigError, StorageUnavailable) as error:
         raise UsageError(str(error)) from error
+    options, at, specs, trouble = start.options, start.at, start.specs, start.trouble
     console = Console(soft_wrap=True)
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)
     if trouble:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -64,6 +65,17 @@ FAMILIES = {
     "Kimi_K25ForConditionalGeneration": ("families.deepseek", "read_wrapped"),
 }
 MAX_EXPERTS = 100_000  # of all layers together; each has its own tensors
+# Fields and kinds of layers that only models with recurrent layers have, by transformers' names.
+STATE_FIELDS = {
+    *("linear_num_value_heads", "linear_attn_config", "mamba_d_state", "mamba_num_heads", "ssm_cfg", "ssm_state_size"),
+    *("state_size", "conv_L_cache", "lru_width", "attention_hidden_size", "kda_num_heads", "xlstm_block_type"),
+}
+STATE_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "lightning_attention"}
+# Ends of class names, and why a model of this kind is not served; the first one counts.
+ENDINGS = (
+    (r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|CTC|\w*Detection)", "writes no text"),
+    (r"(?<!Chat)(?<!GLM)(?<!Head)(Model|ModelWithProjection)", "computes embeddings and writes no text"),
+)
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -84,6 +96,8 @@ def read_config(model_dir: Path) -> ModelConfig:
 def read_fields(model_dir: Path) -> Fields:
     """Read `config.json`, and the quantization that older ModelOpt writes into a file of its own."""
     fields, beside = read_json(model_dir / "config.json"), model_dir / "hf_quant_config.json"
+    if fields.values.get("compression_config"):  # the field's name in older versions of compressed-tensors
+        fields.values.setdefault("quantization_config", fields.values["compression_config"])
     if not fields.values.get("quantization_config") and path_exists(beside):
         quantization = read_json(beside).nested("quantization").values
         if quantization.get("quant_algo"):
@@ -119,5 +133,26 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.error("architectures", f"expected a list of names, found {names!r}")
     if names[0] not in FAMILIES:
-        raise fields.error("architectures", f"{names[0]} is not supported; supported: {', '.join(FAMILIES)}")
+        families = dict.fromkeys(re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in FAMILIES)
+        why = _unserved_kind(fields, names[0])
+        what = f"{names[0]} is not supported{f' ({why})' if why else ''}; take a model of these families"
+        raise fields.error("architectures", f"{what}: {', '.join(families)}")
     return names[0]
+
+
+def _unserved_kind(fields: Fields, name: str) -> str:
+    """Return what such a model does that Weft does not; empty if that is unknown."""
+    for ending, what in ENDINGS:
+        if re.search(f"{ending}$", name):
+            return f"it {what}"
+    if fields.values.get("is_encoder_decoder"):
+        return "it is an encoder-decoder"
+    text = _text_fields(fields)
+    said = {each for each, value in text.values.items() if value is not None}
+    kinds = text.values.get("layer_types") or text.values.get("layers_block_type") or ()
+    if STATE_FIELDS & said or STATE_LAYERS.intersection(map(str, kinds)):
+        return "some of its layers keep a state in place of keys and values"
+    if "index_topk" in said:
+        return "its attention is sparse: an indexer chooses the keys"
+    senses = {"vision_config", "vision", "visual", "audio_config", "thinker_config"} & fields.values.keys()
+    return "it reads images or sound" if senses else ""

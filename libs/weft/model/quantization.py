@@ -141,12 +141,15 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 def read_quantization(fields: Fields) -> Quantization | None:
     """Raises BadCheckpoint for methods, formats and options that are not supported."""
+    # MLX writes one of the two fields, or both
+    for name in ("quantization", "quantization_config"):
+        said = fields.values.get(name)
+        if isinstance(said, dict) and "quant_method" not in said and {"bits", "group_size"} <= said.keys():
+            what = "weights packed for Apple's MLX are not read; take the checkpoint that they were made of"
+            raise fields.error(name, what)
     if not fields.values.get("quantization_config"):
         return None
     inner = fields.nested("quantization_config")
-    if "quant_method" not in inner.values and {"bits", "group_size"} <= inner.values.keys():
-        what = "weights packed for Apple's MLX are not read; take the checkpoint that they were made of"
-        raise fields.error("quantization_config", what)
     method = inner.values.get("quant_method")
     if method not in METHODS:
         raise _refusal(inner, "quant_method", tuple(METHODS))
@@ -165,7 +168,8 @@ def _skip_names(names: list[str]) -> tuple[str, ...]:
 
 def _fp8(inner: Fields) -> Quantization:
     """Read block-scaled FP8, or FP8 with a factor for each tensor as transformers or AutoFP8 names it."""
-    inner.choice("fmt", ("e4m3",), "e4m3")
+    if (inner.values.get("fmt") or "e4m3") != "e4m3":
+        raise _refusal(inner, "fmt", ("e4m3",))
     inner.choice("activation_scheme", ("dynamic", "static"), "dynamic")
     block = inner.integers("weight_block_size", [])
     if block and (len(block) != 2 or 0 in block):

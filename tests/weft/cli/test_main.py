@@ -56,12 +56,12 @@ def free_options() -> list[str]:
     return ["--port", str(free_port()), "--grpc-port", str(free_port())]
 
 
-def test_a_taken_port_is_named_with_the_flag_that_changes_it(checkpoint: Path) -> None:
+def test_a_taken_port_is_named_with_the_flag_that_changes_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        up_there = ["up", "--model", str(checkpoint)]
+        up_there = ["up", "--model", str(SHIPPED)]
         why = f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another with"
         refused([*up_there, "--port", str(port)], f"{why} --port")
         refused([*up_there, "--port", str(free_port()), "--grpc-port", str(port)], f"{why} --grpc-port")
@@ -77,7 +77,7 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, 
     ("config", "reason"),
     [
         ("{", "config.json: not readable as JSON"),
-        ('{"architectures": ["NoSuchModel"]}', "NoSuchModel is not supported; supported: LlamaForCausalLM"),
+        ('{"architectures": ["NoSuchModel"]}', "take a model of these families: Llama, Mistral"),
         ((SHIPPED / "config.json").read_text(), "has neither tokenizer.json nor tiktoken.model"),
     ],
 )
@@ -254,11 +254,11 @@ def test_up_takes_settings_unless_an_option_overrides(monkeypatch: pytest.Monkey
     assert (second.dtype, second.transport, second.threads) == ("float32", "grpc", 1)
 
 
-def test_one_port_cannot_serve_http_and_grpc(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_port_cannot_serve_http_and_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.cli.up.asyncio.run", lambda coroutine: coroutine.close() or 0)
     monkeypatch.setattr("weft.cli.up.mooncake_trouble", lambda: "")
     port = str(free_port())
-    refused(["up", "--model", str(checkpoint), "--port", port, "--grpc-port", port], "--grpc-port")
+    refused(["up", "--model", str(SHIPPED), "--port", port, "--grpc-port", port], "--grpc-port")
 
 
 def test_commands_with_a_long_path_stand_apart_from_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
