@@ -240,6 +240,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ling2": ("BailingMoeV2", {**GLM_MOE, "use_qk_norm": True, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
     "mellum": ("Mellum", {**EXPERTS, **TWO_ROPES, "head_dim": 10, "moe_intermediate_size": 20}),
+    "laguna": (
+        "Laguna",
+        {
+            **EXPERTS,
+            **TWO_ROPES,
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+            },
+            "head_dim": 12,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 24,
+            "num_attention_heads_per_layer": [6, 4, 6],
+            "moe_routed_scaling_factor": 1.7,
+        },
+    ),
+    "laguna-alike": (
+        "Laguna",
+        {
+            **EXPERTS,
+            "head_dim": 10,
+            "moe_intermediate_size": 20,
+            "gating": "per-element",
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0}},
+        },
+    ),
+    "trinity": (
+        "Afmoe",
+        {**EXPERTS, "head_dim": 10, "moe_intermediate_size": 20, "sliding_window": 8, "route_scale": 1.7},
+    ),
+    "trinity-mup": (
+        "Afmoe",
+        {
+            **EXPERTS,
+            "head_dim": 10,
+            "moe_intermediate_size": 20,
+            "sliding_window": 8,
+            "global_attn_every_n_layers": 2,
+            "mup_enabled": True,
+            "initializer_range": 0.05,
+        },
+    ),
     "solar-open": (
         "SolarOpen",
         {**HEADS, "head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},

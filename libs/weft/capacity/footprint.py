@@ -54,7 +54,7 @@ _PATTERNS = (
     (TensorKind.EMBEDDING, re.compile(r"embed_tokens\.")),
     (TensorKind.HEAD, re.compile(r"lm_head\.")),
     (TensorKind.KEYS_VALUES, re.compile(r"\.[kv]_proj\.")),
-    (TensorKind.ATTENTION, re.compile(r"\.(q_proj|qkv_proj|o_proj|q_b_proj|kv_b_proj)\.")),
+    (TensorKind.ATTENTION, re.compile(r"\.(q_proj|qkv_proj|o_proj|g_proj|q_b_proj|kv_b_proj)\.|attn\.gate_proj\.")),
     (TensorKind.MLP, re.compile(r"\.(gate_proj|up_proj|gate_up_proj|down_proj)\.")),
     (TensorKind.WHOLE, re.compile("")),
 )

@@ -151,8 +151,9 @@ def check_layout(config: ModelConfig, layout: Layout, num_gpus: int) -> None:
 def _problem(config: ModelConfig, layout: Layout) -> str:
     """Return why a layout is impossible, naming the option; empty if it is possible."""
     tp, pp, ep = layout.tp, layout.pp, layout.ep
-    if config.num_heads % tp:
-        return f"--tp: {tp} does not divide {config.num_heads} heads"
+    for num_heads in (config.num_heads, config.local_num_heads):
+        if num_heads % tp:
+            return f"--tp: {tp} does not divide {num_heads} heads"
     if config.num_kv_heads % tp and tp % config.num_kv_heads:
         return f"--tp: {tp} and {config.num_kv_heads} key heads do not divide each other"
     if pp > config.num_layers:

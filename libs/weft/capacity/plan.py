@@ -80,9 +80,10 @@ class Roofline:
         for kind, weight in self._computed(stage, step):
             part = share(self.config, self.layout, kind, weight.params)
             total += 2 * part * (step.total * self._chosen if kind is TensorKind.EXPERTS else step.rows)
-        spans = [self.config.layers[index].window or self.config.layers[index].chunk for index in stage.layers]
-        seen = sum(min(step.keys, span) if span else step.keys for span in spans)
-        return total + 2 * step.rows * seen * self._head_numbers(step) * self.config.num_heads / self.layout.tp
+        layers = [self.config.layers[index] for index in stage.layers]
+        spans = [(layer.window or layer.chunk or step.keys, layer.window) for layer in layers]
+        seen = sum(min(step.keys, span) * self.config.num_heads_with(window) for span, window in spans)
+        return total + 2 * step.rows * seen * self._head_numbers(step) / self.layout.tp
 
     def touched(self, tokens: float) -> float:
         """Return the expected share of experts that `tokens` tokens reach, if chosen at random."""
@@ -192,7 +193,7 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
 def _activations(config: ModelConfig, layout: Layout, demand: Demand) -> int:
     """Return the peak of a prefill step plus the logits of a decode step; both stay allocated."""
     tokens, hidden, item = demand.chunk_tokens, config.hidden_size, ITEM_BYTES[demand.dtype]
-    heads = config.num_heads * config.head_dim // layout.tp
+    heads = max(config.num_heads, config.local_num_heads) * config.head_dim // layout.tp
     width = 3 * config.intermediate_size // layout.tp
     if config.experts:
         # each token once for every expert it goes to: input, two projections, product, output

@@ -18,7 +18,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
 from weft.kv.memfd import create_shared_memory
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.kv_layout import block_bytes, group_heads, kv_groups
 from weft.model.step import TokenBatch
 from weft_kernels.cuda_graphs import GraphRecorder
 from weft_kernels.launch import pinned_upload
@@ -151,8 +151,8 @@ class ModelExecutor:
         rows = self._copier.upload(step.rows)
         fill_pending(rows[0])
         wanted = self._copier.upload(np.array(step.logit_rows + step.hidden_rows, dtype=np.int64))
-        contexts = zip(step.lens, step.tables, strict=True)
-        batches = [PagedBatch(self.pool, self._model.config.num_heads, step.starts, *each) for each in contexts]
+        contexts = zip(group_heads(self._model.config), step.lens, step.tables, strict=True)
+        batches = [PagedBatch(self.pool, heads, step.starts, lens, tables) for heads, lens, tables in contexts]
         batch = TokenBatch(rows[0], rows[1], rows[2:], wanted)
         if not step.hidden_rows:
             return self._model.forward(batch, batches), None
@@ -241,9 +241,9 @@ class DecodeGraphs:
     def _run(self, size: int) -> None:
         """Run the model on the buffers. No host code here may depend on their contents."""
         batches = []
-        for lens, tables in zip(self._lens, self._tables, strict=True):
+        for heads, lens, tables in zip(group_heads(self._model.config), self._lens, self._tables, strict=True):
             tensors = PagedTensors(self._starts[: size + 1], lens[:size], tables[:size], max_rows=1)
-            batches.append(resident_batch(self._pool, self._model.config.num_heads, tensors))
+            batches.append(resident_batch(self._pool, heads, tensors))
         rows = self._rows[:, :size]
         self._model.forward(
             TokenBatch(rows[0], rows[1], rows[2:], self._logit_rows[:size]), batches, self._logits[:size]

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft.model.kv_layout import kv_groups
 from weft.model.loading import Loader
@@ -25,8 +26,10 @@ class GroupedAttention:
         self.group, self.index = kv_groups(config).places[index]
         self.layer = config.layers[index]
         self.span = KeySpan(self.layer.window, self.layer.chunk)
-        head_order, names = order_of_head(config), [root + "qkv_proj"]
-        order = None if head_order is None else _row_order(config, head_order)
+        self.num_heads = config.num_heads_with(self.layer.window)
+        rotated_dim = config.local_rotated_dim if self.layer.window else config.rotated_dim
+        head_order, names = order_of_head(config, rotated_dim), [root + "qkv_proj"]
+        order = None if head_order is None else _row_order(self.num_heads, config.num_kv_heads, head_order)
         if not config.is_qkv_fused:
             names = [f"{root}{part}_proj" for part in "qkv"]
         self.qkv = loader.linear(*names, order=order)
@@ -34,15 +37,12 @@ class GroupedAttention:
         if config.has_qkv_bias:
             bias = torch.cat([loader.tensor(name + ".bias") for name in names])
             self.bias = bias if order is None else bias[order.to(bias.device)]
+        self.gate = loader.linear(root + config.attention_gate.name) if config.attention_gate else None
         self.output = loader.linear(root + "o_proj")
         self.norms = self._norms(root, loader, head_order)
         is_normed_last = config.head_norm is HeadNorm.LAST or (
             self.layer.is_rotated and config.head_norm is HeadNorm.PLAIN
         )
-        # Scores are sums of products, so the weights of a norm after rotation all multiply the queries.
-        self.query_weight = None
-        if self.norms is not None and config.head_norm is HeadNorm.LAST:
-            self.query_weight, self.norms = self.norms[0].float() * self.norms[1].float(), None
         # Other norms than those of single heads in the model's dtype run before the kernel.
         is_fused = config.head_norm is HeadNorm.WEIGHTED and not config.norm_offset
         norms = self.norms if is_fused else None
@@ -63,20 +63,30 @@ class GroupedAttention:
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
         """Return [T, hidden]. Writes the rows' own keys and values into the pool first."""
         qkv, batch = linear(x, self.qkv, self.bias), step.batches[self.group]
-        if self.norms is not None and self.rule.norms is None:
+        if self.norms is not None and self.rule.norms is None and not self.rule.is_normed_last:
             self._norm_in_place(qkv, *self.norms)
         heads = qkv.view(len(x), -1, self.config.head_dim)
         temperature = step.temperature if self.is_scaled else None
         angles = step.local_angles if self.is_local and step.local_angles else step.angles
         q = rope_kv(heads, *angles, batch.pool, self.index, step.slots[self.group], self.rule, temperature)
-        if self.query_weight is not None:
-            q = (q * self.query_weight).to(q.dtype)
-        return linear(paged_attention(q, self.index, batch, self.span, self.scale).flatten(1), self.output)
+        if self.norms is not None and self.rule.is_normed_last:
+            # Scores are sums of products, so the weights of both norms multiply the queries.
+            q = (q * (self.norms[0].float() * self.norms[1].float())).to(q.dtype)
+        attended = paged_attention(q, self.index, batch, self.span, self.scale)
+        return linear(self._gated(attended, x).flatten(1), self.output)
+
+    def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Return [T, heads, dim] times the gate that the layer's input makes."""
+        gate = self.config.attention_gate
+        if gate is None or self.gate is None:
+            return attended
+        values = linear(x, self.gate).view(len(x), self.num_heads, -1)
+        return attended * (functional.softplus(values) if gate.is_softplus else values.sigmoid())
 
     def _norm_in_place(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """Norm queries and keys with weights of one head, or of all heads together."""
         config = self.config
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q_size, kv_size = self.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         for some, weight in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + kv_size], k_norm)):
             rows = some.view(len(some), -1, len(weight))
             rows.copy_(norm_rows(rows, weight, config.rms_norm_eps))
@@ -95,16 +105,16 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x.to(weight.dtype).contiguous(), weight, eps).to(x.dtype)
 
 
-def order_of_head(config: ModelConfig) -> Tensor | None:
+def order_of_head(config: ModelConfig, rotated_dim: int) -> Tensor | None:
     """[head_dim]: an order of a head's numbers in which number i and i + head_dim / 2 are a pair; None if they are.
 
     The first `rotated_dim` numbers are rotated, neighbours or halves together. Numbers that are not rotated make pairs
     too, behind the rotated ones; their frequency is 0. Scores keep their values, because queries and keys are
     reordered alike.
     """
-    if not config.is_interleaved and config.rotated_dim == config.head_dim:
+    if not config.is_interleaved and rotated_dim == config.head_dim:
         return None
-    rotated, rest = torch.arange(config.rotated_dim), torch.arange(config.rotated_dim, config.head_dim)
+    rotated, rest = torch.arange(rotated_dim), torch.arange(rotated_dim, config.head_dim)
     low, high = (rotated[0::2], rotated[1::2]) if config.is_interleaved else rotated.chunk(2)
     return torch.cat((low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]))
 
@@ -114,10 +124,10 @@ def _reorder_heads(rows: Tensor, head_order: Tensor) -> Tensor:
     return rows.view(-1, len(head_order))[:, head_order.to(rows.device)].flatten()
 
 
-def _row_order(config: ModelConfig, head_order: Tensor) -> Tensor:
+def _row_order(num_heads: int, num_kv_heads: int, head_order: Tensor) -> Tensor:
     """Return the order of the rows of queries, keys and values; values keep theirs."""
-    num_rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
-    values = torch.arange(num_rotated, num_rotated + config.num_kv_heads * config.head_dim)
+    num_rotated = (num_heads + num_kv_heads) * len(head_order)
+    values = torch.arange(num_rotated, num_rotated + num_kv_heads * len(head_order))
     return torch.cat((_reorder_heads(torch.arange(num_rotated), head_order), values))
 
 

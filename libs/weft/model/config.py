@@ -55,7 +55,9 @@ FAMILIES = {
     "HunYuanMoEV1ForCausalLM": ("families.hunyuan", "read_v1_moe"),
     "Mistral4ForCausalLM": ("families.mistral4", "read"),
     "BailingMoeV2ForCausalLM": ("families.ling", "read"),
-    "MellumForCausalLM": ("families.mellum", "read"),
+    "MellumForCausalLM": ("families.laguna", "read_mellum"),
+    "LagunaForCausalLM": ("families.laguna", "read"),
+    "AfmoeForCausalLM": ("families.afmoe", "read"),
     "SolarOpenForCausalLM": ("families.glm", "read_solar"),
     "Dots1ForCausalLM": ("families.glm", "read_dots"),
     "OlmoeForCausalLM": ("families.olmo", "read_olmoe"),
@@ -110,8 +112,9 @@ def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
     module, function = FAMILIES[_architecture(fields)]
     read: Callable[[Fields], ModelConfig] = getattr(import_module(f"weft.model.{module}"), function)
     config = replace(read(fields), quantization=read_quantization(_text_fields(fields)))
-    if config.rotated_dim % 2:
-        raise fields.error("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
+    for rotated in (config.rotated_dim, config.local_rotated_dim):
+        if rotated % 2:
+            raise fields.error("head_dim", f"must be even for rotary embeddings, found {rotated}")
     if experts := config.experts:
         if experts.top_k > experts.num_experts:
             raise fields.error("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")

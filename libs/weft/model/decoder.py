@@ -56,8 +56,6 @@ class MixtureOfExperts:
         self.bias = None
         if experts.has_bias:
             self.bias = loader.tensor(root + experts.bias, torch.float32).flatten()
-        elif experts.num_groups > 1:
-            self.bias = torch.zeros(experts.num_experts, device=loader.device)  # routing by groups has a bias
         sizes = experts.num_groups, experts.top_groups, experts.factor
         is_softmax = experts.scoring in (Scoring.SOFTMAX, Scoring.SOFTMAX_BIASED)
         self.rule = RoutingConfig(experts.top_k, is_softmax, experts.is_renormalised, *sizes)
@@ -67,7 +65,10 @@ class MixtureOfExperts:
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
-        chosen, weights = route(linear(x.to(self.router.dtype), self.router), self.bias, self.rule)
+        logits, bias = linear(x.to(self.router.dtype), self.router), self.bias
+        if bias is None and self.rule.num_groups > 1:
+            bias = logits.new_zeros(self.experts.num_experts, dtype=torch.float32)  # routing by groups has a bias
+        chosen, weights = route(logits, bias, self.rule)
         is_on_input = self.experts.scoring is Scoring.SIGMOID_INPUT
         out = moe(x, chosen, weights, self.packed, is_on_input)
         return out if self.shared is None else out + self.shared.forward(x)
@@ -178,7 +179,7 @@ class Decoder:
         self.rotation = Rotation(config.rope, config.rotated_dim, head_dim, device)
         self.local_rotation = None
         if config.local_rope is not None:
-            self.local_rotation = Rotation(config.local_rope, config.rotated_dim, head_dim, device)
+            self.local_rotation = Rotation(config.local_rope, config.local_rotated_dim, head_dim, device)
         loader.check_all_read()
         self.packed = tuple(loader.packed)
 

@@ -154,7 +154,7 @@ def read_common(
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(fields, head_dim, rotates_part),
+        rotary_dim=read_rotary_dim(fields, head_dim, rotates_part),
         activation=_activation(fields),
         has_qkv_bias=has_qkv_bias and fields.boolean("attention_bias"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -193,7 +193,7 @@ def _activation(fields: Fields) -> Activation:
     return ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), "silu")]
 
 
-def _rotary_dim(fields: Fields, head_dim: int, rotates_part: bool) -> int:
+def read_rotary_dim(fields: Fields, head_dim: int, rotates_part: bool = True) -> int:
     """Return how many numbers of each head are rotated; 0 for all."""
     rope = rope_object(fields)
     source = rope if rope.values.get("partial_rotary_factor") is not None else fields

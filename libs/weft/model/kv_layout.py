@@ -46,6 +46,11 @@ def kv_groups(config: ModelConfig) -> KvGroups:
     return KvGroups(size, tuple(spans), tuple(places[index] for index in range(config.num_layers)))
 
 
+def group_heads(config: ModelConfig) -> tuple[int, ...]:
+    """Return the query heads of each group's layers."""
+    return tuple(config.num_heads_with(span.window) for span in kv_groups(config).spans)
+
+
 def group_size(counts: Collection[int]) -> int:
     """Return the layers per group, for `counts` layers of each kind: the fewest groups with little waste.
 

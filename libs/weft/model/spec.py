@@ -54,6 +54,15 @@ class Activation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionGate:
+    """Attention's output times sigmoid or softplus of a projection of its input, one for each number or each head."""
+
+    name: str
+    is_softplus: bool = False
+    is_per_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Norms:
     """Names of a layer's RMS norms; an empty name means that there is none.
 
@@ -217,7 +226,7 @@ class ModelConfig:
 
     - `rotary_dim`: leading numbers of each head that are rotated; 0 means all. `is_interleaved`: neighbours are pairs.
       `is_rotated_wide`: rotation runs in float32 for every dtype of the heads.
-    - `local_rope`: rotary embedding of the layers that have a window, if it is another.
+    - `local_rope`, `local_rotary_dim`, `local_num_heads`: of the layers that have a window, if they are others.
     - `norm_offset`: added to the weights of all norms. `is_qkv_fused`, `is_gate_up_fused`: stored as one matrix.
     - `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of what each attention and MLP adds
       to the residual stream, and of the logits. `attention_scale`: factor of the scores; 0 means head_dim ** -0.5.
@@ -247,6 +256,9 @@ class ModelConfig:
     activation: Activation = Activation.SILU
     rotary_dim: int = 0
     local_rope: Rope | None = None
+    local_rotary_dim: int = 0
+    local_num_heads: int = 0
+    attention_gate: AttentionGate | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -271,3 +283,12 @@ class ModelConfig:
     def rotated_dim(self) -> int:
         """Numbers of each head that are rotated."""
         return self.latent.rope_dim if self.latent else self.rotary_dim or self.head_dim
+
+    @property
+    def local_rotated_dim(self) -> int:
+        """Numbers of each head that are rotated in layers with a window."""
+        return self.local_rotary_dim or self.rotated_dim
+
+    def num_heads_with(self, window: int) -> int:
+        """Query heads of a layer with this window; 0 for none."""
+        return self.local_num_heads if window and self.local_num_heads else self.num_heads

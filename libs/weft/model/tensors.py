@@ -49,7 +49,7 @@ def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
     norms, attention = config.norms, root + "self_attn."
     names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
     shapes: Shapes = {f"{root}{name}.weight": (config.hidden_size,) for name in names if name}
-    shapes |= _latent(config, attention, config.latent) if config.latent else _grouped(config, attention)
+    shapes |= _latent(config, attention, config.latent) if config.latent else _grouped(config, attention, layer)
     mlp = f"{root}{config.mlp_name}."
     if layer.has_experts and config.experts:
         return shapes | _experts(config, mlp, config.experts)
@@ -61,8 +61,9 @@ def _linear(config: ModelConfig, name: str, num_out: int, num_in: int) -> Shapes
     return {f"{name}.{stored.rpartition('.')[2]}": shape for stored, shape in shapes.items()}
 
 
-def _grouped(config: ModelConfig, root: str) -> Shapes:
-    hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
+def _grouped(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
+    num_heads, gate = config.num_heads_with(layer.window), config.attention_gate
+    hidden, q_size = config.hidden_size, num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     shapes: Shapes = {}
     parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
@@ -74,6 +75,8 @@ def _grouped(config: ModelConfig, root: str) -> Shapes:
         shapes |= {root + "q_norm.weight": (config.head_dim,), root + "k_norm.weight": (config.head_dim,)}
     if config.head_norm is HeadNorm.WIDE:
         shapes |= {root + "q_norm.weight": (q_size,), root + "k_norm.weight": (kv_size,)}
+    if gate is not None:
+        shapes |= _linear(config, root + gate.name, num_heads if gate.is_per_head else q_size, hidden)
     return shapes | _linear(config, root + "o_proj", hidden, q_size)
 
 

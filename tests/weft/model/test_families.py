@@ -15,7 +15,7 @@ from weft.kv.layer_groups import PagingPolicy
 from weft.model import attention
 from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import kv_groups
+from weft.model.kv_layout import group_heads, kv_groups
 from weft.model.step import TokenBatch
 from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention
 
@@ -41,6 +41,7 @@ def logits_in_chunks(
     pool = pool.to(device, dtype)
     logits = []
     with torch.inference_mode():
+        heads = group_heads(config)
         for start in range(0, NUM_TOKENS, chunk):
             positions = torch.arange(start, min(start + chunk, NUM_TOKENS))
             end, count = int(positions[-1]) + 1, len(positions)
@@ -52,7 +53,7 @@ def logits_in_chunks(
                 pool[table[-(-start // BLOCK_TOKENS) : -(-end // BLOCK_TOKENS)]] = 0
                 left_out = paging.skipped_blocks(group, first)
                 seen = [table[first]] * (first - left_out) + table[first:]
-                batches.append(PagedBatch(pool, config.num_heads, [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
+                batches.append(PagedBatch(pool, heads[group], [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
             columns = torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count)
             rows = TokenBatch(*(each.to(device) for each in columns))
             logits.append(model.forward(rows, batches).cpu())
