@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft_kernels.kv_write import kv_write, kv_write_reference
 from weft_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from weft_kernels.rope import rope, rope_reference
 from weft_kernels.rope_kv import ROTATED, rope_kv, rope_kv_reference
-from weft_kernels.silu_mul import silu_mul, silu_mul_reference
+from weft_kernels.silu_mul import gelu_mul, gelu_mul_reference, silu_mul, silu_mul_reference
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -57,6 +58,10 @@ def test_gates_of_bfloat16_are_rounded_before_the_product() -> None:
     out, expected = silu_mul(x), silu_mul_reference(x)
     assert (out != expected)[:50].float().mean() < 0.002
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-30)
+    gate, up = x.chunk(2, dim=-1)
+    out, expected = gelu_mul(x), functional.gelu(gate.double(), approximate="tanh").bfloat16() * up
+    assert (out != expected)[:50].float().mean() < 0.002
+    torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-10)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
@@ -87,6 +92,8 @@ def test_rotated_rows_lie_in_the_pool(dtype: torch.dtype, size: tuple[int, int, 
 def test_gates(size: int) -> None:
     x = torch.cat((torch.randn(7, 2 * size), torch.linspace(-120, 120, 2 * size)[None]))
     torch.testing.assert_close(silu_mul(x), silu_mul_reference(x), rtol=2e-6, atol=1e-30)
+    exact = gelu_mul_reference(x.double())
+    torch.testing.assert_close(gelu_mul(x).double(), exact, rtol=4e-6, atol=1e-12)
 
 
 def test_a_gate_of_no_number_is_none() -> None:

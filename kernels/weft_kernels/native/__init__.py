@@ -57,6 +57,7 @@ ROW_KERNELS: dict[str, list[type]] = {
     "rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
     "rope_kv": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT],
     "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
+    "gelu_mul": [POINTER, POINTER, LONG, LONG, INT],
 }
 SUFFIXES = ("f32", "bf16")
 # Functions that the AMX library does not export.

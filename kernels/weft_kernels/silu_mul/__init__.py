@@ -1,4 +1,4 @@
-"""The activation of a SwiGLU layer."""
+"""Activations of gated MLPs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,33 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from weft_kernels.silu_mul.kernel import silu_mul_kernel
 
         return silu_mul_kernel(gate_up)
-    size = gate_up.shape[-1] // 2
-    function = row_kernel("silu_mul", gate_up, size)
-    if function is None:
-        return silu_mul_reference(gate_up)
-    assert gate_up.is_contiguous()
-    out = gate_up.new_empty(*gate_up.shape[:-1], size)
-    num_rows = gate_up.numel() // gate_up.shape[-1]
-    function(gate_up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
-    return out
+    out = _in_cpp("silu_mul", gate_up)
+    return silu_mul_reference(gate_up) if out is None else out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up with the tanh approximation, otherwise like `silu_mul`. Runs in torch on a GPU."""
+    out = _in_cpp("gelu_mul", gate_up)
+    return gelu_mul_reference(gate_up) if out is None else out
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def gelu_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def _in_cpp(name: str, gate_up: Tensor) -> Tensor | None:
+    size = gate_up.shape[-1] // 2
+    function = row_kernel(name, gate_up, size)
+    if function is None:
+        return None
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    num_rows = gate_up.numel() // gate_up.shape[-1]
+    function(gate_up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
+    return out
