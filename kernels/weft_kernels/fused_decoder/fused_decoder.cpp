@@ -6,6 +6,7 @@
 #include "../linear/linear.h"
 #include "../paged_attention/rows.h"
 #include "../rms_norm/rms_norm.h"
+#include "../rope/rotate.h"
 #include "../rope_kv/rope_kv.h"
 #include "../silu_mul/silu_mul.h"
 
@@ -16,13 +17,20 @@ using namespace weft;
 
 // One layer: its weights (null if missing), the view of its attention, and the place of its keys.
 struct Layer {
-    const void *input_norm, *qkv, *bias, *q_norm, *k_norm, *output, *mlp_norm, *gate_up, *down;
-    long view, group, place, is_rotated;
+    const void *input_norm, *qkv, *bias, *q_norm, *k_norm;
+    const float* query_weight;
+    const void *output, *attended_norm, *mlp_norm, *gate_up, *down, *output_norm;
+    long view, group, place;
+    long rotation;          // index among the step's angles, -1: none
+    long q_parts, k_parts;  // of a row's queries and keys, each normed for itself
+    long is_normed_last;    // queries and keys are normed behind the rotation
+    long is_scaled;         // queries are multiplied by the row's factor
 };
 
+// Norms of a bfloat16 model may have float weights.
 struct Model {
-    long num_layers, hidden, num_heads, kv_heads, dim, size;
-    float eps, scale;
+    long num_layers, hidden, num_heads, kv_heads, dim, size, is_gelu, has_float_norms;
+    float eps, scale, residual_scale;
     const Layer* layers;
     const void* norm;
 };
@@ -32,13 +40,19 @@ struct View {
     const int *blocks, *spans;
 };
 
-// stream [rows, hidden] is overwritten, out is as large; cos, sin [rows, dim]; slots [groups, rows].
-struct Step {
-    long num_rows, num_views, pool_layers, block_tokens;
-    const View* views;
-    void *stream, *out, *pool;
+// Rotations [rows, dim] of some layers, floats or Items.
+struct Angles {
     const void *cos, *sin;
+};
+
+// stream [rows, hidden] is overwritten, out is as large; slots [groups, rows]; query_factors [rows].
+struct Step {
+    long num_rows, num_views, pool_layers, block_tokens, has_float_angles;
+    const View* views;
+    const Angles* angles;
+    void *stream, *out, *pool;
     const int64_t* slots;
+    const float* query_factors;
 };
 
 namespace {
@@ -67,61 +81,149 @@ struct Between {
     static size_t whole_lines(size_t items) { return (items * sizeof(Item) + LINE - 1) / LINE * LINE; }
 };
 
-// Attention of one layer: normed -> attended.
-template <typename Item, typename Weight>
-void attend(const Model& m, const Layer& layer, const Step& step, Works& works, const Between<Item>& b) {
-    long rows = step.num_rows, heads = m.num_heads + 2 * m.kv_heads;
-    multiply(Shape{rows, m.hidden, heads * m.dim}, b.normed, (const Weight*)layer.qkv, (const Item*)layer.bias, b.qkv,
-             b.scratch);
-#pragma omp barrier
-    if (layer.q_norm) {
-        Parts parts{rows, m.num_heads, m.dim, heads * m.dim, heads * m.dim, m.eps};
-        norm<Item>(parts, b.qkv, nullptr, (const Item*)layer.q_norm, nullptr, b.qkv);
-        Item* keys = b.qkv + m.num_heads * m.dim;
-        parts.heads = m.kv_heads;
-        norm<Item>(parts, keys, nullptr, (const Item*)layer.k_norm, nullptr, keys);
-#pragma omp barrier
-    }
-    KvSizes sizes{rows, m.num_heads, m.kv_heads, m.dim, 2 * step.pool_layers, 2 * layer.place, step.block_tokens};
-    const Item* cos = layer.is_rotated ? (const Item*)step.cos : nullptr;
-    rope_kv(sizes, b.qkv, cos, (const Item*)step.sin, (Item*)step.pool, step.slots + layer.group * rows, b.q);
-#pragma omp barrier
-    Pool pool{m.kv_heads, step.pool_layers, 2, step.block_tokens, m.dim, m.dim, layer.place};
-    attend_rows(works, pool, b.q, (const Item*)step.pool, b.attended, m.scale);
+// See `weft::norm`.
+template <typename Item>
+void norm_rows(const Model& m, const Parts& parts, const Item* x, const Item* residual, const void* weight, Item* total,
+               Item* out) {
+    if (m.has_float_norms)
+        norm(parts, x, residual, (const float*)weight, total, out);
+    else
+        norm(parts, x, residual, (const Item*)weight, total, out);
+}
+
+// Norms queries and keys in place.
+template <typename Item>
+void norm_heads(const Model& m, const Layer& layer, long rows, Item* qkv) {
+    long row = (m.num_heads + 2 * m.kv_heads) * m.dim, queries = m.num_heads * m.dim, keys = m.kv_heads * m.dim;
+    Parts parts{rows, layer.q_parts, queries / layer.q_parts, row, row, m.eps};
+    norm_rows<Item>(m, parts, qkv, nullptr, layer.q_norm, nullptr, qkv);
+    parts.heads = layer.k_parts, parts.size = keys / layer.k_parts;
+    norm_rows<Item>(m, parts, qkv + queries, nullptr, layer.k_norm, nullptr, qkv + queries);
 #pragma omp barrier
 }
 
-// The MLP of one layer: normed -> pending.
-template <typename Item, typename Weight>
-void feed(const Model& m, const Layer& layer, long rows, const Between<Item>& b) {
-    const Item* no_bias = nullptr;
-    multiply(Shape{rows, m.hidden, 2 * m.size}, b.normed, (const Weight*)layer.gate_up, no_bias, b.gate_up, b.scratch);
+// Rotates queries and keys in place.
+template <typename Item, typename Angle>
+void rotate_heads(const Model& m, long rows, const Angle* cos, const Angle* sin, Item* qkv) {
+    long all = m.num_heads + 2 * m.kv_heads, rotated = m.num_heads + m.kv_heads;
+#pragma omp for schedule(static)
+    for (long i = 0; i < rows * rotated; i++) {
+        long r = i / rotated, at = r * m.dim;
+        Item* head = qkv + (r * all + i % rotated) * m.dim;
+        rotate(head, cos + at, sin + at, head, m.dim / 2);
+    }
+}
+
+// Multiplies row r by factors[r * step]. The rows are dealt out to threads as in `norm` and `rope_kv`.
+template <typename Item>
+void scale_rows(const float* factors, long step, long rows, long size, Item* x) {
+#pragma omp for schedule(static) nowait
+    for (long r = 0; r < rows; r++)
+        for (long i = r * size; i < (r + 1) * size; i += W) store_narrow(x + i, load_wide(x + i) * factors[r * step]);
+}
+
+// Multiplies each head of a row by `weight` [dim], with rows dealt out in the same way.
+template <typename Item>
+void weigh_heads(const float* weight, long rows, long heads, long dim, Item* x) {
+#pragma omp for schedule(static) nowait
+    for (long r = 0; r < rows; r++)
+        for (Item* head = x + r * heads * dim; head < x + (r + 1) * heads * dim; head += dim)
+            for (long d = 0; d < dim; d += W) store_narrow(head + d, load_wide(head + d) * load_wide(weight + d));
+}
+
+// to += x, with rows dealt out in the same way.
+template <typename Item>
+void add_rows(const Item* x, long rows, long size, Item* to) {
+#pragma omp for schedule(static) nowait
+    for (long r = 0; r < rows; r++)
+        for (long i = r * size; i < (r + 1) * size; i += W) store_narrow(to + i, load_wide(to + i) + load_wide(x + i));
+}
+
+// Queries to b.q, keys and values into the pool.
+template <typename Item, typename Angle>
+void place_heads(const Model& m, const Layer& layer, const Step& step, const Between<Item>& b) {
+    Angles angles = layer.rotation < 0 ? Angles{} : step.angles[layer.rotation];
+    auto cos = (const Angle*)angles.cos, sin = (const Angle*)angles.sin;
+    if (layer.q_norm && !layer.is_normed_last) norm_heads(m, layer, step.num_rows, b.qkv);
+    if (layer.is_normed_last) {
+        rotate_heads(m, step.num_rows, cos, sin, b.qkv);
+        norm_heads(m, layer, step.num_rows, b.qkv);
+        cos = nullptr;
+    }
+    KvSizes sizes{step.num_rows,        m.num_heads,     m.kv_heads,       m.dim,
+                  2 * step.pool_layers, 2 * layer.place, step.block_tokens};
+    rope_kv(sizes, b.qkv, cos, sin, (Item*)step.pool, step.slots + layer.group * step.num_rows, b.q);
+    if (layer.is_scaled) scale_rows(step.query_factors, 1, step.num_rows, m.num_heads * m.dim, b.q);
+    if (layer.query_weight) weigh_heads(layer.query_weight, step.num_rows, m.num_heads, m.dim, b.q);
 #pragma omp barrier
-    silu_mul(b.gate_up, b.gated, rows, m.size);
+}
+
+// Attention of one layer: x -> pending.
+template <typename Item, typename Weight>
+void attend(const Model& m, const Layer& layer, const Step& step, Works& works, const Item* x, const Between<Item>& b) {
+    long rows = step.num_rows, heads = m.num_heads + 2 * m.kv_heads;
+    multiply(Shape{rows, m.hidden, heads * m.dim}, x, (const Weight*)layer.qkv, (const Item*)layer.bias, b.qkv,
+             b.scratch);
+#pragma omp barrier
+    if (step.has_float_angles)
+        place_heads<Item, float>(m, layer, step, b);
+    else
+        place_heads<Item, Item>(m, layer, step, b);
+    Pool pool{m.kv_heads, step.pool_layers, 2, step.block_tokens, m.dim, m.dim, layer.place};
+    attend_rows(works, pool, b.q, (const Item*)step.pool, b.attended, m.scale);
+#pragma omp barrier
+    multiply(Shape{rows, m.num_heads * m.dim, m.hidden}, b.attended, (const Weight*)layer.output, (const Item*)nullptr,
+             b.pending, b.scratch);
+#pragma omp barrier
+}
+
+// The MLP of one layer: x -> pending.
+template <typename Item, typename Weight>
+void feed(const Model& m, const Layer& layer, long rows, const Item* x, const Between<Item>& b) {
+    const Item* no_bias = nullptr;
+    multiply(Shape{rows, m.hidden, 2 * m.size}, x, (const Weight*)layer.gate_up, no_bias, b.gate_up, b.scratch);
+#pragma omp barrier
+    if (m.is_gelu)
+        gelu_mul(b.gate_up, b.gated, rows, m.size);
+    else
+        silu_mul(b.gate_up, b.gated, rows, m.size);
 #pragma omp barrier
     multiply(Shape{rows, m.size, m.hidden}, b.gated, (const Weight*)layer.down, no_bias, b.pending, b.scratch);
 #pragma omp barrier
 }
 
+// Adds `pending`, normed by `output_norm` and scaled, to the stream, except before the first layer, where it is null.
+// Then norms the stream by `input_norm` into `normed`. Returns what is read next. Norms may be null. A row stays with one
+// thread, so there is no barrier between the passes.
+template <typename Item>
+const Item* add_and_norm(const Model& m, long rows, Item* pending, const void* output_norm, Item* stream,
+                         const void* input_norm, Item* normed) {
+    Parts parts{rows, 1, m.hidden, m.hidden, m.hidden, m.eps};
+    if (output_norm) norm_rows<Item>(m, parts, pending, nullptr, output_norm, nullptr, pending);
+    if (pending && m.residual_scale != 1) scale_rows(&m.residual_scale, 0, rows, m.hidden, pending);
+    if (input_norm && pending)
+        norm_rows(m, parts, pending, stream, input_norm, stream, normed);
+    else if (input_norm)
+        norm_rows<Item>(m, parts, stream, nullptr, input_norm, nullptr, normed);
+    else if (pending)
+        add_rows(pending, rows, m.hidden, stream);
+#pragma omp barrier
+    return input_norm ? normed : stream;
+}
+
 // All threads of a team call this.
 template <typename Item, typename Weight>
 void run_layers(const Model& m, const Step& step, std::vector<Works>& works, const Between<Item>& b) {
-    Item *stream = (Item*)step.stream, *out = (Item*)step.out;
-    Parts parts{step.num_rows, 1, m.hidden, m.hidden, m.hidden, m.eps};
+    Item *stream = (Item*)step.stream, *pending = nullptr;
+    const void* output_norm = nullptr;  // of the layer before
     for (const Layer* layer = m.layers; layer < m.layers + m.num_layers; layer++) {
-        bool is_first = layer == m.layers;
-        norm<Item>(parts, is_first ? stream : b.pending, is_first ? nullptr : stream, (const Item*)layer->input_norm,
-                   is_first ? nullptr : stream, b.normed);
-#pragma omp barrier
-        attend<Item, Weight>(m, *layer, step, works[layer->view], b);
-        multiply(Shape{step.num_rows, m.num_heads * m.dim, m.hidden}, b.attended, (const Weight*)layer->output,
-                 (const Item*)nullptr, b.pending, b.scratch);
-#pragma omp barrier
-        norm<Item>(parts, b.pending, stream, (const Item*)layer->mlp_norm, stream, b.normed);
-#pragma omp barrier
-        feed<Item, Weight>(m, *layer, step.num_rows, b);
+        const Item* x = add_and_norm(m, step.num_rows, pending, output_norm, stream, layer->input_norm, b.normed);
+        attend<Item, Weight>(m, *layer, step, works[layer->view], x, b);
+        x = add_and_norm(m, step.num_rows, b.pending, layer->attended_norm, stream, layer->mlp_norm, b.normed);
+        feed<Item, Weight>(m, *layer, step.num_rows, x, b);
+        pending = b.pending, output_norm = layer->output_norm;
     }
-    norm<Item>(parts, b.pending, stream, (const Item*)m.norm, stream, out);
+    add_and_norm(m, step.num_rows, pending, output_norm, stream, m.norm, (Item*)step.out);
 }
 
 template <typename Item, typename Weight>

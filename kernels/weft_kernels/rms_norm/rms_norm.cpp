@@ -9,8 +9,8 @@ using namespace weft;
 namespace {
 
 // If `total` is given it receives x + residual, and that sum is normed instead of x.
-template <typename Item>
-void norm_one(const Parts& parts, const Item* x, const Item* residual, const Item* weight, Item* total, Item* out) {
+template <typename Item, typename Weight>
+void norm_one(const Parts& parts, const Item* x, const Item* residual, const Weight* weight, Item* total, Item* out) {
     Floats squares[2] = {};
     for (long i = 0; i < parts.size; i += W) {
         Floats value = load_wide(x + i);
@@ -23,7 +23,7 @@ void norm_one(const Parts& parts, const Item* x, const Item* residual, const Ite
     float factor = 1 / std::sqrt(sum(squares[0] + squares[1]) / float(parts.size) + parts.eps);
     const Item* from = residual ? total : x;
     for (long i = 0; i < parts.size; i += W)
-        store_narrow(out + i, load_wide(weight + i) * rounded<Item>(load_wide(from + i) * factor));
+        store_narrow(out + i, load_wide(weight + i) * rounded<Weight>(load_wide(from + i) * factor));
 }
 
 template <typename Item>
@@ -37,8 +37,8 @@ void norm_all(const Parts& parts, const Item* x, const Item* residual, const Ite
 
 namespace weft {
 
-template <typename Item>
-void norm(const Parts& parts, const Item* x, const Item* residual, const Item* weight, Item* total, Item* out) {
+template <typename Item, typename Weight>
+void norm(const Parts& parts, const Item* x, const Item* residual, const Weight* weight, Item* total, Item* out) {
 #pragma omp for schedule(static) nowait
     for (long i = 0; i < parts.rows * parts.heads; i++) {
         long row = i / parts.heads, at = i % parts.heads * parts.size;
@@ -50,6 +50,7 @@ void norm(const Parts& parts, const Item* x, const Item* residual, const Item* w
 
 template void norm(const Parts&, const float*, const float*, const float*, float*, float*);
 template void norm(const Parts&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, uint16_t*);
+template void norm(const Parts&, const uint16_t*, const uint16_t*, const float*, uint16_t*, uint16_t*);
 
 }  // namespace weft
 

@@ -12,9 +12,10 @@ struct Parts {
     float eps;
 };
 
-// out = weight * norm(x), which may be x. With a `residual`: of total = residual + x, which may be residual; there is
-// one head then, and all strides are the size. All threads of a team call it, without a barrier at the end.
-template <typename Item>
-void norm(const Parts& parts, const Item* x, const Item* residual, const Item* weight, Item* total, Item* out);
+// out = weight * norm(x), which may be x; norm(x) is rounded to the type of the weight. With a `residual`: of total =
+// residual + x, which may be residual; there is one head then, and all strides are the size. All threads of a team call
+// it, without a barrier at the end.
+template <typename Item, typename Weight>
+void norm(const Parts& parts, const Item* x, const Item* residual, const Weight* weight, Item* total, Item* out);
 
 }  // namespace weft

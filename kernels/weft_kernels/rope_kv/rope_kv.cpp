@@ -8,8 +8,8 @@ using namespace weft;
 namespace {
 
 // Copies a head to its place, rotated if there are angles.
-template <typename Item>
-WEFT_INLINE void place_head(const Item* from, const Item* cos, const Item* sin, Item* to, long dim) {
+template <typename Item, typename Angle>
+WEFT_INLINE void place_head(const Item* from, const Angle* cos, const Angle* sin, Item* to, long dim) {
     if (cos)
         rotate(from, cos, sin, to, dim / 2);
     else
@@ -28,13 +28,14 @@ void rope_kv_all(const KvSizes& s, const Item* qkv, const Item* cos, const Item*
 
 namespace weft {
 
-template <typename Item>
-void rope_kv(const KvSizes& s, const Item* qkv, const Item* cos, const Item* sin, Item* pool, const int64_t* slots,
+template <typename Item, typename Angle>
+void rope_kv(const KvSizes& s, const Item* qkv, const Angle* cos, const Angle* sin, Item* pool, const int64_t* slots,
              Item* q) {
     long all = s.heads + 2 * s.kv_heads;
 #pragma omp for schedule(static) nowait
     for (long r = 0; r < s.rows; r++) {
-        const Item *row = qkv + r * all * s.dim, *c = cos ? cos + r * s.dim : nullptr, *n = sin + r * s.dim;
+        const Item* row = qkv + r * all * s.dim;
+        const Angle *c = cos ? cos + r * s.dim : nullptr, *n = sin + r * s.dim;
         for (long h = 0; h < s.heads; h++) place_head(row + h * s.dim, c, n, q + (r * s.heads + h) * s.dim, s.dim);
         const Item *keys = row + s.heads * s.dim, *values = keys + s.kv_heads * s.dim;
         long block = slots[r] / s.block_tokens, offset = slots[r] % s.block_tokens;
@@ -48,6 +49,8 @@ void rope_kv(const KvSizes& s, const Item* qkv, const Item* cos, const Item* sin
 
 template void rope_kv(const KvSizes&, const float*, const float*, const float*, float*, const int64_t*, float*);
 template void rope_kv(const KvSizes&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, const int64_t*,
+                      uint16_t*);
+template void rope_kv(const KvSizes&, const uint16_t*, const float*, const float*, uint16_t*, const int64_t*,
                       uint16_t*);
 
 }  // namespace weft

@@ -11,9 +11,9 @@ struct KvSizes {
 };
 
 // Queries to q, keys and values into the pool, see `weft_kernels.rope_kv`; with null for cos nothing is rotated.
-// All threads of a team call it, without a barrier at the end.
-template <typename Item>
-void rope_kv(const KvSizes& sizes, const Item* qkv, const Item* cos, const Item* sin, Item* pool, const int64_t* slots,
-             Item* q);
+// Each row is the work of one thread. All threads of a team call it, without a barrier at the end.
+template <typename Item, typename Angle>
+void rope_kv(const KvSizes& sizes, const Item* qkv, const Angle* cos, const Angle* sin, Item* pool,
+             const int64_t* slots, Item* q);
 
 }  // namespace weft

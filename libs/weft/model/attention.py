@@ -47,18 +47,10 @@ class GroupedAttention:
         is_fused = config.head_norm is HeadNorm.WEIGHTED and not config.norm_offset
         norms = self.norms if is_fused else None
         self.rule = HeadTransform(norms, self.layer.is_rotated, is_normed_last, config.rms_norm_eps)
-        self.is_local = config.local_rope is not None and self.layer.window > 0
+        self.rotation = int(config.local_rope is not None and self.layer.window > 0)
         self.scale = config.attention_scale or None
-        everywhere = config.temperature is not None and config.temperature.is_everywhere
-        self.is_scaled = everywhere or not self.layer.is_rotated
-
-    @property
-    def is_plain(self) -> bool:
-        """True if heads are only normed with weights and then rotated, by the same angles in all layers."""
-        config = self.config
-        is_normed = config.head_norm is HeadNorm.NONE or self.rule.norms is not None
-        is_rotated_alike = config.temperature is None and not config.is_rotated_wide and config.local_rope is None
-        return is_normed and is_rotated_alike and self.scale is None
+        temperature = config.temperature
+        self.is_scaled = temperature is not None and (temperature.is_everywhere or not self.layer.is_rotated)
 
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
         """Return [T, hidden]. Writes the rows' own keys and values into the pool first."""
@@ -67,13 +59,22 @@ class GroupedAttention:
             self._norm_in_place(qkv, *self.norms)
         heads = qkv.view(len(x), -1, self.config.head_dim)
         temperature = step.temperature if self.is_scaled else None
-        angles = step.local_angles if self.is_local and step.local_angles else step.angles
-        q = rope_kv(heads, *angles, batch.pool, self.index, step.slots[self.group], self.rule, temperature)
-        if self.norms is not None and self.rule.is_normed_last:
-            # Scores are sums of products, so the weights of both norms multiply the queries.
-            q = (q * (self.norms[0].float() * self.norms[1].float())).to(q.dtype)
+        angles, slots = step.angles[self.rotation], step.slots[self.group]
+        q = rope_kv(heads, *angles, batch.pool, self.index, slots, self.rule, temperature)
+        if (weight := self.query_weight) is not None:
+            q = (q * weight).to(q.dtype)
         attended = paged_attention(q, self.index, batch, self.span, self.scale)
         return linear(self._gated(attended, x).flatten(1), self.output)
+
+    @property
+    def query_weight(self) -> Tensor | None:
+        """Weights [dim] float32 of both head norms, if these come last.
+
+        Scores are sums of products, so both multiply the queries.
+        """
+        if self.norms is None or not self.rule.is_normed_last:
+            return None
+        return self.norms[0].float() * self.norms[1].float()
 
     def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
         """Return [T, heads, dim] times the gate that the layer's input makes."""

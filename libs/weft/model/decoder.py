@@ -6,21 +6,20 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from weft.model.attention import GroupedAttention, Rotation, norm_rows
 from weft.model.latent import LatentAttention
 from weft.model.loading import Loader, Tensors
 from weft.model.spec import Activation, Experts, ModelConfig, Scoring
 from weft.model.step import LayerInputs, TokenBatch, plan_latent
-from weft_kernels.fused_decoder import FusedLayer, fuse_layers
+from weft_kernels.fused_decoder import FusedLayer, LayerRules, fuse_layers
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import moe, pack_experts
 from weft_kernels.moe_routing import RoutingConfig, route
 from weft_kernels.packed import Stored, embedding_rows, stack
 from weft_kernels.paged_attention import PagedBatch
 from weft_kernels.rms_norm import add_rms_norm
-from weft_kernels.silu_mul import silu_mul
+from weft_kernels.silu_mul import gelu_mul, silu_mul
 
 
 class Mlp:
@@ -36,12 +35,7 @@ class Mlp:
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
         gate_up = linear(x, self.gate_up)
-        return linear(silu_mul(gate_up) if self.is_silu else _gelu_mul(gate_up), self.down)
-
-
-def _gelu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.gelu(gate, approximate="tanh") * up
+        return linear(silu_mul(gate_up) if self.is_silu else gelu_mul(gate_up), self.down)
 
 
 class MixtureOfExperts:
@@ -141,17 +135,36 @@ class DecoderLayer:
         return out if self.scale == 1.0 else out * self.scale
 
     def as_dense(self) -> FusedLayer | None:
-        """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call."""
-        attention, mlp, config = self.attention, self.mlp, self.config
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
+        """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call.
+
+        It knows no experts, no latent attention, and no gate after attention, which no dense family has.
+        """
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or attention.gate is not None:
             return None
-        is_llama = self.attended_norm is None and self.output_norm is None and self.scale == 1.0 and mlp.is_silu
-        if not is_llama or self.input_norm is None or self.mlp_norm is None or config.norm_offset:
-            return None
-        q_norm, k_norm = attention.rule.norms or (None, None)
-        weights = attention.qkv, attention.bias, q_norm, k_norm, attention.output
-        place = attention.group, attention.index, attention.span, attention.layer.is_rotated
-        return FusedLayer(self.input_norm, *weights, self.mlp_norm, mlp.gate_up, mlp.down, *place)
+        q_norm, k_norm = attention.norms or (None, None)
+        if attention.rule.is_normed_last:
+            q_norm = k_norm = torch.ones(self.config.head_dim, dtype=attention.qkv.dtype)
+        return FusedLayer(
+            input_norm=self.input_norm,
+            qkv=attention.qkv,
+            bias=attention.bias,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            query_weight=attention.query_weight,
+            output=attention.output,
+            attended_norm=self.attended_norm,
+            mlp_norm=self.mlp_norm,
+            gate_up=mlp.gate_up,
+            down=mlp.down,
+            output_norm=self.output_norm,
+            group=attention.group,
+            place=attention.index,
+            span=attention.span,
+            rotation=attention.rotation if attention.layer.is_rotated else None,
+            is_normed_last=attention.rule.is_normed_last,
+            is_scaled=attention.is_scaled,
+        )
 
 
 class Decoder:
@@ -173,13 +186,18 @@ class Decoder:
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = loader.norm(config.prefix + "model.norm")
         self.head = loader.pack(self.embedding) if config.is_tied else loader.linear(config.prefix + "lm_head")
-        layers = [layer.as_dense() for layer in self.layers]
-        self.dense = fuse_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
+        rules = LayerRules(
+            num_heads=config.num_heads,
+            eps=config.rms_norm_eps,
+            attention_scale=config.attention_scale or None,
+            residual_scale=config.residual_scale,
+            is_gelu=config.activation is Activation.GELU_TANH,
+        )
+        self.dense = fuse_layers([layer.as_dense() for layer in self.layers], self.norm, rules)
         head_dim = config.latent.rope_dim if config.latent else config.head_dim
-        self.rotation = Rotation(config.rope, config.rotated_dim, head_dim, device)
-        self.local_rotation = None
+        self.rotations = [Rotation(config.rope, config.rotated_dim, head_dim, device)]
         if config.local_rope is not None:
-            self.local_rotation = Rotation(config.local_rope, config.local_rotated_dim, head_dim, device)
+            self.rotations.append(Rotation(config.local_rope, config.local_rotated_dim, head_dim, device))
         loader.check_all_read()
         self.packed = tuple(loader.packed)
 
@@ -197,15 +215,17 @@ class Decoder:
     def hidden(self, rows: TokenBatch, batches: Sequence[PagedBatch]) -> Tensor:
         """Return the normed hidden states [R, hidden] of the rows `logit_rows`; otherwise like `forward`."""
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
-        angles = self.rotation.angles(rows.positions, dtype)
+        angles = [rotation.angles(rows.positions, dtype) for rotation in self.rotations]
+        temperature = self._temperature(rows.positions)
         stream, pending = embedding_rows(self.embedding, rows.token_ids).to(self.dtype), None
         if self.embedding_scale != 1.0:
             stream = stream * self.embedding_scale
-        if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:
-            return normed.index_select(0, rows.logit_rows)
+        if self.dense is not None:
+            normed = self.dense.forward(stream, angles, temperature, rows.slots, batches)
+            if normed is not None:
+                return normed.index_select(0, rows.logit_rows)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
-        local = self.local_rotation.angles(rows.positions, dtype) if self.local_rotation else None
-        step = LayerInputs(rows.slots, batches, angles, self._temperature(rows.positions), latent, local)
+        step = LayerInputs(rows.slots, batches, angles, temperature, latent)
         for layer in self.layers[:-1]:
             stream, pending = layer.forward(stream, pending, step)
         stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)

@@ -57,7 +57,7 @@ class LatentAttention:
             q = (q * step.temperature).to(q.dtype)
         plain, rotated = torch.split(q, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         pool, slots = step.batches[self.group].pool, step.slots[self.group]
-        rotated = latent_kv(down, rotated, self.kv_norm, LATENT_NORM_EPS, step.angles, pool, self.index, slots)
+        rotated = latent_kv(down, rotated, self.kv_norm, LATENT_NORM_EPS, step.angles[0], pool, self.index, slots)
         return linear(self._attend(plain, rotated, step).flatten(1), self.output)
 
     def _queries(self, x: Tensor) -> Tensor:

@@ -93,16 +93,15 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """`slots`, `batches`: one a group of layers, see `weft.model.kv_layout`. `angles`: cosine, sine [T, rotated dim].
+    """`slots`, `batches`: one a group of layers, see `weft.model.kv_layout`.
 
-    `local_angles`: those of layers with a window, if they rotate in another way.
-    `temperature`: [T, 1, 1] float32 for queries, or None. `latent`: how latent attention goes about
-    the batch, in models that have it.
+    - `angles`: cosine and sine [T, rotated dim] of each of the model's rotations.
+    - `temperature`: [T, 1, 1] float32 for queries, or None.
+    - `latent`: how latent attention computes the batch, in models that have it.
     """
 
     slots: Tensor
     batches: Sequence[PagedBatch]
-    angles: tuple[Tensor, Tensor]
+    angles: Sequence[tuple[Tensor, Tensor]]
     temperature: Tensor | None
     latent: LatentPlan | None
-    local_angles: tuple[Tensor, Tensor] | None = None

@@ -76,8 +76,7 @@ def test_a_loaded_model_holds_what_the_plan_says(
 
 def rotation_bytes(model: Decoder) -> int:
     """Return the bytes of rotary frequencies and of their factors."""
-    rotations = [each for each in (model.rotation, model.local_rotation) if each is not None]
-    tensors = [each for rotation in rotations for each in (rotation.frequencies, rotation.factor)]
+    tensors = [each for rotation in model.rotations for each in (rotation.frequencies, rotation.factor)]
     return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
 
 
