@@ -25,6 +25,9 @@ FP4_SCALES = {
     Packing.NVFP4_MODELOPT: ("weight", "F8_E4M3", "weight_scale_2"),
     Packing.MXFP4: ("weight_packed", "U8", ""),
 }
+# weights that share a factor in bitsandbytes, and factors that share one; no field changes them
+NF4_BLOCK, NESTED_BLOCK = 64, 256
+ANY_LENGTH = -1
 INSTEAD = "take the checkpoint in BF16, or one in another format"
 
 
@@ -33,7 +36,7 @@ class StoredPart:
     """A tensor of a packed module: its shape and dtypes, by safetensors' names.
 
     An item takes `stored_bytes` in the file and `held_bytes` in a GPU's memory, where 0 means that the tensor is not
-    held. It holds `num_values` weights.
+    held. It holds `num_values` weights. With ANY_LENGTH, the whole tensor is one item.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +68,8 @@ def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredP
         name, dtype, whole = FP4_SCALES[how.packing]
         pairs, scales = StoredPart((rows, columns // 2), ("U8",), 1, 0, 2), StoredPart(blocks, (dtype,), 1)
         return {name: pairs, "weight_scale": scales} | ({whole: StoredPart((1,), FLOATS, 4)} if whole else {})
+    if how.packing is Packing.BITSANDBYTES:
+        return _bitsandbytes_parts(how, rows * columns)
     per_word = 32 // how.bits
     if how.packing is Packing.AWQ:
         return {
@@ -89,6 +94,19 @@ def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredP
     return parts | ({"weight_g_idx": StoredPart((columns,), ("I32",), 4)} if how.is_ordered else {})
 
 
+def _bitsandbytes_parts(how: Quantization, num_weights: int) -> dict[str, StoredPart]:
+    num_blocks = -(-num_weights // NF4_BLOCK)
+    parts = {
+        "weight": StoredPart((-(-num_weights // 2), 1), ("U8",), 1, 0, 2),
+        "weight.absmax": StoredPart((num_blocks,), ("U8",) if how.is_nested else FLOATS, 1 if how.is_nested else 4),
+        "weight.quant_map": StoredPart((16,), FLOATS, 4),
+    }
+    if how.is_nested:
+        parts["weight.nested_absmax"] = StoredPart((-(-num_blocks // NESTED_BLOCK),), FLOATS, 4)
+        parts["weight.nested_quant_map"] = StoredPart((256,), FLOATS, 4)
+    return parts | {how.scale: StoredPart((ANY_LENGTH,), ("U8",), 170 if how.is_nested else 80)}
+
+
 def packed_shapes(name: str, shape: tuple[int, int], how: Quantization | None) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that hold the linear weight `name`: itself, if it is not packed."""
     module = name.removesuffix(".weight")
@@ -104,8 +122,11 @@ def is_packed(module: str, names: Container[str], how: Quantization | None) -> b
 
 def part_of(name: str, names: Container[str], how: Quantization | None) -> StoredPart | None:
     """Return the part, with the shape of a single value, that a tensor is of a packed module; None for a plain one."""
-    module, _, last = name.rpartition(".")
-    return _parts(how).get(last) if how is not None and is_packed(module, names, how) else None
+    for last, part in _parts(how).items() if how is not None else ():
+        module = name.removesuffix(f".{last}")
+        if module != name and is_packed(module, names, how):
+            return part
+    return None
 
 
 def stored_dtypes(name: str, names: Container[str], how: Quantization | None) -> tuple[str, ...]:
@@ -116,6 +137,8 @@ def stored_dtypes(name: str, names: Container[str], how: Quantization | None) ->
 
 def is_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Return True for the expected shape. A tensor of one number may have any number of dimensions."""
+    if expected == (ANY_LENGTH,):
+        return len(found) == 1
     return found == expected or (expected == (1,) and all(size == 1 for size in found))
 
 
@@ -324,4 +347,28 @@ def _modelopt(inner: Fields) -> Quantization:
     return Quantization(Packing.NVFP4_MODELOPT, (1, 16), skipped)
 
 
-METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
+def _bitsandbytes(inner: Fields) -> Quantization:
+    """Read 4 bits of bitsandbytes, whose factors may be quantized too. Without a list, the head is left out."""
+    if inner.boolean("load_in_8bit") or not inner.boolean("load_in_4bit"):
+        raise inner.error("load_in_8bit", f"only 4 bits (load_in_4bit) are supported; {INSTEAD}")
+    kind = inner.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    if (storage := inner.values.get("bnb_4bit_quant_storage") or "uint8") != "uint8":
+        raise inner.error("bnb_4bit_quant_storage", f"{storage!r} is not supported; supported: uint8; {INSTEAD}")
+    return Quantization(
+        Packing.BITSANDBYTES,
+        (1, NF4_BLOCK),
+        _skip_names(inner.strings("llm_int8_skip_modules")),
+        f"weight.quant_state.bitsandbytes__{kind}",
+        is_symmetric=False,
+        is_nested=inner.boolean("bnb_4bit_use_double_quant"),
+    )
+
+
+METHODS = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+}

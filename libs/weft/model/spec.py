@@ -174,7 +174,8 @@ class Packing(StrEnum):
 
     FP8: E4M3 weights with a factor for each block. INT8: bytes with a factor for each row. INT4: compressed-tensors'
     words of int32, with a factor for each group. GPTQ and AWQ: words of the transposed weight, along its inputs and its
-    outputs. FP4: E2M1 weights with a factor for each group, and in NVFP4 one of the whole tensor.
+    outputs. FP4: E2M1 weights with a factor for each group, and in NVFP4 one of the whole tensor. BITSANDBYTES: codes
+    of a table of 16 values, with a factor for each 64 weights of the flat matrix.
     """
 
     FP8_BLOCKS = "fp8"
@@ -185,6 +186,7 @@ class Packing(StrEnum):
     NVFP4 = "nvfp4"
     NVFP4_MODELOPT = "nvfp4 of modelopt"
     MXFP4 = "mxfp4"
+    BITSANDBYTES = "bitsandbytes"
 
 
 WITH_KERNELS = (Packing.INT4_GROUPS, Packing.GPTQ)
@@ -195,9 +197,10 @@ class Quantization:
     """How linear weights are stored. `skipped` are regular expressions over names of modules that are not packed.
 
     - `block`: rows and columns that share a factor; 0 means all of them.
-    - `scale`: last part of the name of FP8's factors.
+    - `scale`: last part of the name of FP8's factors, or of bitsandbytes' description of a weight.
     - `bits`, `is_symmetric`: of integers; without symmetry each group has a zero point.
     - `is_ordered`: a tensor names the group of each column. `zero_offset`: added to stored zero points.
+    - `is_nested`: the factors are quantized too (bitsandbytes).
     """
 
     packing: Packing
@@ -208,6 +211,7 @@ class Quantization:
     is_symmetric: bool = True
     is_ordered: bool = False
     zero_offset: int = 0
+    is_nested: bool = False
 
     @property
     def is_expanded(self) -> bool:

@@ -57,8 +57,9 @@ def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
 
 
 def _linear(config: ModelConfig, name: str, num_out: int, num_in: int) -> Shapes:
-    shapes = packed_shapes(stored_name(name, config) + ".weight", (num_out, num_in), config.quantization)
-    return {f"{name}.{stored.rpartition('.')[2]}": shape for stored, shape in shapes.items()}
+    module = stored_name(name, config)
+    shapes = packed_shapes(module + ".weight", (num_out, num_in), config.quantization)
+    return {name + stored.removeprefix(module): shape for stored, shape in shapes.items()}
 
 
 def _grouped(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:

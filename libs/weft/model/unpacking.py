@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
-from weft.model.quantization import FP4_SCALES, full_block
+from weft.model.quantization import FP4_SCALES, NESTED_BLOCK, NF4_BLOCK, full_block
 from weft.model.spec import Packing, Quantization
 from weft_kernels.packed import Stored, read_fp8, read_int4
 
@@ -144,6 +146,34 @@ def _gptq(module: PackedModule) -> Stored:
     return module.whole(values * parts["scales"].float().t()[:, order])
 
 
+def _bitsandbytes(module: PackedModule) -> Stored:
+    """Look codes up, the first weight in a byte's upper half, and multiply them with the factors of the flat matrix."""
+    parts, (rows, columns) = module.parts, module.shape
+    factors, offset = parts["weight.absmax"], _nested_offset(module)
+    if module.how.is_nested:
+        of_blocks = parts["weight.nested_absmax"].float().repeat_interleave(NESTED_BLOCK)[: len(factors)]
+        factors = parts["weight.nested_quant_map"].float()[factors.long()] * of_blocks + offset
+    patterns = parts["weight"].flatten()
+    codes = torch.stack((patterns >> 4, patterns & 15), 1).flatten()[: rows * columns]
+    values = parts["weight.quant_map"].float()[codes.long()]
+    values *= factors.float().repeat_interleave(NF4_BLOCK)[: len(values)]
+    return module.whole(values.view(rows, columns))
+
+
+def _nested_offset(module: PackedModule) -> float:
+    """Return what is added to the factors, after checking the library's description of the weight, which is JSON."""
+    what = "expected JSON of bitsandbytes for this weight; download the file again"
+    try:
+        said = json.loads(bytes(module.parts[module.how.scale].tolist()))
+        found = tuple(said["shape"]), said["blocksize"], said.get("nested_blocksize", NESTED_BLOCK)
+        offset = float(said.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise module.error(module.how.scale, f"{what}: {error}") from error
+    if found != (module.shape, NF4_BLOCK, NESTED_BLOCK) or not math.isfinite(offset):
+        raise module.error(module.how.scale, f"{what}: found shape and blocks {found}, offset {offset}")
+    return offset
+
+
 READERS: dict[Packing, Callable[[PackedModule], Stored]] = {
     Packing.FP8_BLOCKS: _fp8,
     Packing.INT4_GROUPS: _int4,
@@ -153,4 +183,5 @@ READERS: dict[Packing, Callable[[PackedModule], Stored]] = {
     Packing.NVFP4: _fp4,
     Packing.NVFP4_MODELOPT: _fp4,
     Packing.MXFP4: _fp4,
+    Packing.BITSANDBYTES: _bitsandbytes,
 }
