@@ -149,7 +149,7 @@ def test_end_tokens_leave_out_an_unknown_eos_token(tmp_path: Path, settings: dic
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "families: Llama,"]),
         ({"architectures": None}, ["architectures"]),
         ({"hidden_size": None}, ["hidden_size", "None"]),
         ({"num_hidden_layers": "two"}, ["num_hidden_layers", "'two'"]),
