@@ -15,6 +15,7 @@ import re
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -245,6 +246,8 @@ class _Fetch:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
+        # The write that fails reports a full disk, in one line.
+        warnings.filterwarnings("ignore", "Not enough free disk space")
         if self._model.missing(listing.commit, [file]):
             hf_hub_download(self._name.repo, file, revision=listing.commit, library_name="weft")
 
@@ -416,14 +419,20 @@ def _errors_explained(name: HubName) -> Iterator[None]:
     except hub.HfHubHTTPError as error:
         raise _refused(name, error.response.status_code, at) from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "delete models there, or set HF_HOME to a directory on a larger disk"
-            raise BadCheckpoint(f"{name}: the disk of {constants.HF_HUB_CACHE} is full; {advice}") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            where = error.filename or constants.HF_HUB_CACHE
-            raise BadCheckpoint(f"{name}: {where}: {error.strerror}; set HF_HOME to a directory of yours") from error
-        what = f"the download failed ({_first_line(error)}); start it again, it continues"
-        raise StorageUnavailable(f"{name}: {what}") from error
+        raise _unwritten(name, error, constants.HF_HUB_CACHE) from error
+
+
+def _unwritten(name: HubName, error: OSError, cache: str) -> WeftError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "delete models there, or set HF_HOME to a directory on a larger disk"
+        return BadCheckpoint(f"{name}: the disk of {cache} is full; {advice}")
+    if error.errno == errno.EFBIG:
+        advice = "raise `ulimit -f`, or set HF_HOME to a directory on another file system"
+        return BadCheckpoint(f"{name}: {cache}: {error.strerror}; {advice}")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        where = error.filename or cache
+        return BadCheckpoint(f"{name}: {where}: {error.strerror}; set HF_HOME to a directory of yours")
+    return StorageUnavailable(f"{name}: the download failed ({_first_line(error)}); start it again, it continues")
 
 
 def _refused(name: HubName, status: int, at: str) -> WeftError:

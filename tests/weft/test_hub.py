@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE
 
 from tests.weft.hub_server import Hub, Repository, serving
 from weft.cli.layout import free_ports
@@ -95,10 +98,10 @@ def partial_weights(client: Client) -> list[Path]:
 
 
 @contextmanager
-def stalled(client: Client, hub: Hub, num_bytes: int) -> Iterator[subprocess.Popen[str]]:
+def stalled(client: Client, hub: Hub, num_bytes: int, **settings: str) -> Iterator[subprocess.Popen[str]]:
     """A download for which the server has stopped sending after this many bytes of each file."""
     hub.stall_after = num_bytes
-    process = client.start("pull", NAME)
+    process = client.start("pull", NAME, **settings)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(path.stat().st_size for path in partial_weights(client)):
         assert time.monotonic() < deadline
@@ -253,6 +256,63 @@ def test_too_small_disk_is_refused_before_the_weights(client: Client, hub: Hub) 
     assert "1152921504.6 GB are missing" in line
     assert "set HF_HOME to a directory on a larger disk" in line
     assert hub.sent == {}
+
+
+@pytest.fixture
+def small_disk(client: Client) -> Iterator[Path]:
+    """A file system of 64 MiB under the client's cache."""
+    home = client.cache.parent
+    home.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(home)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield home
+    subprocess.run(["umount", "--lazy", str(home)], check=True)
+
+
+def fill(folder: Path, left: int) -> Path:
+    """Fill the disk up to this many bytes with a file."""
+    (filler := folder / "filler").write_bytes(bytes(shutil.disk_usage(folder).free - left))
+    return filler
+
+
+def test_disk_that_fills_up_is_named_and_the_rest_resumes(client: Client, hub: Hub, small_disk: Path) -> None:
+    hub.models[NAME].files["model.safetensors"] = random.randbytes(MEGABYTES << 20)
+    with stalled(client, hub, 12 << 20, HF_HUB_DOWNLOAD_TIMEOUT="1") as process:
+        (part,) = partial_weights(client)
+        while part.stat().st_size < DOWNLOAD_CHUNK_SIZE:  # nothing is written during the stall
+            time.sleep(0.02)
+        filler = fill(small_disk, left=5 << 20)
+        hub.stall_after = None
+        hub.released.set()
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 2
+    advice = "delete models there, or set HF_HOME to a directory on a larger disk"
+    assert err.endswith(f"weft pull: {NAME}: the disk of {client.cache} is full; {advice}\n")
+    filler.unlink()
+    kept = part.stat().st_size
+    assert kept >= DOWNLOAD_CHUNK_SIZE
+    client.pull()
+    assert hub.sent["model.safetensors"] == (MEGABYTES << 20) - kept
+
+
+def test_full_disk_is_explained_in_one_line(client: Client, small_disk: Path) -> None:
+    fill(small_disk, left=16 << 10)
+    status, _, err = client.run("pull", NAME)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert err.startswith(f"weft pull: {NAME}: the disk of {client.cache} is full; ")
+
+
+def test_limit_of_file_sizes_is_explained(client: Client) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
+    try:
+        process = client.start("pull", NAME)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 2
+    assert f"weft pull: {NAME}: {client.cache}: File too large; raise `ulimit -f`" in err
 
 
 def test_gateway_fetches_no_weights(client: Client, hub: Hub) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import httpx
 import psutil
 import pytest
 
+from tests.weft.hub_server import Hub, Repository, serving
 from tests.wheel.conftest import PATIENCE_SECONDS, ROOT, Installation, wait_until
 from weft.cli.layout import free_ports
 
@@ -103,6 +105,11 @@ def test_other_commands_run_without_extras(base: Installation, full: Installatio
     http, grpc = map(str, free_ports(2))
     assert "pip install 'weft[cpu]'" in base.run("weft", "doctor", "--port", http, "--grpc-port", grpc)
     assert "no models" in base.run("weft", "models")
+    files = {path.name: path.read_bytes() for path in (ROOT / "models/weft-nano").iterdir()}
+    with serving(Hub({"weft-lab/nano": Repository(files)})) as hub:
+        client = replace(base, environ={**base.environ, "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"})
+        assert "snapshots" in client.run("weft", "pull", "weft-lab/nano")
+    assert "weft-lab/nano" in base.run("weft", "models")
     assert "key.pem" in base.run("weft", "certs", certs)
     assert "sk-weft-" in base.run("weft", "keys", "add", "me", "--keys", str(base.home / "keys.json"))
     base.run("weft", "compress", model, bundle)
