@@ -42,7 +42,7 @@ class Case:
     values: Tensor
     batch: PagedTensors
 
-    def expected(self, shape: AttentionShape) -> Tensor:
+    def expected(self, shape: AttentionShape, sinks: Tensor | None = None) -> Tensor:
         out = torch.zeros(*self.q.shape[:2], self.values.shape[3], device=DEVICE)
         group = self.q.shape[1] // self.keys.shape[1]
         for index, (start, end) in enumerate(pairwise(self.batch.query_starts.tolist())):
@@ -55,7 +55,10 @@ class Case:
                 first = max(first, position // shape.chunk * shape.chunk) if shape.chunk else first
                 for head in range(self.q.shape[1]):
                     seen = keys[first : position + 1, head // group]
-                    weights = (seen @ self.q[row, head].float() * shape.scale).softmax(0)
+                    scores = seen @ self.q[row, head].float() * shape.scale
+                    if sinks is not None:  # one more score, whose value is zero
+                        scores = torch.cat((scores, sinks[head : head + 1]))
+                    weights = scores.softmax(0)[: len(seen)]
                     out[row, head] = weights @ values[first : position + 1, head // group]
         return out.to(self.q.dtype)
 
@@ -92,15 +95,15 @@ def make_case(
     return Case(q, pool[:, :, LAYER, 0], pool[:, :, LAYER, 1], batch)
 
 
-def decode(case: Case, shape: AttentionShape) -> Tensor:
+def decode(case: Case, shape: AttentionShape, sinks: Tensor | None = None) -> Tensor:
     out = case.q.new_full((*case.q.shape[:2], case.values.shape[3]), 7.0)
-    paged_attention_decode(case.q, case.keys, case.values, case.batch, shape, out)
+    paged_attention_decode(case.q, case.keys, case.values, case.batch, shape, out, sinks)
     return out
 
 
-def prefill(case: Case, shape: AttentionShape) -> Tensor:
+def prefill(case: Case, shape: AttentionShape, sinks: Tensor | None = None) -> Tensor:
     out = case.q.new_full((*case.q.shape[:2], case.values.shape[3]), 7.0)
-    paged_attention_prefill(case.q, case.keys, case.values, case.batch, shape, out)
+    paged_attention_prefill(case.q, case.keys, case.values, case.batch, shape, out, sinks)
     return out
 
 
@@ -139,6 +142,21 @@ def test_windows_and_chunks_at_all_their_edges(shape: AttentionShape) -> None:
     expected = case.expected(shape)
     close(decode(case, shape), expected)
     close(prefill(case, shape), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("window", [0, 8])
+def test_sinks_join_the_denominator_once(num_splits: int, window: int, dtype: torch.dtype) -> None:
+    case = make_case([(3, 130), (1, 1), (8, 40)], dtype, heads=(6, 2))
+    shape = AttentionShape(0.25, window=window, num_splits=num_splits)
+    sinks = torch.tensor([-1e4, -2.0, 0.0, 1.0, 4.0, 1e4], device=DEVICE)
+    expected = case.expected(shape, sinks)
+    close(decode(case, shape, sinks), expected)
+    close(prefill(case, shape, sinks), expected)
+    case.batch.context_lens[1] = 0  # as a graph's places that no sequence takes
+    expected[3] = 0
+    close(decode(case, shape, sinks), expected)
 
 
 @pytest.mark.parametrize(

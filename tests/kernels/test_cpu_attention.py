@@ -142,6 +142,39 @@ def test_long_contexts_are_cut_without_a_trace(heads: tuple[int, int], dim: int,
     assert torch.equal(paged_attention(q[4:6].contiguous(), 1, alone, span), out[4:6])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("span", [FULL, KeySpan(6)])
+@pytest.mark.parametrize(("heads", "dim"), SHAPES)
+def test_sinks_join_the_denominator(heads: tuple[int, int], dim: int, span: KeySpan, dtype: torch.dtype) -> None:
+    sinks = torch.linspace(-3, 6, heads[0])
+    for spans in (MIXED, [(64, 64)], [(1, 30)]):
+        q, batch = make_batch(spans, heads, dim, dtype)
+        expected = paged_attention_reference(q, 1, batch, span, sinks)
+        rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2**-7, 4e-3)
+        found = paged_attention(q, 1, batch, span, sinks=sinks)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+        assert not torch.allclose(found, paged_attention(q, 1, batch, span), atol=1e-2)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+def test_sinks_count_once_in_contexts_that_are_cut(heads: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    pool = torch.randn(400, heads[1], 1, 2, 16, 32, generator=generator)
+    batch = PagedBatch(pool, heads[0], [0, 1, 2], [2600, 3000], [range(163), range(170, 360)])
+    q, sinks = torch.randn(2, heads[0], 32, generator=generator), torch.linspace(4, 11, heads[0])
+    expected = paged_attention_reference(q, 0, batch, FULL, sinks)
+    torch.testing.assert_close(paged_attention(q, 0, batch, sinks=sinks), expected, rtol=1e-4, atol=2e-6)
+
+
+def test_sinks_far_from_the_scores_stay_exact() -> None:
+    q, batch = make_batch([(1, 20), (60, 130)], (4, 2), 64, torch.float32)
+    sinks = torch.tensor([-1e4, 90.0, 1e4, -90.0])
+    for factor in (0.0, 1.0, 1e4):
+        expected = paged_attention_reference(q * factor, 0, batch, FULL, sinks)
+        found = paged_attention(q * factor, 0, batch, sinks=sinks)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6 * max(1, factor))
+
+
 def test_chunks_of_scores_far_apart_stay_exact() -> None:
     q, batch = make_batch([(60, 130)], (4, 2), 64, torch.float32)
     for factor in (0.0, 1.0, 40.0, 1e4):

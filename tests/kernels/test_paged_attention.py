@@ -66,6 +66,17 @@ def test_windows_and_chunks_are_those_of_the_reference(spans: list[tuple[int, in
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("span", [KeySpan(), KeySpan(6)])
+@pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
+def test_sinks_are_those_of_the_reference(spans: list[tuple[int, int]], span: KeySpan, dtype: torch.dtype) -> None:
+    q, batch = make_batch(spans, (6, 2), 8, dtype)
+    sinks = torch.tensor([-3.0, 0.5, 1.0, 1.5, 2.0, 6.0])
+    expected = paged_attention_reference(q, 1, batch, span, sinks)
+    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 2e-2)
+    torch.testing.assert_close(paged_attention(q, 1, batch, span, sinks=sinks), expected, rtol=rtol, atol=atol)
+
+
 def test_blocks_before_the_window_are_not_read() -> None:
     q, batch = make_batch([(1, 30), (1, 23), (2, 17)], (4, 2), 8, torch.float32)
     expected = paged_attention(q, 0, batch, KeySpan(5))

@@ -17,11 +17,17 @@ from weft_kernels.paged_attention.device_batch import resident_batch as resident
 
 
 def paged_attention(
-    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL, scale: float | None = None
+    q: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    span: KeySpan = FULL,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """out[r, h] = softmax(scale * q[r, h] . K^T) V over the keys that row r sees: up to itself, within `span`.
 
-    scale: 1 / sqrt(dim) if it is None.
+    scale: 1 / sqrt(dim) if it is None. sinks: [heads] float32; exp(sinks[h]) is added to the softmax's denominator, so
+    that the weights of a row may add up to less than 1.
 
     q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype, with the rows of `batch`.
     K, V: keys and values of `layer` and key head h // (heads / kv_heads) in the blocks of the row's sequence. The
@@ -29,15 +35,18 @@ def paged_attention(
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.is_cuda:
         from weft_kernels.paged_attention.kernel import paged_attention_kernels
 
-        return paged_attention_kernels(q, layer, batch, span, scale)
-    return paged_attention_cpu(q, layer, batch, span, scale)
+        return paged_attention_kernels(q, layer, batch, span, scale, sinks=sinks)
+    return paged_attention_cpu(q, layer, batch, span, scale, sinks=sinks)
 
 
-def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL) -> Tensor:
+def paged_attention_reference(
+    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL, sinks: Tensor | None = None
+) -> Tensor:
     out = torch.empty_like(q)
     ratio = q.shape[1] // batch.pool.shape[1]
     for sequence, (start, end) in enumerate(pairwise(batch.query_starts)):
@@ -50,5 +59,6 @@ def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch, span: Ke
             first = span.first_visible(visible - 1)
             for head in range(q.shape[1]):
                 scores = keys[head // ratio, first:visible] @ q[row, head].float() * q.shape[-1] ** -0.5
-                out[row, head] = scores.softmax(0) @ values[head // ratio, first:visible]
+                seen = scores.softmax(0) @ values[head // ratio, first:visible]
+                out[row, head] = seen if sinks is None else seen * (scores.logsumexp(0) - sinks[head]).sigmoid()
     return out

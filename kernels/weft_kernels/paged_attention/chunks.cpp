@@ -106,22 +106,23 @@ void attend_chunk(const Chunk& c, const Item* q, const Item* memory, const int* 
     }
 }
 
-Chunk chunk_of(const long* sizes) {
-    return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],
-            sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11]};
+Chunk chunk_of(const long* sizes, const float* sinks) {
+    return {sizes[0], sizes[1], sizes[2], sizes[3],  sizes[4],  sizes[5], sizes[6],
+            sizes[7], sizes[8], sizes[9], sizes[10], sizes[11], sinks};
 }
 
 }  // namespace
 
 // sizes: rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer, context, window, chunk.
+// sinks: one for each head, or null.
 WEFT_EXPORT void weft_attend_chunk_f32(const float* q, const float* memory, const int* blocks, float* out,
-                                       const long* sizes, float scale, int num_threads) {
-    attend_chunk<float>(chunk_of(sizes), q, memory, blocks, out, scale, num_threads);
+                                       const long* sizes, float scale, const float* sinks, int num_threads) {
+    attend_chunk<float>(chunk_of(sizes, sinks), q, memory, blocks, out, scale, num_threads);
 }
 
 WEFT_EXPORT void weft_attend_chunk_bf16(const uint16_t* q, const uint16_t* memory, const int* blocks, uint16_t* out,
-                                        const long* sizes, float scale, int num_threads) {
-    Chunk c = chunk_of(sizes);
+                                        const long* sizes, float scale, const float* sinks, int num_threads) {
+    Chunk c = chunk_of(sizes, sinks);
 #ifdef __AMX_BF16__
     if (c.dim % 32 == 0 && c.value_dim % 16 == 0)
         return attend_chunk_by_matrices(c, q, memory, blocks, out, scale, num_threads);

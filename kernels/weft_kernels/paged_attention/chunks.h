@@ -10,6 +10,7 @@
 #include "products.h"
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 
@@ -23,6 +24,7 @@ constexpr float HIDDEN = -1e30f;
 struct Chunk {
     long rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer;
     long context, window, chunk;  // tokens up to the last row; which keys a row sees, as in Span
+    const float* sinks;           // one for each head, or null
     long ratio() const { return heads / kv_heads; }
     // Where a head's keys and values begin in the first block, and from block to block.
     long keys(long head) const { return (head * layers + layer) * parts * block_tokens * dim; }
@@ -171,7 +173,10 @@ void give_results(const Chunk& c, Work<Number>& work, long head, long start, Ite
     for (long lane = 0; lane < std::min<long>(LANES, c.rows * c.ratio() - start); lane++) {
         long index = start + lane, row = index / c.ratio();
         Item* to = out + (row * c.heads + head * c.ratio() + index % c.ratio()) * c.value_dim;
-        float factor = 1 / work.total[lane];
+        float total = work.total[lane];
+        float highest = work.highest[lane] / EXPONENT<Number>;
+        if (c.sinks) total += std::exp(c.sinks[head * c.ratio() + index % c.ratio()] - highest);
+        float factor = 1 / total;
         for (long d = 0; d < c.value_dim; d++) work.result[d] = work.sums[d * LANES + lane] * factor;
         for (long d = 0; d < c.value_dim; d += W) {
             Item last[W];

@@ -38,24 +38,31 @@ class CpuBatch:
 
 
 def paged_attention_cpu(
-    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
+    q: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    span: KeySpan,
+    scale: float,
+    value_dim: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention in C++ without copying keys; in torch if the machine lacks the kernels."""
     library = native()
     if library is None:
-        return paged_attention_grouped(q, layer, batch, span, scale, value_dim)
+        return paged_attention_grouped(q, layer, batch, span, scale, value_dim, sinks)
+    sink_address = None if sinks is None else sinks.data_ptr()
     rows = cpu_batch(batch, span, is_whole=(q.shape[2] | (value_dim or 0)) % library.weft_width() == 0)
     out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
     sizes = q.shape[1], *batch.pool.shape[1:], out.shape[2], layer
     if len(rows.spans):
         where = (each.data_ptr() for each in (q, batch.pool, rows.blocks, rows.spans, out))
         attend = getattr(library, f"weft_attend_{SUFFIXES[q.dtype]}")
-        attend(*where, _longs((len(rows.spans), *sizes)), scale, torch.get_num_threads())
+        attend(*where, _longs((len(rows.spans), *sizes)), scale, sink_address, torch.get_num_threads())
     for chunk in rows.chunks:
         where = (each.data_ptr() for each in (q[chunk.first_row], batch.pool, chunk.blocks, out[chunk.first_row]))
         all_sizes = chunk.num_rows, *sizes, chunk.context, span.window, span.chunk
         attend = getattr(library, f"weft_attend_chunk_{SUFFIXES[q.dtype]}")
-        attend(*where, _longs(all_sizes), scale, torch.get_num_threads())
+        attend(*where, _longs(all_sizes), scale, sink_address, torch.get_num_threads())
     return out
 
 
@@ -99,27 +106,43 @@ def make_cpu_batch(batch: PagedBatch, span: KeySpan, lanes: int) -> CpuBatch:
 
 
 def paged_attention_grouped(
-    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
+    q: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    span: KeySpan,
+    scale: float,
+    value_dim: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Gather the keys of a group of sequences, then attend with one fused torch call."""
     out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
     for group in batch.groups_within(span):
         rows = slice(group.first_row, group.end_row)
-        out[rows] = _attend(q[rows], layer, batch, group, scale, value_dim)
+        keys, values = _gather(layer, batch, group, value_dim)
+        out[rows] = _attend(q[rows], keys, values, group, scale, sinks)
     return out
 
 
-def _attend(
-    q: Tensor, layer: int, batch: PagedBatch, group: GatherGroup, scale: float, value_dim: int | None
-) -> Tensor:
-    _, kv_heads, _, _, _, dim = batch.pool.shape
-    num_rows, num_heads, _ = q.shape
-    keys, values = _gather(layer, batch, group, value_dim)
+def _attend(q: Tensor, keys: Tensor, values: Tensor, group: GatherGroup, scale: float, sinks: Tensor | None) -> Tensor:
+    num_rows, num_heads, dim = q.shape
+    kv_heads, num_seqs = keys.shape[:2]
     # The heads that share a key head stand as further queries, so that each key is read once.
-    split = (group.num_seqs, num_rows // group.num_seqs, kv_heads, num_heads // kv_heads)
-    queries = q.view(*split, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, group.num_seqs, -1, dim)
-    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+    split = (num_seqs, num_rows // num_seqs, kv_heads, num_heads // kv_heads)
+    queries = q.view(*split, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, num_seqs, -1, dim)
+    mask = group.mask
+    if sinks is not None:
+        keys, values, mask = _with_sinks(keys, values, mask, sinks)
+    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     return out.view(kv_heads, *split[:2], split[3], -1).permute(1, 2, 0, 3, 4).reshape(num_rows, num_heads, -1)
+
+
+def _with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a key and a value of zeros: their score is what the mask adds, the sink of the query's head."""
+    (kv_heads, num_seqs), num_queries = keys.shape[:2], mask.shape[2]
+    zeros = (each.new_zeros(kv_heads, num_seqs, 1, each.shape[3]) for each in (keys, values))
+    of_query = sinks.to(mask.dtype).view(kv_heads, 1, -1).repeat(1, num_seqs, num_queries * kv_heads // len(sinks))
+    masks = (mask.expand(kv_heads, -1, -1, -1), of_query[..., None])
+    return torch.cat((keys, next(zeros)), 2), torch.cat((values, next(zeros)), 2), torch.cat(masks, 3)
 
 
 def _gather(layer: int, batch: PagedBatch, group: GatherGroup, value_dim: int | None) -> tuple[Tensor, Tensor]:

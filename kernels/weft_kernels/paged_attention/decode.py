@@ -17,20 +17,27 @@ from weft_kernels.paged_attention.tile import (
     load_queries,
     nothing_seen,
     put_rows,
+    sink_weight,
 )
 
 MAX_SPLITS = 32
 
 
 def paged_attention_decode(
-    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: AttentionShape, out: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedTensors,
+    shape: AttentionShape,
+    out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Compute out[r, h] for sequences with at most MAX_DECODE_ROWS rows each.
 
     The number of splits depends on the number of sequences, not on their lengths, so a captured graph runs for any
     lengths: each program finds its share of the keys on the device.
     """
-    check(q, keys, values, batch, out)
+    check(q, keys, values, batch, out, sinks)
     assert batch.max_rows <= MAX_DECODE_ROWS
     num_seqs, kv_heads = len(batch.context_lens), keys.shape[1]
     group = q.shape[1] // kv_heads
@@ -50,6 +57,7 @@ def paged_attention_decode(
         batch.query_starts,
         batch.context_lens,
         batch.block_tables,
+        q if sinks is None else sinks,
         parts,
         logs,
         *keys.stride()[:3],
@@ -61,6 +69,7 @@ def paged_attention_decode(
         GROUP=group,
         WINDOW=shape.window,
         CHUNK=shape.chunk,
+        HAS_SINKS=sinks is not None,
         BLOCK_M=block_m,
         **tiles,
         num_warps=8 if block_m * tiles["BLOCK_V"] > 64 * 128 else 4,
@@ -72,10 +81,12 @@ def paged_attention_decode(
             parts,
             logs,
             batch.query_starts,
+            q if sinks is None else sinks,
             out,
             HEADS=q.shape[1],
             MAX_ROWS=batch.max_rows,
             SPLITS=splits,
+            HAS_SINKS=sinks is not None,
             VALUE_DIM=values.shape[3],
             BLOCK_V=tiles["BLOCK_V"],
             num_warps=2,
@@ -97,6 +108,7 @@ def _decode(
     p_starts: tl.tensor,
     p_contexts: tl.tensor,
     p_tables: tl.tensor,
+    p_sinks: tl.tensor,
     p_parts: tl.tensor,
     p_logs: tl.tensor,
     stride_block: tl.tensor,
@@ -110,6 +122,7 @@ def _decode(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     USES_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -159,6 +172,8 @@ def _decode(
                 *(b_acc, b_max, b_sum, rows, keys, i_tile, begin, end, scale, True),
                 *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, VALUE_IS_KEY),
             )
+        if HAS_SINKS and SPLITS == 1:
+            b_sum += sink_weight(p_sinks, i_head * GROUP + o_m % GROUP, b_max)
         b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
         o_part = o_out
         if SPLITS > 1:
@@ -174,10 +189,12 @@ def _join(
     p_parts: tl.tensor,
     p_logs: tl.tensor,
     p_starts: tl.tensor,
+    p_sinks: tl.tensor,
     p_out: tl.tensor,
     HEADS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     USES_PDL: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -201,5 +218,7 @@ def _join(
         p_part = p_parts + o_part[:, None] * VALUE_DIM + o_v[None, :]
         b_part = tl.load(p_part, mask=m_v[None, :], other=0.0)
         total = tl.sum(b_weight, 0)
+        if HAS_SINKS:  # once, not in each split
+            total += sink_weight(p_sinks, tl.program_id(1), top)
         b_out = tl.sum(b_part * b_weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
         tl.store(p_out + o_out * VALUE_DIM + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)

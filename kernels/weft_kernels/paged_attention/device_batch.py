@@ -115,8 +115,13 @@ class AttentionShape:
         }
 
 
-def check(q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, out: Tensor) -> None:
-    """q: [T, heads, dim]; keys: [blocks, kv_heads, block_tokens, dim] and values [..., value_dim], of one pool."""
+def check(
+    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, out: Tensor, sinks: Tensor | None = None
+) -> None:
+    """q: [T, heads, dim]; keys: [blocks, kv_heads, block_tokens, dim] and values [..., value_dim], of one pool.
+
+    sinks: [heads] float32.
+    """
     assert q.is_contiguous()
     assert out.is_contiguous()
     assert q.shape[2] == keys.shape[3]
@@ -127,6 +132,7 @@ def check(q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, out: Ten
     assert q.shape[1] % keys.shape[1] == 0
     assert q.dtype == keys.dtype == values.dtype == out.dtype
     assert q.device == keys.device == out.device == batch.context_lens.device
+    assert sinks is None or (sinks.shape == (q.shape[1],) and sinks.dtype == torch.float32 and sinks.is_contiguous())
 
 
 def _power_of_two(value: int) -> int:

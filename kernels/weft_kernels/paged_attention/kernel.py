@@ -11,7 +11,13 @@ from weft_kernels.paged_attention.prefill import paged_attention_prefill
 
 
 def paged_attention_kernels(
-    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: float, value_dim: int | None = None
+    q: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    span: KeySpan,
+    scale: float,
+    value_dim: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention` on a GPU; with `value_dim`, `latent_attention`."""
     keys = batch.pool[:, :, layer, 0]
@@ -20,9 +26,9 @@ def paged_attention_kernels(
     shape = AttentionShape(scale, span.window, span.chunk)
     launches = _launches(batch)
     if launches.decode is not None:
-        paged_attention_decode(q, keys, values, launches.decode, shape, out)
+        paged_attention_decode(q, keys, values, launches.decode, shape, out, sinks)
     if launches.prefill is not None:
-        paged_attention_prefill(q, keys, values, launches.prefill, shape, out)
+        paged_attention_prefill(q, keys, values, launches.prefill, shape, out, sinks)
     return out
 
 

@@ -14,14 +14,21 @@ from weft_kernels.paged_attention.tile import (
     load_queries,
     nothing_seen,
     put_rows,
+    sink_weight,
 )
 
 
 def paged_attention_prefill(
-    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: AttentionShape, out: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedTensors,
+    shape: AttentionShape,
+    out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Compute out[r, h] for sequences with any number of rows."""
-    check(q, keys, values, batch, out)
+    check(q, keys, values, batch, out, sinks)
     kv_heads = keys.shape[1]
     group = q.shape[1] // kv_heads
     is_wide = keys.shape[3] * keys.itemsize > 256
@@ -34,6 +41,7 @@ def paged_attention_prefill(
         batch.query_starts,
         batch.context_lens,
         batch.block_tables,
+        q if sinks is None else sinks,
         out,
         *keys.stride()[:3],
         batch.block_tables.stride(0),
@@ -42,6 +50,7 @@ def paged_attention_prefill(
         GROUP=group,
         WINDOW=shape.window,
         CHUNK=shape.chunk,
+        HAS_SINKS=sinks is not None,
         BLOCK_M=block_m,
         **shape.tiles(keys, values, 32 if is_wide else 64),
         num_warps=8 if block_m == 128 or is_wide else 4,
@@ -58,6 +67,7 @@ def _prefill(
     p_starts: tl.tensor,
     p_contexts: tl.tensor,
     p_tables: tl.tensor,
+    p_sinks: tl.tensor,
     p_out: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
@@ -68,6 +78,7 @@ def _prefill(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     DIM: tl.constexpr,
@@ -120,5 +131,7 @@ def _prefill(
                     *(b_acc, b_max, b_sum, rows, keys, i_tile, begin, end, scale, SPAN != 1),
                     *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, VALUE_IS_KEY),
                 )
+        if HAS_SINKS:
+            b_sum += sink_weight(p_sinks, i_head * GROUP + o_m % GROUP, b_max)
         b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
         put_rows(p_out, b_out, o_out, m_m, VALUE_DIM, BLOCK_V)

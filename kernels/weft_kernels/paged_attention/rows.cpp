@@ -86,8 +86,8 @@ void score(const Pool& pool, const Item* memory, const Row& row, long head, cons
     fetch(memory + pool.values(row.blocks[row.first / pool.block_tokens], head), 16 * pool.dim);
 }
 
-// scores become weights that add up to 1; `width` is a multiple of W.
-Scale softmax(float* scores, long count, long width) {
+// scores become weights that add up to 1, or with a sink to less; `width` is a multiple of W.
+Scale softmax(float* scores, long count, long width, const float* sink) {
     for (long i = count; i < width; i++) scores[i] = -INFINITY;
     Floats highest = splat(-INFINITY), total = {};
     for (long i = 0; i < width; i += W) {
@@ -99,7 +99,7 @@ Scale softmax(float* scores, long count, long width) {
     for (long i = 0; i < width; i += W) store(scores + i, exponential(load<Floats>(scores + i) - top));
     for (long i = count; i < width; i++) scores[i] = 0;
     for (long i = 0; i < width; i += W) total += load<Floats>(scores + i);
-    float sum_of_all = sum(total), factor = 1 / sum_of_all;
+    float sum_of_all = sum(total), factor = 1 / (sink ? sum_of_all + std::exp(*sink - top) : sum_of_all);
     for (long i = 0; i < width; i += W) store(scores + i, load<Floats>(scores + i) * factor);
     return {top, sum_of_all};
 }
@@ -126,37 +126,39 @@ void mix(const Pool& pool, const Item* memory, const Row& row, long head, long d
         for (int v = 0; v < Vectors; v++) store_narrow(out + h * pool.value_dim + d + v * W, sums[h][v]);
 }
 
-// The next Heads heads of one row that share `head`: q [Heads, dim], out [Heads, value_dim], scales [Heads].
+// The next Heads heads of one row that share `head`: q [Heads, dim], out [Heads, value_dim], scales [Heads], sinks
+// [Heads] or null.
 template <typename Item, typename Out, int Heads>
 void attend(const Pool& pool, const Item* memory, const Row& row, long head, const Item* q, float scale, float* scratch,
-            Out* out, Scale* scales) {
+            Out* out, Scale* scales, const float* sinks) {
     long count = row.end - row.first, width = (count + W - 1) / W * W;
     float* scores = scratch + Heads * pool.dim;
     for (long i = 0; i < Heads * pool.dim; i += W) store(scratch + i, load_wide(q + i) * scale);
     score<Item, Heads>(pool, memory, row, head, scratch, scores, width);
-    for (int h = 0; h < Heads; h++) scales[h] = softmax(scores + h * width, count, width);
+    for (int h = 0; h < Heads; h++) scales[h] = softmax(scores + h * width, count, width, sinks ? sinks + h : nullptr);
     long d = 0;
     for (; d + MAX_VECTORS * W <= pool.value_dim; d += MAX_VECTORS * W)
         mix<Item, Out, Heads, MAX_VECTORS>(pool, memory, row, head, d, scores, width, out);
     for (; d < pool.value_dim; d += W) mix<Item, Out, Heads, 1>(pool, memory, row, head, d, scores, width, out);
 }
 
-// All heads that share `head`: q [ratio, dim], out [ratio, value_dim], scales [ratio].
+// All heads that share `head`: q [ratio, dim], out [ratio, value_dim], scales [ratio], sinks [ratio] or null.
 template <typename Item, typename Out>
 void attend_all(const Pool& pool, const Item* memory, const Row& row, long head, long ratio, const Item* q, float scale,
-                float* scratch, Out* out, Scale* scales) {
+                float* scratch, Out* out, Scale* scales, const float* sinks) {
     for (long h = 0; h < ratio;) {
         const Item* from = q + h * pool.dim;
         Out* to = out + h * pool.value_dim;
+        const float* own = sinks ? sinks + h : nullptr;
         long left = ratio - h;
         if (MAX_HEADS >= 4 && left >= 4) {
-            attend<Item, Out, 4>(pool, memory, row, head, from, scale, scratch, to, scales + h);
+            attend<Item, Out, 4>(pool, memory, row, head, from, scale, scratch, to, scales + h, own);
             h += 4;
         } else if (left >= 2) {
-            attend<Item, Out, 2>(pool, memory, row, head, from, scale, scratch, to, scales + h);
+            attend<Item, Out, 2>(pool, memory, row, head, from, scale, scratch, to, scales + h, own);
             h += 2;
         } else {
-            attend<Item, Out, 1>(pool, memory, row, head, from, scale, scratch, to, scales + h);
+            attend<Item, Out, 1>(pool, memory, row, head, from, scale, scratch, to, scales + h, own);
             h += 1;
         }
     }
@@ -164,10 +166,12 @@ void attend_all(const Pool& pool, const Item* memory, const Row& row, long head,
 
 // out [value_dim] = the pieces' results, each by its share of the exponentials. `stride`: scales from piece to piece.
 template <typename Item>
-void merge(const float* parts, const Scale* scales, long count, long stride, long value_dim, Item* out) {
+void merge(const float* parts, const Scale* scales, long count, long stride, long value_dim, Item* out,
+           const float* sink) {
     float highest = -INFINITY, total = 0;
     for (long i = 0; i < count; i++) highest = std::max(highest, scales[i * stride].highest);
     for (long i = 0; i < count; i++) total += scales[i * stride].total * std::exp(scales[i * stride].highest - highest);
+    if (sink) total += std::exp(*sink - highest);
     for (long d = 0; d < value_dim; d += W) {
         Floats value = {};
         for (long i = 0; i < count; i++) {
@@ -180,12 +184,12 @@ void merge(const float* parts, const Scale* scales, long count, long stride, lon
 
 template <typename Item>
 void rows(const Item* q, const Item* memory, const int* blocks, const int* spans, Item* out, const long* sizes,
-          float scale, int num_threads) {
+          float scale, const float* sinks, int num_threads) {
     Pool pool{sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
     Works works(blocks, spans, sizes[0], sizes[1], pool);
     if (works.total * works.num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    attend_rows(works, pool, q, memory, out, scale);
+    attend_rows(works, pool, q, memory, out, scale, sinks);
 }
 
 }  // namespace
@@ -211,7 +215,8 @@ Works::Works(const int* blocks, const int* spans, long num_rows, long num_heads,
 }
 
 template <typename Item>
-void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale) {
+void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale,
+                 const float* sinks) {
     static thread_local std::vector<float> scratch;
     static thread_local std::vector<Scale> unread;
     long ratio = works.ratio;
@@ -225,13 +230,14 @@ void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memo
         long first = span[2] + work.piece * PIECE, end = std::min<long>(span[3], first + PIECE);
         Row row{works.blocks + span[1], first, end};
         long head = span[0] * works.num_heads + work.head * ratio;
+        const float* own = sinks ? sinks + work.head * ratio : nullptr;
         const Item* from = q + head * pool.dim;
         if (span[3] - span[2] <= PIECE)
             attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(), out + head * pool.value_dim,
-                       unread.data());
-        else
+                       unread.data(), own);
+        else  // the sink counts once, where the pieces are merged
             attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(),
-                       works.parts.data() + work.part * pool.value_dim, works.scales.data() + work.part);
+                       works.parts.data() + work.part * pool.value_dim, works.scales.data() + work.part, nullptr);
     }
     if (works.split.empty()) return;
 #pragma omp barrier
@@ -242,24 +248,25 @@ void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memo
         long pieces = (span[3] - span[2] + PIECE - 1) / PIECE;
         for (long h = 0; h < ratio; h++)
             merge(works.parts.data() + (work.part + h) * pool.value_dim, works.scales.data() + work.part + h, pieces,
-                  ratio, pool.value_dim, out + (span[0] * works.num_heads + work.head * ratio + h) * pool.value_dim);
+                  ratio, pool.value_dim, out + (span[0] * works.num_heads + work.head * ratio + h) * pool.value_dim,
+                  sinks ? sinks + work.head * ratio + h : nullptr);
     }
 }
 
-template void attend_rows(Works&, const Pool&, const float*, const float*, float*, float);
-template void attend_rows(Works&, const Pool&, const uint16_t*, const uint16_t*, uint16_t*, float);
+template void attend_rows(Works&, const Pool&, const float*, const float*, float*, float, const float*);
+template void attend_rows(Works&, const Pool&, const uint16_t*, const uint16_t*, uint16_t*, float, const float*);
 
 }  // namespace weft
 
-// sizes: rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer.
+// sizes: rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer. sinks: one for each head, or null.
 WEFT_EXPORT void weft_attend_f32(const float* q, const float* memory, const int* blocks, const int* spans, float* out,
-                                 const long* sizes, float scale, int num_threads) {
-    rows(q, memory, blocks, spans, out, sizes, scale, num_threads);
+                                 const long* sizes, float scale, const float* sinks, int num_threads) {
+    rows(q, memory, blocks, spans, out, sizes, scale, sinks, num_threads);
 }
 
 WEFT_EXPORT void weft_attend_bf16(const uint16_t* q, const uint16_t* memory, const int* blocks, const int* spans,
-                                  uint16_t* out, const long* sizes, float scale, int num_threads) {
-    rows(q, memory, blocks, spans, out, sizes, scale, num_threads);
+                                  uint16_t* out, const long* sizes, float scale, const float* sinks, int num_threads) {
+    rows(q, memory, blocks, spans, out, sizes, scale, sinks, num_threads);
 }
 
 // Vectors of so many numbers must fill every dimension.

@@ -42,8 +42,9 @@ struct Works {
     Works(const int* blocks, const int* spans, long num_rows, long num_heads, const Pool& pool);
 };
 
-// All threads of a team call it, without a barrier at the end.
+// All threads of a team call it, without a barrier at the end. `sinks`: one logit for each head, or null.
 template <typename Item>
-void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale);
+void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale,
+                 const float* sinks = nullptr);
 
 }  // namespace weft

@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft_kernels.paged_attention.device_batch import LOG2_E
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
 
 @triton.jit
 def first_visible(position: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
@@ -115,6 +119,14 @@ def fold_tile(
     b_value = b_key if VALUE_IS_KEY else load_rows(p_values + o_row, m_key, 0, VALUE_DIM, BLOCK_V)
     b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_shrink[:, None], input_precision="ieee")
     return b_acc, b_top, b_sum * b_shrink + tl.sum(b_weight, 1)
+
+
+@triton.jit
+def sink_weight(p_sinks: tl.tensor, o_head: tl.tensor, b_top: tl.tensor) -> tl.tensor:
+    """Return the weights of heads' sinks relative to the highest scores b_top, an exponent of 2; 0 if that is -inf."""
+    b_sink = tl.load(p_sinks + o_head) * _LOG2_E
+    # Above 2^126 the sum would overflow; the results are 0 before that.
+    return tl.where(b_top == float("-inf"), 0.0, tl.exp2(tl.minimum(b_sink - b_top, 126.0)))
 
 
 @triton.jit
