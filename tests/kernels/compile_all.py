@@ -29,6 +29,7 @@ import weft_kernels.sampling.kernel as sampling
 import weft_kernels.sampling.top_k_p_search as top_k_p_search
 import weft_kernels.silu_mul.kernel as silu_mul
 from tests.kernels.compiling import Ignored, Recorder
+from weft_kernels.moe import ClampedSwiGlu
 from weft_kernels.moe_routing import RoutingConfig
 from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.paged_attention.device_batch import AttentionShape, plan_launches
@@ -146,6 +147,7 @@ def expert_launches() -> Launches:
     scored, bias, grouped = torch.empty(2, 256), torch.empty(256), RoutingConfig(8, False, True, 8, 4, 2.5)
     rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
     few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
+    biases = torch.empty(8, 1536, dtype=BF16), torch.empty(8, 2048, dtype=BF16)
     many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
     int4_rows = *few_rows[:3], empty_int4(8 * 1536, 2048), empty_int4(8 * 2048, 768), False
     int4_many = *many_rows[:3], *int4_rows[3:]
@@ -157,6 +159,8 @@ def expert_launches() -> Launches:
         "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, RoutingConfig(8, True))),
         "routing, groups": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, bias, grouped)),
         "experts": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows)),
+        "experts, biased": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows, biases, ClampedSwiGlu(1.7, 7.0))),
+        "experts down, biased": (moe, "_down", lambda: moe.moe_kernel(*few_rows, biases)),
         "experts, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*many_rows)),
         "experts down": (moe, "_down", lambda: moe.moe_kernel(*few_rows)),
         "experts down, prompt": (moe, "_down", lambda: moe.moe_kernel(*many_rows)),
@@ -189,7 +193,7 @@ def packed_launches() -> Launches:
 def decode_launches() -> Launches:
     """Of heads and of latents, whose parts are joined."""
     q, pool = torch.empty(2, 32, 128, dtype=BF16), torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
-    keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    keys, values, sinks = pool[:, :, 0, 0], pool[:, :, 0, 1], torch.empty(32)
     batch = plan_launches([0, 1, 2], [70, 3], [[1, 2], [0]], torch.device("cpu")).decode
     assert batch is not None
     shape, windowed = AttentionShape(0.1, num_splits=8), AttentionShape(0.1, window=4096, num_splits=8)
@@ -199,6 +203,16 @@ def decode_launches() -> Launches:
     return {
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
+        "decode, sinks": (
+            decode,
+            "_decode",
+            lambda: decode.paged_attention_decode(q, keys, values, batch, AttentionShape(0.1, num_splits=1), q, sinks),
+        ),
+        "join, sinks": (
+            decode,
+            "_join",
+            lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q, sinks),
+        ),
         "join, latent": (
             decode,
             "_join",
@@ -220,7 +234,7 @@ def decode_launches() -> Launches:
 def prefill_launches() -> Launches:
     """Of heads, of latents, and of heads that are made of latents."""
     q, pool = torch.empty(64, 32, 128, dtype=BF16), torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
-    keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    keys, values, sinks = pool[:, :, 0, 0], pool[:, :, 0, 1], torch.empty(32)
     long = plan_launches([0, 64], [70], [[1, 2]], torch.device("cpu")).prefill
     assert long is not None
     few = long.slice(0, 1, 2)
@@ -234,6 +248,11 @@ def prefill_launches() -> Launches:
             prefill,
             "_prefill",
             lambda: prefill.paged_attention_prefill(q, keys, values, long, shape, q),
+        ),
+        "prefill, sinks": (
+            prefill,
+            "_prefill",
+            lambda: prefill.paged_attention_prefill(q, keys, values, long, windowed, q, sinks),
         ),
         "prefill, window": (
             prefill,

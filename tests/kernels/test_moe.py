@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from weft_kernels.moe import moe, moe_reference, pack_experts
+from weft_kernels.moe import ClampedSwiGlu, moe, moe_reference, pack_experts
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -31,6 +33,16 @@ def test_grouped_experts_of_bf16_are_the_reference(dtype: torch.dtype) -> None:
     expected = moe_reference(x.to(dtype), chosen, weights, gate_up, down, False)
     rounding = 1e-5 if dtype == torch.float32 else 3e-2  # weights alone in bf16 lose nothing
     torch.testing.assert_close(out, expected, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("is_on_input", [False, True])
+def test_biases_and_clamped_swiglu_are_the_reference(is_on_input: bool) -> None:
+    x, chosen, weights, gate_up, down = make_inputs(33, 6, 2, torch.float32)
+    biases, swiglu = (torch.randn(6, 12), torch.randn(6, 10)), ClampedSwiGlu(1.7, 2.0)
+    packed = pack_experts(zip(gate_up, down, strict=True), torch.float32)
+    found = moe(x, chosen, weights, replace(packed, biases=biases, swiglu=swiglu), is_on_input)
+    expected = moe_reference(x, chosen, weights, gate_up, down, is_on_input, biases, swiglu)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def make_inputs(num_rows: int, num_experts: int, top_k: int, dtype: torch.dtype) -> Inputs:

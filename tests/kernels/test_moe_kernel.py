@@ -11,7 +11,7 @@ from tests.kernels.device import DEVICE, DTYPES, close
 
 pytest.importorskip("triton")
 
-from weft_kernels.moe import moe, moe_reference, pack_experts
+from weft_kernels.moe import ClampedSwiGlu, moe, moe_reference, pack_experts
 from weft_kernels.moe.kernel import moe_kernel
 
 
@@ -34,6 +34,24 @@ def test_mixtures_of_all_sizes(
     arguments = [each.to(DEVICE) for each in (x, chosen, weights, gate_up, down)]
     found = moe_kernel(arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], is_on_input)
     close(found.cpu(), moe_reference(x, chosen, weights, gate_up, down, is_on_input), factor=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_on_input", [False, True])
+@pytest.mark.parametrize(("num_rows", "hidden", "size"), [(3, 33, 20), (40, 72, 70)])
+def test_biases_and_clamped_swiglu_are_the_reference(
+    num_rows: int, hidden: int, size: int, is_on_input: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    shapes = (num_rows, hidden), (5, 2 * size, hidden), (5, hidden, size), (5, 2 * size), (5, hidden)
+    x, gate_up, down, *biases = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    gate_up, down, swiglu = gate_up * hidden**-0.5, down * size**-0.5, ClampedSwiGlu(1.7, 1.5)
+    weights, chosen = torch.rand(num_rows, 5, generator=generator).topk(2, dim=-1)
+    inputs = [each.to(DEVICE) for each in (x, chosen, weights, gate_up, down)]
+    on_device = biases[0].to(DEVICE), biases[1].to(DEVICE)
+    found = moe_kernel(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], is_on_input, on_device, swiglu)
+    expected = moe_reference(x, chosen, weights, gate_up, down, is_on_input, (biases[0], biases[1]), swiglu)
+    close(found.cpu(), expected, factor=3)
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:

@@ -16,14 +16,28 @@ from weft_kernels.packed import Matrix, Stored, on_device, stack
 def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
     """out[t] = sum over j of weights[t, j] * mlp(chosen[t, j], x[t]), mlp(e, x) = down[e] (silu(gate[e] x) * up[e] x).
 
+    Biases are added to all three products, and another activation replaces silu, if `experts` has them.
     x: [T, hidden], of the packed dtype. chosen: [T, k] int64, no expert twice in a row. weights: [T, k] float32.
     With `is_on_input` the weight multiplies x before the expert instead. Returns [T, hidden] in x's dtype.
     """
     if experts.stacked is not None:
         from weft_kernels.moe.kernel import moe_kernel
 
-        return moe_kernel(x, chosen, weights, *experts.stacked, is_on_input)
+        return moe_kernel(x, chosen, weights, *experts.stacked, is_on_input, experts.biases, experts.swiglu)
     return moe_grouped(x, chosen, weights, experts, is_on_input)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGlu:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -limit and limit."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the activation, in the dtype of `gate`."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * (gate * self.alpha).sigmoid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +46,15 @@ class PackedExperts:
 
     On a CPU: gate_up[e] is [2 size, hidden], gate above up; down[e] is [hidden, size]. On a GPU: `stacked` holds one
     matrix of each kind, with the rows of the experts one below the other.
+
+    `biases`: [experts, 2 size] of gate and up, and [experts, hidden] of down, both of the activations' dtype.
     """
 
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
     stacked: tuple[Matrix, Matrix] | None = None
+    biases: tuple[Tensor, Tensor] | None = None
+    swiglu: ClampedSwiGlu | None = None
 
 
 def pack_experts(
@@ -81,8 +99,10 @@ def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExper
     for expert, count in enumerate(chosen.flatten().bincount(minlength=len(experts.down)).tolist()):
         if count:
             rows = slice(first, first + count)
-            gate, up = linear(into[rows], experts.gate_up[expert]).chunk(2, dim=-1)
-            out[rows] = linear(functional.silu(gate) * up, experts.down[expert])
+            biases = [each[expert] for each in experts.biases] if experts.biases else [None, None]
+            gate, up = linear(into[rows], experts.gate_up[expert], biases[0]).chunk(2, dim=-1)
+            middle = experts.swiglu(gate, up) if experts.swiglu else functional.silu(gate) * up
+            out[rows] = linear(middle, experts.down[expert], biases[1])
             first += count
     if not is_on_input:
         out *= sorted_weights
@@ -92,13 +112,22 @@ def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExper
 
 
 def moe_reference(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_on_input: bool
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    is_on_input: bool,
+    biases: tuple[Tensor, Tensor] | None = None,
+    swiglu: ClampedSwiGlu | None = None,
 ) -> Tensor:
+    gate_up_bias, down_bias = biases or (gate_up.new_zeros(gate_up.shape[:2]), down.new_zeros(down.shape[:2]))
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row in range(len(x)):
         for expert, weight in zip(chosen[row].tolist(), weights[row], strict=True):
             into = x[row].float() * weight if is_on_input else x[row].float()
-            gate, up = (gate_up[expert].float() @ into).chunk(2)
-            expert_out = down[expert].float() @ (torch.nn.functional.silu(gate) * up)
+            gate, up = (gate_up[expert].float() @ into + gate_up_bias[expert]).chunk(2)
+            middle = swiglu(gate, up) if swiglu else functional.silu(gate) * up
+            expert_out = down[expert].float() @ middle + down_bias[expert]
             out[row] += expert_out if is_on_input else expert_out * weight
     return out.to(x.dtype)

@@ -13,11 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft_kernels.moe import ClampedSwiGlu
 from weft_kernels.packed import Matrix
 from weft_kernels.packed.product import form_constants, operands, product
 
 
-def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, is_on_input: bool) -> Tensor:
+def moe_kernel(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    is_on_input: bool,
+    biases: tuple[Tensor, Tensor] | None = None,
+    swiglu: ClampedSwiGlu | None = None,
+) -> Tensor:
     """See `weft_kernels.moe.moe`; gate_up: [experts, 2 size, hidden], down: [experts, hidden, size].
 
     Both may be matrices instead, plain or packed, with the experts' rows one below the other.
@@ -36,6 +46,12 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down
     assert all(each.is_contiguous() for each in (x, chosen, weights, *operands(gate_up, x), *operands(down, x)))
     if not num_rows:
         return torch.empty_like(x)
+    gate_up_bias, down_bias = biases or (x, x)
+    if biases is not None:
+        assert gate_up_bias.shape == (num_experts, 2 * size)
+        assert down_bias.shape == (num_experts, hidden)
+        assert gate_up_bias.is_contiguous()
+        assert down_bias.is_contiguous()
     ordered, order = chosen.flatten().sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=x.device)).int()
     num_items = num_rows * top_k
@@ -51,12 +67,17 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down
         weights,
         order,
         bounds,
+        gate_up_bias,
         middle,
         num_experts,
+        swiglu.alpha if swiglu else 1.0,
+        swiglu.limit if swiglu else 0.0,
         TOP_K=top_k,
         HIDDEN=hidden,
         SIZE=size,
         ON_INPUT=is_on_input,
+        HAS_BIAS=biases is not None,
+        CLAMPED=swiglu is not None,
         **gate_up_tiles,
     )
     _down[(triton.cdiv(hidden, block_n), num_tiles)](
@@ -65,11 +86,13 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down
         weights,
         order,
         bounds,
+        down_bias,
         out,
         num_experts,
         HIDDEN=hidden,
         SIZE=size,
         ON_INPUT=is_on_input,
+        HAS_BIAS=biases is not None,
         **down_tiles,
     )
     return out.view(num_rows, top_k, hidden).sum(1).to(x.dtype)
@@ -119,12 +142,17 @@ def _gate_up(
     p_scales: tl.tensor,
     p_order: tl.tensor,
     p_bounds: tl.tensor,
+    p_bias: tl.tensor,
     p_out: tl.tensor,
     num_experts: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
     ON_INPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -158,10 +186,17 @@ def _gate_up(
             *(up + first_n, up + SIZE, num_weights, 0, steps),
             *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
+        if HAS_BIAS:
+            b_gate += tl.load(p_bias + gate + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+            b_up += tl.load(p_bias + up + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
         # Round where separate layers would round.
         b_gate = b_gate.to(p_out.dtype.element_ty).to(tl.float32)
-        b_silu = (b_gate * tl.sigmoid(b_gate)).to(p_out.dtype.element_ty).to(tl.float32)
-        b_out = b_silu * b_up.to(p_out.dtype.element_ty).to(tl.float32)
+        b_up = b_up.to(p_out.dtype.element_ty).to(tl.float32)
+        if CLAMPED:
+            b_gate = tl.minimum(b_gate, limit)
+            b_up = tl.minimum(tl.maximum(b_up, -limit), limit) + 1
+        b_silu = (b_gate * tl.sigmoid(b_gate * alpha)).to(p_out.dtype.element_ty).to(tl.float32)
+        b_out = b_silu * b_up
         p_tile = p_out + o_m.to(tl.int64)[:, None] * SIZE + o_n[None, :]
         tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
@@ -177,11 +212,13 @@ def _down(
     p_scales: tl.tensor,
     p_order: tl.tensor,
     p_bounds: tl.tensor,
+    p_bias: tl.tensor,
     p_out: tl.tensor,
     num_experts: tl.tensor,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
     ON_INPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -208,6 +245,8 @@ def _down(
             *(row + first_n, row + HIDDEN, num_experts * HIDDEN, 0, steps),
             *(FORM, GROUP_ROWS, GROUP, SIZE, False, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
+        if HAS_BIAS:
+            b_out += tl.load(p_bias + row + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
         b_out = b_out.to(p_middle.dtype.element_ty).to(tl.float32)
         if not ON_INPUT:
             b_out *= b_scale[:, None]
