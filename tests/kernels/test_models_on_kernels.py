@@ -34,13 +34,19 @@ from weft_kernels.rope_kv.kernel import rope_kv_kernel
 from weft_kernels.silu_mul.kernel import silu_mul_kernel
 
 NUM_TOKENS = 18
-NAMES = ["mistral-window", "qwen3-moe", "llama4", "deepseek"]
+NAMES = ["mistral-window", "qwen3-moe", "llama4", "deepseek", "gpt-oss"]
 
 
 def paged_attention(
-    q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL, scale: float | None = None
+    q: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    span: KeySpan = FULL,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return paged_attention_kernels(q, layer, batch, span, scale, sinks=sinks)
 
 
 def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:

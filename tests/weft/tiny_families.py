@@ -125,6 +125,15 @@ TWO_ROPES = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
 }
+GPT_OSS = {
+    **HEADS,
+    "head_dim": 10,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 8,
+    "swiglu_limit": 0.8,  # which the experts reach
+}
 SCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 # name: family, what is not as in the others
@@ -203,6 +212,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hy3": ("HYV3", HY3),
     "ernie-moe": ("Ernie4_5_Moe", ERNIE_MOE),
     "ernie": ("Ernie4_5", {**HEADS, "head_dim": 10}),
+    "gpt-oss": ("GptOss", {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt-oss-plain": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "head_dim": 16,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 4,
+            "swiglu_limit": 7.0,
+        },
+    ),
     "granite": (
         "Granite",
         {

@@ -93,13 +93,14 @@ def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -
 def cpu_bytes(config: ModelConfig, dtype: str) -> int:
     """What a CPU holds that computes in it, without the padding of its panels: see `weft_kernels.linear.pack`.
 
-    All is unpacked. bfloat16 matrices stay what they are, but where they are one with packed ones. Panels are another
-    memory than the table of embeddings that a tied head is.
+    All is unpacked. bfloat16 matrices stay what they are, but where they are one with packed ones. MXFP4 experts become
+    bfloat16. Panels are another memory than the table of embeddings that a tied head is.
     """
-    shapes, total = model_tensors(config), 0
+    shapes, how, total = model_tensors(config), config.quantization, 0
     for name, shape in model_tensors(replace(config, quantization=None)).items():
         is_kept = config.dtype == "bfloat16" and name in shapes and part_of(name, shapes, config.quantization) is None
         is_kept = is_kept and _is_multiplied(name, shape, config) and not _is_unpacked(name, config, shapes)
+        is_kept = is_kept or (how is not None and how.is_of_experts and is_packed(name, shapes, how))
         size_bytes = math.prod(shape) * (ITEM_BYTES["bfloat16"] if is_kept else _wide_bytes(name, config, dtype))
         total += size_bytes * (2 if config.is_tied and "embed_tokens." in name else 1)
     return total
@@ -132,13 +133,13 @@ def _is_unpacked(name: str, config: ModelConfig, shapes: Container[str]) -> bool
 def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
     """Return the bytes of one number of a plain tensor."""
     is_wide = config.experts is not None and config.experts.has_bias and _is_router(name, config)
-    is_wide = is_wide or (config.norm_offset != 0 and name.endswith("norm.weight"))
+    is_wide = is_wide or (config.norm_offset != 0 and name.endswith("norm.weight")) or name.endswith(".sinks")
     return 4 if is_wide or name.endswith(_ROUTING_BIASES) else ITEM_BYTES[dtype]
 
 
 def _is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
     """Return True for a plain matrix that linear layers multiply, and that can stay packed."""
-    is_matrix = len(shape) > 1 and not name.endswith(_ROUTING_BIASES)
+    is_matrix = len(shape) > 1 and not name.endswith((*_ROUTING_BIASES, "_proj_bias"))
     return is_matrix and not _is_router(name, config) and not _is_taken_apart(name)
 
 

@@ -39,6 +39,8 @@ class GroupedAttention:
             self.bias = bias if order is None else bias[order.to(bias.device)]
         self.gate = loader.linear(root + config.attention_gate.name) if config.attention_gate else None
         self.output = loader.linear(root + "o_proj")
+        self.output_bias = loader.tensor(root + "o_proj.bias") if config.has_output_bias else None
+        self.sinks = loader.tensor(root + "sinks", torch.float32) if config.has_sinks else None
         self.norms = self._norms(root, loader, head_order)
         is_normed_last = config.head_norm is HeadNorm.LAST or (
             self.layer.is_rotated and config.head_norm is HeadNorm.PLAIN
@@ -63,8 +65,8 @@ class GroupedAttention:
         q = rope_kv(heads, *angles, batch.pool, self.index, slots, self.rule, temperature)
         if (weight := self.query_weight) is not None:
             q = (q * weight).to(q.dtype)
-        attended = paged_attention(q, self.index, batch, self.span, self.scale)
-        return linear(self._gated(attended, x).flatten(1), self.output)
+        attended = paged_attention(q, self.index, batch, self.span, self.scale, self.sinks)
+        return linear(self._gated(attended, x).flatten(1), self.output, self.output_bias)
 
     @property
     def query_weight(self) -> Tensor | None:

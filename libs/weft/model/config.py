@@ -42,6 +42,7 @@ FAMILIES = {
     "Olmo3ForCausalLM": ("families.olmo", "read_olmo3"),
     "HYV3ForCausalLM": ("families.hunyuan", "read_hy3"),
     "Ernie4_5_MoeForCausalLM": ("families.ernie", "read_moe"),
+    "GptOssForCausalLM": ("families.gpt_oss", "read"),
     "SeedOssForCausalLM": ("families.near_llama", "read_seed"),
     "Ernie4_5ForCausalLM": ("families.ernie", "read"),
     "GraniteForCausalLM": ("families.near_llama", "read_granite"),
@@ -115,6 +116,10 @@ def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
     for rotated in (config.rotated_dim, config.local_rotated_dim):
         if rotated % 2:
             raise fields.error("head_dim", f"must be even for rotary embeddings, found {rotated}")
+    how, has_fused = config.quantization, config.experts is not None and config.experts.is_fused
+    if how is not None and how.is_of_experts and not has_fused:
+        what = f"mxfp4 is not supported in a {config.architecture}; take the checkpoint in BF16"
+        raise fields.error("quantization_config.quant_method", what)
     if experts := config.experts:
         if experts.top_k > experts.num_experts:
             raise fields.error("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from weft.model.spec import Activation, Experts, ModelConfig, Scoring
 from weft.model.step import LayerInputs, TokenBatch, plan_latent
 from weft_kernels.fused_decoder import FusedLayer, LayerRules, fuse_layers
 from weft_kernels.linear import linear, pack
-from weft_kernels.moe import moe, pack_experts
+from weft_kernels.moe import ClampedSwiGlu, moe, pack_experts
 from weft_kernels.moe_routing import RoutingConfig, route
 from weft_kernels.packed import Stored, embedding_rows, stack
 from weft_kernels.paged_attention import PagedBatch
@@ -54,12 +55,19 @@ class MixtureOfExperts:
         is_softmax = experts.scoring in (Scoring.SOFTMAX, Scoring.SOFTMAX_BIASED)
         self.rule = RoutingConfig(experts.top_k, is_softmax, experts.is_renormalised, *sizes)
         each = _each_expert(experts, root + "experts.", loader)
-        self.packed = pack_experts(each, loader.dtype, loader.is_resident)
+        packed = pack_experts(each, loader.dtype, loader.is_resident)
+        swiglu = ClampedSwiGlu(experts.swiglu_alpha, experts.swiglu_limit) if experts.swiglu_limit else None
+        self.router_bias, biases = None, None
+        if experts.is_biased:
+            self.router_bias = loader.tensor(router + ".bias", router_dtype)
+            gate_up_bias = _gates_first(loader.tensor(root + "experts.gate_up_proj_bias"), 1, experts)
+            biases = gate_up_bias, loader.tensor(root + "experts.down_proj_bias")
+        self.packed = replace(packed, biases=biases, swiglu=swiglu)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
-        logits, bias = linear(x.to(self.router.dtype), self.router), self.bias
+        logits, bias = linear(x.to(self.router.dtype), self.router, self.router_bias), self.bias
         if bias is None and self.rule.num_groups > 1:
             bias = logits.new_zeros(self.experts.num_experts, dtype=torch.float32)  # routing by groups has a bias
         chosen, weights = route(logits, bias, self.rule)
@@ -71,16 +79,23 @@ class MixtureOfExperts:
 def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[Stored, Stored]]:
     """gate_up [2 size, hidden] and down [hidden, size], one by one: all may be most of a model."""
     if experts.is_fused:
-        gate_up, down = loader.matrix(root + "gate_up_proj"), loader.matrix(root + "down_proj")
-        if not experts.is_output_first:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        yield from zip(gate_up, down, strict=True)
+        gate_ups, downs = (loader.expert_matrices(f"{root}{name}_proj") for name in ("gate_up", "down"))
+        for gate_up, down in zip(gate_ups, downs, strict=True):
+            yield _gates_first(gate_up, 0, experts), down
         return
     gate, up, out = experts.projections
     for index in range(experts.num_experts):
         each = f"{root}{index}."
         both = [loader.stored_weight(each + gate), loader.stored_weight(each + up)]
         yield stack(both, dtype=loader.dtype), loader.stored_weight(each + out)
+
+
+def _gates_first(gate_up: Tensor, dim: int, experts: Experts) -> Tensor:
+    """Return gate_up with all of gate before all of up in this dimension."""
+    if not experts.is_interleaved:
+        return gate_up
+    order = torch.arange(gate_up.shape[dim], device=gate_up.device).view(-1, 2).T.flatten()
+    return gate_up.index_select(dim, order)
 
 
 class DecoderLayer:
@@ -137,10 +152,12 @@ class DecoderLayer:
     def as_dense(self) -> FusedLayer | None:
         """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call.
 
-        It knows no experts, no latent attention, and no gate after attention, which no dense family has.
+        It knows no experts and no latent attention. No dense family gates attention, or has sinks or an output bias.
         """
         attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or attention.gate is not None:
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp):
+            return None
+        if any(each is not None for each in (attention.gate, attention.output_bias, attention.sinks)):
             return None
         q_norm, k_norm = attention.norms or (None, None)
         if attention.rule.is_normed_last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from weft.errors import BadCheckpoint
 from weft.model.quantization import is_packed, is_shape, stored_dtypes, stored_parts
 from weft.model.spec import ModelConfig
 from weft.model.tensors import expected_tensors, is_ignored, stored_name
-from weft.model.unpacking import PackedModule
+from weft.model.unpacking import PackedModule, unpack_mxfp4
 from weft_kernels.linear import PackedWeight, pack
 from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, stack
 
@@ -172,6 +172,27 @@ class Loader:
         if how.is_expanded:
             parts = {each: tensor.to(self.device) for each, tensor in parts.items()}
         return PackedModule(name, how, (rows, columns), num_columns, parts, cut, self.dtype).read()
+
+    def expert_matrices(self, name: str) -> Iterator[Tensor]:
+        """Yield the matrix [outputs, inputs] of each of the fused experts `name`.
+
+        MXFP4 is exact in bfloat16, which a CPU keeps. Packed experts are unpacked one by one: all of a layer may take
+        gigabytes.
+        """
+        is_output_first = self.config.experts is not None and self.config.experts.is_output_first
+        own_name, name = name, stored_name(name, self.config)
+        if not is_packed(name, self._weights, self.config.quantization):
+            yield from self.matrix(own_name) if is_output_first else self.matrix(own_name).mT
+            return
+        blocks, scales = (self._weights[f"{name}_{part}"] for part in ("blocks", "scales"))
+        self._unread -= {f"{name}_blocks", f"{name}_scales"}
+        part, dtype = self._slices.get(name), torch.bfloat16 if self.device.type == "cpu" else self.dtype
+        of_rank = part.ranges if part is not None and not part.dim else ((0, len(blocks)),)
+        for index in (index for start, stop in of_rank for index in range(start, stop)):
+            matrix = unpack_mxfp4(blocks[index].to(self.device), scales[index].to(self.device))
+            if part is not None and part.dim:
+                matrix = self._cut(matrix, ShardSlice(part.dim - 1 if is_output_first else 2 - part.dim, part.ranges))
+            yield matrix.to(dtype)
 
     def check_all_read(self) -> None:
         """Assert that every expected tensor was read: a model without one of them computes something else."""

@@ -51,6 +51,13 @@ def full_block(how: Quantization, shape: tuple[int, int]) -> tuple[int, int]:
     return how.block[0] or shape[0], how.block[1] or shape[1]
 
 
+def expert_parts(how: Quantization, shape: tuple[int, int, int]) -> dict[str, StoredPart]:
+    """Return the tensors of packed experts [experts, outputs, inputs], by the last part of their names."""
+    groups = *shape[:2], -(-shape[2] // how.block[1])
+    blocks = StoredPart((*groups, how.block[1] // 2), ("U8",), 1, 0, 2)
+    return {"blocks": blocks, "scales": StoredPart(groups, ("U8",), 1)}
+
+
 def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredPart]:
     """Return the tensors of a packed module of this shape, by the last part of their names."""
     rows, columns = shape
@@ -110,20 +117,30 @@ def _bitsandbytes_parts(how: Quantization, num_weights: int) -> dict[str, Stored
 def packed_shapes(name: str, shape: tuple[int, int], how: Quantization | None) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that hold the linear weight `name`: itself, if it is not packed."""
     module = name.removesuffix(".weight")
-    if how is None or not name.endswith(".weight") or _is_skipped(module, how):
+    if how is None or how.is_of_experts or not name.endswith(".weight") or _is_skipped(module, how):
         return {name: shape}
     return {f"{module}.{part}": stored.shape for part, stored in stored_parts(how, shape).items()}
 
 
+def expert_shapes(name: str, shape: tuple[int, int, int], how: Quantization | None) -> dict[str, tuple[int, ...]]:
+    """Return last parts of names, and shapes, of the packed tensors of fused experts `name`; none if they are plain.
+
+    shape: experts, outputs, inputs.
+    """
+    if how is None or not how.is_of_experts or _is_skipped(name, how):
+        return {}
+    return {part: stored.shape for part, stored in expert_parts(how, shape).items()}
+
+
 def is_packed(module: str, names: Container[str], how: Quantization | None) -> bool:
-    """Return True if the tensors `names` hold the linear module packed."""
-    return how is not None and f"{module}.{_last_part(how)}" in names
+    """Return True if the tensors `names` hold the linear module or the fused experts packed."""
+    return how is not None and f"{module}{_separator(how)}{_last_part(how)}" in names
 
 
 def part_of(name: str, names: Container[str], how: Quantization | None) -> StoredPart | None:
     """Return the part, with the shape of a single value, that a tensor is of a packed module; None for a plain one."""
     for last, part in _parts(how).items() if how is not None else ():
-        module = name.removesuffix(f".{last}")
+        module = name.removesuffix(f"{_separator(how)}{last}")
         if module != name and is_packed(module, names, how):
             return part
     return None
@@ -142,9 +159,14 @@ def is_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     return found == expected or (expected == (1,) and all(size == 1 for size in found))
 
 
+def _separator(how: Quantization | None) -> str:
+    """Return what stands before the last part of the name of a packed tensor."""
+    return "_" if how is not None and how.is_of_experts else "."
+
+
 @lru_cache(maxsize=16)
 def _parts(how: Quantization) -> dict[str, StoredPart]:
-    return stored_parts(how, (1, 1))
+    return expert_parts(how, (1, 1, 1)) if how.is_of_experts else stored_parts(how, (1, 1))
 
 
 @lru_cache(maxsize=16)
@@ -187,6 +209,11 @@ def _refusal(fields: Fields, name: str, supported: tuple[str, ...]) -> Exception
 def _skip_names(names: list[str]) -> tuple[str, ...]:
     """Return an expression for whole parts of a module's name: one, as lists of hundreds are common."""
     return (rf"(.*\.)?({'|'.join(map(re.escape, names))})(\..*)?$",) if names else ()
+
+
+def _skip_globs(names: list[str]) -> tuple[str, ...]:
+    """Return expressions for names of modules with asterisks, and for what is inside them."""
+    return tuple(fnmatch.translate(each) for name in names for each in (name, name + ".*"))
 
 
 def _fp8(inner: Fields) -> Quantization:
@@ -335,8 +362,7 @@ def _awq(inner: Fields) -> Quantization:
 
 def _modelopt(inner: Fields) -> Quantization:
     """Read ModelOpt's FP8, with a factor for each tensor, and NVFP4; names to leave out may hold asterisks."""
-    names = inner.strings("ignore") + inner.strings("exclude_modules")
-    skipped = tuple(fnmatch.translate(each) for name in names for each in (name, name + ".*"))
+    skipped = _skip_globs(inner.strings("ignore") + inner.strings("exclude_modules"))
     algorithm = inner.values.get("quant_algo")
     if algorithm == "FP8":
         return Quantization(Packing.FP8_BLOCKS, (0, 0), skipped, "weight_scale")
@@ -364,6 +390,11 @@ def _bitsandbytes(inner: Fields) -> Quantization:
     )
 
 
+def _mxfp4(inner: Fields) -> Quantization:
+    """Read gpt-oss: groups of 32 weights along the inputs of each expert."""
+    return Quantization(Packing.MXFP4_EXPERTS, (1, 32), _skip_globs(inner.strings("modules_to_not_convert")))
+
+
 METHODS = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
@@ -371,4 +402,5 @@ METHODS = {
     "awq": _awq,
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }

@@ -134,6 +134,10 @@ class Experts:
     `shared`. `is_bias_row`: the bias is stored as [1, E]. `is_fused`: all experts of a layer in two tensors,
     gate_up_proj [E, hidden, 2 size] and down_proj [E, size, hidden]; with `is_output_first` each expert's matrices are
     stored as linear modules are, [E, 2 size, hidden] and [E, hidden, size].
+
+    - `is_interleaved`: gate and up alternate in gate_up_proj. `is_biased`: the router and both tensors have biases,
+      `bias` of the router, gate_up_proj_bias [E, 2 size] and down_proj_bias [E, hidden].
+    - `swiglu_limit` > 0: the activation is `weft_kernels.moe.ClampedSwiGlu`.
     """
 
     num_experts: int
@@ -152,6 +156,10 @@ class Experts:
     shared: str = "shared_experts"
     is_fused: bool = False
     is_output_first: bool = False
+    is_interleaved: bool = False
+    is_biased: bool = False
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float = 0.0
 
     @property
     def has_bias(self) -> bool:
@@ -174,8 +182,9 @@ class Packing(StrEnum):
 
     FP8: E4M3 weights with a factor for each block. INT8: bytes with a factor for each row. INT4: compressed-tensors'
     words of int32, with a factor for each group. GPTQ and AWQ: words of the transposed weight, along its inputs and its
-    outputs. FP4: E2M1 weights with a factor for each group, and in NVFP4 one of the whole tensor. BITSANDBYTES: codes
-    of a table of 16 values, with a factor for each 64 weights of the flat matrix.
+    outputs. FP4: E2M1 weights with a factor for each group, and in NVFP4 one of the whole tensor. MXFP4_EXPERTS: two
+    tensors hold a layer's fused experts, and linear modules are plain. BITSANDBYTES: codes of a table of 16 values,
+    with a factor for each 64 weights of the flat matrix.
     """
 
     FP8_BLOCKS = "fp8"
@@ -186,6 +195,7 @@ class Packing(StrEnum):
     NVFP4 = "nvfp4"
     NVFP4_MODELOPT = "nvfp4 of modelopt"
     MXFP4 = "mxfp4"
+    MXFP4_EXPERTS = "mxfp4 of fused experts"
     BITSANDBYTES = "bitsandbytes"
 
 
@@ -219,6 +229,11 @@ class Quantization:
         is_plain = self.bits == 4 and self.is_symmetric and not self.is_ordered
         return self.packing is not Packing.FP8_BLOCKS and not (self.packing in WITH_KERNELS and is_plain)
 
+    @property
+    def is_of_experts(self) -> bool:
+        """True if fused experts alone are packed."""
+        return self.packing is Packing.MXFP4_EXPERTS
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -231,6 +246,7 @@ class ModelConfig:
     - `rotary_dim`: leading numbers of each head that are rotated; 0 means all. `is_interleaved`: neighbours are pairs.
       `is_rotated_wide`: rotation runs in float32 for every dtype of the heads.
     - `local_rope`, `local_rotary_dim`, `local_num_heads`: of the layers that have a window, if they are others.
+    - `has_sinks`: each query head has a learned logit that joins the softmax's denominator.
     - `norm_offset`: added to the weights of all norms. `is_qkv_fused`, `is_gate_up_fused`: stored as one matrix.
     - `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of what each attention and MLP adds
       to the residual stream, and of the logits. `attention_scale`: factor of the scores; 0 means head_dim ** -0.5.
@@ -252,6 +268,8 @@ class ModelConfig:
     dtype: str
     kv_parts: int = 2
     has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_sinks: bool = False
     is_qkv_fused: bool = False
     is_gate_up_fused: bool = False
     head_norm: HeadNorm = HeadNorm.NONE

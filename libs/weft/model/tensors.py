@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.model.quantization import ACTIVATION_SCALES, KV_SCALES, packed_shapes
+from weft.model.quantization import ACTIVATION_SCALES, KV_SCALES, expert_shapes, packed_shapes
 from weft.model.spec import Experts, HeadNorm, Latent, LayerSpec, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -78,6 +78,8 @@ def _grouped(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
         shapes |= {root + "q_norm.weight": (q_size,), root + "k_norm.weight": (kv_size,)}
     if gate is not None:
         shapes |= _linear(config, root + gate.name, num_heads if gate.is_per_head else q_size, hidden)
+    shapes |= {root + "o_proj.bias": (hidden,)} if config.has_output_bias else {}
+    shapes |= {root + "sinks": (num_heads,)} if config.has_sinks else {}
     return shapes | _linear(config, root + "o_proj", hidden, q_size)
 
 
@@ -107,17 +109,25 @@ def _mlp(config: ModelConfig, root: str, size: int) -> Shapes:
 
 
 def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
-    hidden, size = config.hidden_size, experts.size
-    shapes: Shapes = {f"{root}{experts.router}.weight": (experts.num_experts, hidden)}
+    hidden, size, count = config.hidden_size, experts.size, experts.num_experts
+    shapes: Shapes = {f"{root}{experts.router}.weight": (count, hidden)}
     if experts.has_bias:
-        shapes[root + experts.bias] = (1, experts.num_experts) if experts.is_bias_row else (experts.num_experts,)
+        shapes[root + experts.bias] = (1, count) if experts.is_bias_row else (count,)
+    if experts.is_biased:
+        shapes[f"{root}{experts.router}.bias"] = (count,)
+        shapes |= {
+            root + "experts.gate_up_proj_bias": (count, 2 * size),
+            root + "experts.down_proj_bias": (count, hidden),
+        }
     if experts.is_fused:
         for name, num_out, num_in in (("gate_up_proj", 2 * size, hidden), ("down_proj", hidden, size)):
+            module, how = f"{root}experts.{name}", config.quantization
+            packed = expert_shapes(stored_name(module, config), (count, num_out, num_in), how)
             matrix = (num_out, num_in) if experts.is_output_first else (num_in, num_out)
-            shapes[f"{root}experts.{name}"] = (experts.num_experts, *matrix)
+            shapes |= {f"{module}_{part}": shape for part, shape in packed.items()} or {module: (count, *matrix)}
     else:
         gate, up, down = experts.projections
-        for index in range(experts.num_experts):
+        for index in range(count):
             expert = f"{root}experts.{index}."
             shapes |= _linear(config, expert + gate, size, hidden) | _linear(config, expert + up, size, hidden)
             shapes |= _linear(config, expert + down, hidden, size)

@@ -65,6 +65,20 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     return ((words[:, :, None] >> shifts) & (1 << bits) - 1).flatten(1)
 
 
+def unpack_e2m1(pairs: Tensor) -> Tensor:
+    """Return bfloat16 [..., 2 n] of bytes [..., n] with two weights each, the first in the lower half."""
+    values = torch.tensor([*E2M1, *(-each for each in E2M1)], dtype=torch.bfloat16, device=pairs.device)
+    # Both weights of a byte are looked up as one int32.
+    of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1).view(torch.int32).flatten()
+    return of_byte.index_select(0, pairs.flatten().int()).view(pairs.shape).view(torch.bfloat16)
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return bfloat16 [rows, groups * 32] of bytes [rows, groups, 16] and exponents [rows, groups]; all is exact."""
+    factors = torch.exp2(scales.float() - 127).bfloat16()
+    return (unpack_e2m1(blocks) * factors[..., None]).flatten(1)
+
+
 def _fp8(module: PackedModule) -> Stored:
     how, shape = module.how, module.shape
     block = full_block(how, shape)
@@ -115,11 +129,8 @@ def _awq(module: PackedModule) -> Stored:
 
 
 def _fp4(module: PackedModule) -> Stored:
-    """Unpack two weights of a byte, the first in its lower half."""
     name, _, whole = FP4_SCALES[module.how.packing]
-    patterns = module.parts[name]
-    codes = torch.stack((patterns & 15, patterns >> 4), 2).flatten(1).long()
-    values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)[codes]
+    values = unpack_e2m1(module.parts[name]).float()
     scales = module.parts["weight_scale"]
     if module.how.packing is Packing.MXFP4:
         factors = torch.exp2(scales.float() - 127)

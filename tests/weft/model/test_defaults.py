@@ -31,7 +31,9 @@ def test_what_is_absent_is_as_transformers_has_it(family: str, given: dict[str, 
         oracle = getattr(transformers, CLASSES.get(family, family) + "Config")(**values)
         outer |= values
     config = config_of(Fields(Path("config.json"), outer))
-    if stretched := {"Ministral3": 16 * 16_384, "Mistral4": 128 * 8192}.get(family):  # by the default yarn
+    if stretched := {"Ministral3": 16 * 16_384, "Mistral4": 128 * 8192, "GptOss": 32 * 4096}.get(
+        family
+    ):  # by the default yarn
         oracle.max_position_embeddings = max(oracle.max_position_embeddings, stretched)
     rope = oracle.rope_parameters.get("full_attention", oracle.rope_parameters)
     found = [config.max_positions, config.rms_norm_eps, config.rope.theta, config.is_tied]

@@ -98,7 +98,7 @@ def test_logits_in_bf16_on_a_gpu_are_as_near_to_fp32(name: str, family_of: Calla
         assert ours < 1.5**2 * theirs
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2-yarn", "qwen3", "llama4"])
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2-yarn", "qwen3", "llama4", "gpt-oss"])
 def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(
     name: str, family_of: Callable[[str], TinyFamily]
 ) -> None:
@@ -116,9 +116,9 @@ def test_in_bf16_a_long_texts_temperature_is_not_rounded(
     """Queries alone are, as by transformers: a rounded factor would shift all scores of a row alike."""
     queries: list[torch.Tensor] = []
 
-    def attend(q: torch.Tensor, layer: int, batch: PagedBatch, span: KeySpan, scale: None) -> torch.Tensor:
+    def attend(q: torch.Tensor, layer: int, batch: PagedBatch, span: KeySpan, *others: None) -> torch.Tensor:
         queries.append(q)
-        return paged_attention(q, layer, batch, span, scale)
+        return paged_attention(q, layer, batch, span, *others)
 
     monkeypatch.setattr(attention, "paged_attention", attend)
     tiny = family_of("llama4")

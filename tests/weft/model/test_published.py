@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from weft.capacity.footprint import footprint
 from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups
@@ -34,10 +35,10 @@ def read(fields: dict[str, Any], directory: Path) -> ModelConfig:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Packed words count eight each, factors and shapes not at all."""
-    shapes = expected_tensors(config).items()
-    sizes = [(name, prod(shape)) for name, shape in shapes if not name.endswith(("_scale", "_scale_inv", "_shape"))]
-    return sum(8 * size if name.endswith("_packed") else size for name, size in sizes)
+    """Packed words count eight each, bytes of MXFP4 two, factors and shapes not at all."""
+    factors, packed = ("_scale", "_scales", "_scale_inv", "_shape"), {"packed": 8, "blocks": 2}
+    sizes = [(name, prod(shape)) for name, shape in expected_tensors(config).items() if not name.endswith(factors)]
+    return sum(packed.get(name.rpartition("_")[2], 1) * size for name, size in sizes)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def num_weights(config: ModelConfig) -> int:
         ("qwen3-30b-a3b", 30.53, 96 << 10),
         ("mixtral-8x7b", 46.70, 128 << 10),
         ("llama4-scout", 107.8, 192 << 10),
+        ("gpt-oss-20b", 20.91, 48 << 10),
         ("deepseek-v3", 671.0, 61 * 576 * 2),
         ("kimi-k2.5", 1026.0, 61 * 576 * 2),
     ],
@@ -94,6 +96,20 @@ def test_kimi_packs_the_routed_experts_only(tmp_path: Path) -> None:
     assert all(".mlp.experts." in name for name in packed)
     expert = "language_model.model.layers.1.mlp.experts.0.gate_proj.weight"
     assert (shapes[expert + "_packed"], shapes[expert + "_scale"]) == ((2048, 896), (2048, 224))
+
+
+def test_gpt_oss_packs_the_experts_only() -> None:
+    config = read_config(CONFIGS / "gpt-oss-20b")
+    shapes = expected_tensors(config)
+    experts = "model.layers.23.mlp.experts."
+    assert shapes[experts + "gate_up_proj_blocks"] == (32, 5760, 90, 16)
+    assert shapes[experts + "down_proj_scales"] == (32, 2880, 90)
+    assert shapes[experts + "down_proj_bias"] == (32, 2880)
+    assert len([name for name in shapes if name.endswith("_blocks")]) == 2 * 24
+    # as many tensors and bytes as the published index counts
+    assert len(shapes) == 459
+    assert sum(each.size_bytes for each in footprint(config).values()) == 13_761_264_768
+    assert config.layers[:2] == (LayerSpec(window=128, has_experts=True), LayerSpec(has_experts=True))
 
 
 def test_llama_guard_4_has_no_experts_at_all(tmp_path: Path) -> None:
