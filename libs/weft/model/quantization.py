@@ -374,7 +374,7 @@ def _modelopt(inner: Fields) -> Quantization:
 
 
 def _bitsandbytes(inner: Fields) -> Quantization:
-    """Read 4 bits of bitsandbytes, whose factors may be quantized too. Without a list, the head is left out."""
+    """Read 4 bits of bitsandbytes; its factors may be quantized too. Without a list, the head is left out."""
     if inner.boolean("load_in_8bit") or not inner.boolean("load_in_4bit"):
         raise inner.error("load_in_8bit", f"only 4 bits (load_in_4bit) are supported; {INSTEAD}")
     kind = inner.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
