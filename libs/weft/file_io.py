@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
@@ -167,6 +168,7 @@ FIRST_BYTES = 512
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 AGAIN = "download it again"
 HAS_NO_CONFIG = "has no config.json; it must be a checkpoint as Hugging Face ships them"
+ONLY_GGUF = "has only GGUF files; make a checkpoint of one with `weft convert FILE`"
 # First bytes of known files.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 CONTENTS = (
@@ -174,7 +176,7 @@ CONTENTS = (
     (b"<!doctype html", f"is a web page (HTML), not the file; {AGAIN}, with a login where the site wants one"),
     (b"<html", f"is a web page (HTML), not the file; {AGAIN}, with a login where the site wants one"),
     (b"<?xml", f"is a server's answer in XML, not the file; {AGAIN}"),
-    (b"gguf", "is a GGUF file, which Weft does not read; name the safetensors checkpoint that it was made of"),
+    (b"gguf", "is a GGUF file; make a checkpoint of it with `weft convert FILE`"),
     (b"pk\x03\x04", "is a zip archive, as PyTorch writes; convert it to safetensors"),
     (b"\x80\x02", "is pickled, which can run code and is not read; convert it to safetensors"),
 )
@@ -219,7 +221,7 @@ def foreign_names(names: Set[str]) -> str | None:
     if variant := _first(names, lambda name: VARIANT.fullmatch(name) is not None):
         return f"has only a variant of the weights ({variant}); rename its files to model.safetensors and the like"
     if ".gguf" in _suffixes(names):
-        return "has only GGUF files, which Weft does not read; name the safetensors checkpoint that they were made of"
+        return ONLY_GGUF
     if "params.json" in names or any(name.startswith("consolidated.") for name in names):
         what = "the format of its maker (params.json, consolidated.*)"
         return f"has its weights in {what}; take the checkpoint in the format of Hugging Face (model*.safetensors)"
@@ -262,7 +264,7 @@ def _foreign_file(path: Path) -> str:
     if path.name == "config.json":
         return f"is a file; name its directory, {path.parent}"
     if path.suffix == ".gguf":
-        return "is a GGUF file, which Weft does not read; name the safetensors checkpoint that it was made of"
+        return f"is a GGUF file; make a checkpoint of it with `weft convert {shlex.quote(str(path))}`"
     with path.open("rb") as file:
         what = foreign_content(file.read(FIRST_BYTES))
     return what or "is a file; name the directory with it and config.json"

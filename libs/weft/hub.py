@@ -25,7 +25,7 @@ from typing import Any
 
 from weft import log
 from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
-from weft.file_io import HAS_NO_CONFIG, PICKLE_SUFFIXES, foreign_names
+from weft.file_io import HAS_NO_CONFIG, ONLY_GGUF, PICKLE_SUFFIXES, foreign_names
 from weft.hub_cache import COMMIT, INDEX_FILE, SMALL_FILES, CachedModel, weight_files
 from weft.model.config import config_of
 from weft.model.fields import read_json
@@ -159,7 +159,7 @@ class _Fetch:
         """Raise BadCheckpoint if the model has no config.json."""
         names = set(listing.sizes)
         if "config.json" not in names:
-            raise BadCheckpoint(f"{self._name}: {foreign_names(names) or HAS_NO_CONFIG}")
+            raise BadCheckpoint(f"{self._name}: {_foreign(self._name, names) or HAS_NO_CONFIG}")
 
     def _is_whole(self, commit: str) -> bool:
         sizes = self._model.needed(commit, self._has_weights)
@@ -234,7 +234,7 @@ class _Fetch:
             self._fetch_small(listing, each)
         weights = weight_files(names, snapshot / INDEX_FILE) if self._has_weights else []
         if self._has_weights and not weights:
-            raise BadCheckpoint(f"{self._name}: {_without_weights(names)}")
+            raise BadCheckpoint(f"{self._name}: {_without_weights(self._name, names)}")
         if absent := [each for each in weights if each not in names]:
             raise BadCheckpoint(f"{self._name}: {INDEX_FILE} names {_listed(absent)}, which the Hub does not have")
         self._fetch_weights(listing, self._model.missing(listing.commit, weights))
@@ -379,8 +379,13 @@ def _logged(name: HubName) -> Report:
     return report
 
 
-def _without_weights(names: Collection[str]) -> str:
-    if what := foreign_names(set(names)):
+def _foreign(name: HubName, names: Collection[str]) -> str | None:
+    what = foreign_names(set(names))
+    return f"{what} after `hf download {name.repo} FILE`" if what == ONLY_GGUF else what
+
+
+def _without_weights(name: HubName, names: Collection[str]) -> str:
+    if what := _foreign(name, names):
         return what
     if any(each.endswith(PICKLE_SUFFIXES) for each in names):
         return "has only pickled weights, which can run code; convert them to safetensors"

@@ -27,6 +27,10 @@ HUB: dict[str, str] = {
     "pull": "weft/test_hub.py::test_pull_fetches_only_needed_files",
     "models": "weft/test_hub.py::test_models_lists_the_cache",
 }
+# Need a GGUF file: the tests that make one.
+GGUF: dict[str, str] = {
+    "convert": "weft/gguf_import/test_conversion.py::test_command_makes_a_directory_named_like_the_file",
+}
 # Run by the bundle program, to which these commands are passed on.
 BUNDLES: dict[str, list[str]] = {
     "compress": ["--threads", "1"],
@@ -59,6 +63,8 @@ UP: dict[str, str] = {
 # Targets of make: what runs each, or why no test does.
 MAKE: dict[str, str] = {
     "serve": "loadtest.quickstart does, from a clone; it installs for a minute",
+    "smollm2": "downloads 93 MB; tests/smollm2 converts and serves the same",
+    "smollm2-test": "downloads 93 MB and takes a quarter of an hour; nightly",
     "test": ".ci/run",
     "lint": ".ci/run",
     "help": "prints",

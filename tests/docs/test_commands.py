@@ -12,7 +12,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from tests.docs.accounts import ALONE, BUNDLES, HUB, MAKE, MODULES, ON_A_MESH, OTHERS, UP
+from tests.docs.accounts import ALONE, BUNDLES, GGUF, HUB, MAKE, MODULES, ON_A_MESH, OTHERS, UP
 from tests.docs.pages import PAGES, ROOT, commands, distinct, named
 from weft.cli import plan
 from weft.cli.doctor import machine
@@ -63,12 +63,12 @@ def test_commands_for_bundles(folder: Path) -> None:
 def test_every_weft_command_is_run_somewhere() -> None:
     for page, words in named("weft"):
         if words[0] != "up":
-            assert words[0] in {*ON_A_MESH, *ALONE, *BUNDLES, *HUB}, f"{page}: weft {words[0]}"
+            assert words[0] in {*ON_A_MESH, *ALONE, *BUNDLES, *GGUF, *HUB}, f"{page}: weft {words[0]}"
         options = [word for word in words if words[0] == "up" and word.startswith("--")]
         assert set(options) <= set(UP), f"{page}: weft {shlex.join(words)}"
 
 
-@pytest.mark.parametrize("place", sorted({*UP.values(), *HUB.values()}))
+@pytest.mark.parametrize("place", sorted({*UP.values(), *GGUF.values(), *HUB.values()}))
 def test_named_tests_and_fixtures_exist(place: str) -> None:
     path, _, name = place.partition("::")
     module = ast.parse((ROOT / "tests" / path).read_text())

@@ -36,23 +36,24 @@ def run_pull(names: Sequence[str]) -> int:
 
 def fetch_with_display(name: HubName, is_thorough: bool = False) -> Path:
     """Fetch a model with a progress bar, or lines if standard error is no terminal."""
-    with _display(name) as report:
+    with progress_display(str(name)) as report:
         return fetch_model(name, report, is_thorough=is_thorough)
 
 
 @contextmanager
-def _display(name: HubName) -> Iterator[Callable[[int, int], None]]:
+def progress_display(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a report that takes the bytes done and all bytes: a bar, or lines if standard error is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(name)
+        yield _lines(label)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(str(name), total=None, visible=False)
+        task = bar.add_task(label, total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
-def _lines(name: HubName) -> Callable[[int, int], None]:
+def _lines(label: str) -> Callable[[int, int], None]:
     """Return a report that prints a line at the start, every 10 s and at the end."""
     printed_at = -LINE_SECONDS
 
@@ -60,7 +61,7 @@ def _lines(name: HubName) -> Callable[[int, int], None]:
         nonlocal printed_at
         if done >= total or time.monotonic() - printed_at >= LINE_SECONDS:
             printed_at = time.monotonic()
-            print(f"{name}: {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
+            print(f"{label}: {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
 
     return report
 

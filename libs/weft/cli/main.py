@@ -266,6 +266,17 @@ def models() -> None:
 
 
 @app.command()
+def convert(
+    gguf: Annotated[Path, typer.Argument(help="A GGUF file, or a directory with one model.")],
+    out: Annotated[Path | None, typer.Argument(help="Directory to make; default: named like the file, here.")] = None,
+) -> None:
+    """Make a checkpoint that Weft serves out of a GGUF file; quantized weights are expanded."""
+    from weft.cli.convert import run_convert
+
+    raise typer.Exit(run_convert(gguf, out))
+
+
+@app.command()
 def certs(
     folder: Annotated[Path, typer.Argument(help="What WEFT_TLS_DIR will name, on every machine of the mesh.")],
     host: Annotated[list[str] | None, typer.Option(help="A name that clients call the gateway by.")] = None,
