@@ -5,14 +5,16 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak chaos pauses page-test client-test wheel-test agents lint protos install install-dev pin clean
+.PHONY: help serve smollm2 test smollm2-test soak chaos pauses page-test client-test wheel-test agents lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
+	@echo "make smollm2  the same with SmolLM2-135M-Instruct, which it downloads (93 MB) and converts"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
 	@echo "make soak     the engine at random for 100,000 steps a family and loop, freed memory poisoned (half an hour; ARGS='-k llama4')"
 	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
 	@echo "make pauses   30 minutes of paused and killed processes, memory of each watched  (ARGS='--minutes 5')"
+	@echo "make smollm2-test  SmolLM2 out of its GGUF file: weights, tokenizer and 55 chats against transformers (a quarter of an hour)"
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
 	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against a gateway and a whole mesh; installs them, node must be there"
 	@echo "make wheel-test  builds the wheel, installs it into new environments and serves weft-nano from there (a minute or two; pip installs torch)"
@@ -24,6 +26,9 @@ help:
 
 serve: install
 	@exec $(BIN)/weft up --port $(PORT) $(ARGS)
+
+smollm2: install
+	@exec scripts/smollm2.sh --port $(PORT) $(ARGS)
 
 test: install-dev
 	@scripts/test.sh $(ARGS)
@@ -37,6 +42,9 @@ chaos: install-dev
 
 pauses: install-dev
 	@exec $(BIN)/python -m loadtest.pauses $(ARGS)
+
+smollm2-test: install-dev
+	@exec scripts/smollm2.sh test $(ARGS)
 
 page-test: install-dev
 	@scripts/page-test.sh $(ARGS)
