@@ -195,7 +195,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**GEMMA3, "initializer_range": 0.03}),
     "gemma3-alike": (
         "Gemma3",
-        {**GEMMA3, "query_pre_attn_scalar": 10, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": False},
+        {
+            **GEMMA3,
+            "query_pre_attn_scalar": 10,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 5.0,
+        },
     ),
     "glm4": ("Glm4", {**HEADS, "head_dim": 12, "pad_token_id": 0}),
     "glm4-plain": ("Glm4", {**HEADS, "head_dim": 8, "attention_bias": False, "pad_token_id": 0}),
@@ -301,6 +307,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mup_enabled": True,
             "initializer_range": 0.05,
         },
+    ),
+    "starcoder2": ("Starcoder2", {**HEADS, "sliding_window": 8, "initializer_range": 0.25}),
+    "starcoder2-plain": (
+        "Starcoder2",
+        {**HEADS, "use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False, "initializer_range": 0.25},
+    ),
+    "nemotron": ("Nemotron", {**HEADS, "head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "arcee": ("Arcee", {**HEADS, "head_dim": 10}),
+    "arcee-biased": ("Arcee", {**HEADS, "attention_bias": True, "mlp_bias": True}),
+    "llama-biased": ("Llama", {**HEADS, "attention_bias": True, "mlp_bias": True}),
+    "command-r": ("Cohere", {**HEADS, "logit_scale": 0.5}),
+    "command-a": ("Cohere2", {**HEADS, "sliding_window": 8, "num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "helium": ("Helium", {**HEADS, "head_dim": 10}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
     ),
     "solar-open": (
         "SolarOpen",

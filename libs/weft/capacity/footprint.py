@@ -133,7 +133,8 @@ def _is_unpacked(name: str, config: ModelConfig, shapes: Container[str]) -> bool
 def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
     """Return the bytes of one number of a plain tensor."""
     is_wide = config.experts is not None and config.experts.has_bias and _is_router(name, config)
-    is_wide = is_wide or (config.norm_offset != 0 and name.endswith("norm.weight")) or name.endswith(".sinks")
+    is_wide = is_wide or name.endswith(".sinks")
+    is_wide = is_wide or (config.norm_offset != 0 and name.endswith(("norm.weight", "norm.bias")))
     return 4 if is_wide or name.endswith(_ROUTING_BIASES) else ITEM_BYTES[dtype]
 
 

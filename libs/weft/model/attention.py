@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.model.kv_layout import kv_groups
-from weft.model.loading import Loader
+from weft.model.loading import CenteredNorm, Loader
 from weft.model.spec import HeadNorm, ModelConfig, Rope
 from weft.model.step import LayerInputs
 from weft_kernels.linear import linear
@@ -35,11 +35,11 @@ class GroupedAttention:
         self.qkv = loader.linear(*names, order=order)
         self.bias = None
         if config.has_qkv_bias:
-            bias = torch.cat([loader.tensor(name + ".bias") for name in names])
+            bias = loader.bias(*names)
             self.bias = bias if order is None else bias[order.to(bias.device)]
         self.gate = loader.linear(root + config.attention_gate.name) if config.attention_gate else None
         self.output = loader.linear(root + "o_proj")
-        self.output_bias = loader.tensor(root + "o_proj.bias") if config.has_output_bias else None
+        self.output_bias = loader.bias(root + "o_proj") if config.has_output_bias else None
         self.sinks = loader.tensor(root + "sinks", torch.float32) if config.has_sinks else None
         self.norms = self._norms(root, loader, head_order)
         is_normed_last = config.head_norm is HeadNorm.LAST or (
@@ -101,8 +101,11 @@ class GroupedAttention:
         return (q, k) if head_order is None else (_reorder_heads(q, head_order), _reorder_heads(k, head_order))
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm of the last dimension, in x's dtype. A wider weight is applied before the rounding."""
+def norm_rows(x: Tensor, weight: Tensor | CenteredNorm, eps: float) -> Tensor:
+    """Return the norm of the last dimension, in x's dtype. A wider weight is applied before the rounding."""
+    if isinstance(weight, CenteredNorm):
+        wide = x.to(weight.weight.dtype)
+        return functional.layer_norm(wide, x.shape[-1:], weight.weight, weight.bias, eps).to(x.dtype)
     if weight.dtype == x.dtype:
         return rms_norm(x.contiguous(), weight, eps)
     return rms_norm(x.to(weight.dtype).contiguous(), weight, eps).to(x.dtype)

@@ -12,6 +12,7 @@ from weft.errors import BadCheckpoint
 from weft.file_io import foreign_path, path_exists
 from weft.model.fields import Fields, read_eos, read_json
 from weft.model.quantization import read_quantization
+from weft.model.spec import Activation
 from weft.model.spec import ModelConfig as ModelConfig
 from weft.model.spec import Rope as Rope
 from weft.model.tensors import expected_tensors as expected_tensors
@@ -59,6 +60,13 @@ FAMILIES = {
     "MellumForCausalLM": ("families.laguna", "read_mellum"),
     "LagunaForCausalLM": ("families.laguna", "read"),
     "AfmoeForCausalLM": ("families.afmoe", "read"),
+    "Starcoder2ForCausalLM": ("families.starcoder", "read_starcoder"),
+    "NemotronForCausalLM": ("families.starcoder", "read_nemotron"),
+    "ArceeForCausalLM": ("families.starcoder", "read_arcee"),
+    "CohereForCausalLM": ("families.cohere", "read"),
+    "Cohere2ForCausalLM": ("families.cohere", "read_windowed"),
+    "HeliumForCausalLM": ("families.near_llama", "read_helium"),
+    "Qwen2MoeForCausalLM": ("families.qwen", "read_qwen2_moe"),
     "SolarOpenForCausalLM": ("families.glm", "read_solar"),
     "Dots1ForCausalLM": ("families.glm", "read_dots"),
     "OlmoeForCausalLM": ("families.olmo", "read_olmoe"),
@@ -121,6 +129,8 @@ def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
         what = f"mxfp4 is not supported in a {config.architecture}; take the checkpoint in BF16"
         raise fields.error("quantization_config.quant_method", what)
     if experts := config.experts:
+        if config.activation is not Activation.SILU:
+            raise fields.error("hidden_act", f"experts need silu, found {config.activation}")
         if experts.top_k > experts.num_experts:
             raise fields.error("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
         number = experts.num_experts * sum(layer.has_experts for layer in config.layers)

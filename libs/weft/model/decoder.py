@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft.model.attention import GroupedAttention, Rotation, norm_rows
 from weft.model.latent import LatentAttention
-from weft.model.loading import Loader, Tensors
+from weft.model.loading import CenteredNorm, Loader, Tensors
 from weft.model.spec import Activation, Experts, ModelConfig, Scoring
 from weft.model.step import LayerInputs, TokenBatch, plan_latent
+from weft.model.tensors import into_mlp
 from weft_kernels.fused_decoder import FusedLayer, LayerRules, fuse_layers
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import ClampedSwiGlu, moe, pack_experts
@@ -26,17 +29,42 @@ from weft_kernels.silu_mul import gelu_mul, silu_mul
 class Mlp:
     """gate_up: [2 size, hidden]; down: [hidden, size]."""
 
-    def __init__(self, root: str, loader: Loader) -> None:
+    def __init__(self, root: str, loader: Loader, has_bias: bool = False) -> None:
         config = loader.config
-        names = ("gate_up_proj",) if config.is_gate_up_fused else ("gate_proj", "up_proj")
-        self.gate_up = loader.linear(*(root + name for name in names))
+        names = [root + name for name in into_mlp(config)]
+        self.gate_up = loader.linear(*names)
         self.down = loader.linear(root + "down_proj")
-        self.is_silu = config.activation is Activation.SILU
+        self.biases = (loader.bias(*names), loader.bias(root + "down_proj")) if has_bias else None
+        self.activation, self.is_gated = config.activation, config.is_gated
+
+    @property
+    def is_fused(self) -> bool:
+        """True if `weft_kernels.fused_decoder` knows this MLP."""
+        is_known = self.activation in (Activation.SILU, Activation.GELU_TANH)
+        return self.is_gated and is_known and self.biases is None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
-        gate_up = linear(x, self.gate_up)
-        return linear(silu_mul(gate_up) if self.is_silu else gelu_mul(gate_up), self.down)
+        into_bias, out_bias = self.biases or (None, None)
+        return linear(self._activate(linear(x, self.gate_up, into_bias)), self.down, out_bias)
+
+    def _activate(self, into: Tensor) -> Tensor:
+        if not self.is_gated:
+            return ACTIVATIONS[self.activation](into)
+        if self.activation is Activation.SILU:
+            return silu_mul(into)
+        if self.activation is Activation.GELU_TANH:
+            return gelu_mul(into)
+        gate, up = into.chunk(2, dim=-1)
+        return ACTIVATIONS[self.activation](gate) * up
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: functional.silu,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.RELU2: lambda x: functional.relu(x).square(),
+}
 
 
 class MixtureOfExperts:
@@ -64,6 +92,7 @@ class MixtureOfExperts:
             biases = gate_up_bias, loader.tensor(root + "experts.down_proj_bias")
         self.packed = replace(packed, biases=biases, swiglu=swiglu)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
+        self.shared_gate = loader.linear(root + experts.shared_gate) if experts.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
@@ -73,7 +102,10 @@ class MixtureOfExperts:
         chosen, weights = route(logits, bias, self.rule)
         is_on_input = self.experts.scoring is Scoring.SIGMOID_INPUT
         out = moe(x, chosen, weights, self.packed, is_on_input)
-        return out if self.shared is None else out + self.shared.forward(x)
+        if self.shared is None:
+            return out
+        shared = self.shared.forward(x)
+        return out + (shared if self.shared_gate is None else linear(x, self.shared_gate).sigmoid() * shared)
 
 
 def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[Stored, Stored]]:
@@ -109,7 +141,7 @@ class DecoderLayer:
         self.config, self.eps, self.scale = config, config.rms_norm_eps, config.residual_scale
         norms = config.norms
         names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
-        weights = [loader.norm(root + name) if name else None for name in names]
+        weights = [loader.layer_norm(root + name) if name else None for name in names]
         self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm = weights
         self.attention: GroupedAttention | LatentAttention = (
             LatentAttention(config, index, root + "self_attn.", loader)
@@ -119,7 +151,7 @@ class DecoderLayer:
         mlp = f"{root}{config.mlp_name}."
         has_experts = config.layers[index].has_experts and config.experts
         self.mlp: Mlp | MixtureOfExperts = (
-            MixtureOfExperts(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader)
+            MixtureOfExperts(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader, config.has_mlp_bias)
         )
 
     def forward(
@@ -133,18 +165,24 @@ class DecoderLayer:
         stream, normed = self._add_and_norm(stream, pending, self.input_norm)
         attended = self._finish(self.attention.forward(normed, step), self.attended_norm)
         if kept is not None:
-            stream, attended = stream[kept], attended[kept]
-        stream, normed = self._add_and_norm(stream, attended, self.mlp_norm)
+            stream, attended, normed = stream[kept], attended[kept], normed[kept]
+        if self.config.norms.is_parallel:
+            normed = normed if self.mlp_norm is None else norm_rows(stream, self.mlp_norm, self.eps)
+            stream = stream + attended
+        else:
+            stream, normed = self._add_and_norm(stream, attended, self.mlp_norm)
         return stream, self._finish(self.mlp.forward(normed), self.output_norm) if len(normed) else normed
 
-    def _add_and_norm(self, stream: Tensor, pending: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _add_and_norm(
+        self, stream: Tensor, pending: Tensor | None, weight: Tensor | CenteredNorm | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the stream with `pending` added, and its norm."""
-        if pending is not None and weight is not None and weight.dtype == stream.dtype:
+        if pending is not None and isinstance(weight, Tensor) and weight.dtype == stream.dtype:
             return add_rms_norm(pending, stream, weight, self.eps)
         stream = stream if pending is None else stream + pending
         return stream, stream if weight is None else norm_rows(stream, weight, self.eps)
 
-    def _finish(self, out: Tensor, weight: Tensor | None) -> Tensor:
+    def _finish(self, out: Tensor, weight: Tensor | CenteredNorm | None) -> Tensor:
         """Return what is added to the stream: the output of attention or MLP, normed and scaled."""
         out = out if weight is None else norm_rows(out, weight, self.eps)
         return out if self.scale == 1.0 else out * self.scale
@@ -152,29 +190,34 @@ class DecoderLayer:
     def as_dense(self) -> FusedLayer | None:
         """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call.
 
-        It knows no experts and no latent attention. No dense family gates attention, or has sinks or an output bias.
+        It knows no experts, no latent attention, no gate or sinks in attention, no biases but those of queries, keys
+        and values, no LayerNorm, no MLP without a gate and no parallel layers.
         """
         attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp):
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not mlp.is_fused:
             return None
         if any(each is not None for each in (attention.gate, attention.output_bias, attention.sinks)):
+            return None
+        norms = [self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm]
+        known = [norm for norm in norms if not isinstance(norm, CenteredNorm)]
+        if self.config.norms.is_parallel or len(known) < len(norms):
             return None
         q_norm, k_norm = attention.norms or (None, None)
         if attention.rule.is_normed_last:
             q_norm = k_norm = torch.ones(self.config.head_dim, dtype=attention.qkv.dtype)
         return FusedLayer(
-            input_norm=self.input_norm,
+            input_norm=known[0],
             qkv=attention.qkv,
             bias=attention.bias,
             q_norm=q_norm,
             k_norm=k_norm,
             query_weight=attention.query_weight,
             output=attention.output,
-            attended_norm=self.attended_norm,
-            mlp_norm=self.mlp_norm,
+            attended_norm=known[1],
+            mlp_norm=known[2],
             gate_up=mlp.gate_up,
             down=mlp.down,
-            output_norm=self.output_norm,
+            output_norm=known[3],
             group=attention.group,
             place=attention.index,
             span=attention.span,
@@ -201,7 +244,7 @@ class Decoder:
         # In the model's dtype, as it was trained: Gemma's factor rounds in bfloat16.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
-        self.norm = loader.norm(config.prefix + "model.norm")
+        self.norm = loader.layer_norm(config.prefix + "model.norm")
         self.head = loader.pack(self.embedding) if config.is_tied else loader.linear(config.prefix + "lm_head")
         rules = LayerRules(
             num_heads=config.num_heads,
@@ -210,7 +253,9 @@ class Decoder:
             residual_scale=config.residual_scale,
             is_gelu=config.activation is Activation.GELU_TANH,
         )
-        self.dense = fuse_layers([layer.as_dense() for layer in self.layers], self.norm, rules)
+        self.dense = None
+        if isinstance(self.norm, Tensor):
+            self.dense = fuse_layers([layer.as_dense() for layer in self.layers], self.norm, rules)
         head_dim = config.latent.rope_dim if config.latent else config.head_dim
         self.rotations = [Rotation(config.rope, config.rotated_dim, head_dim, device)]
         if config.local_rope is not None:
@@ -227,6 +272,8 @@ class Decoder:
         logits = linear(hidden, self.head)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
+        if cap := self.config.logit_softcap:
+            logits = (logits.float() / cap).tanh() * cap
         return logits.float() if out is None else out.copy_(logits)
 
     def hidden(self, rows: TokenBatch, batches: Sequence[PagedBatch]) -> Tensor:

@@ -24,7 +24,14 @@ ORIGINAL = "original_max_position_embeddings"
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 # the first name of longrope, and rotation by three positions, which are the same for text
 ALIASES = {"su": "longrope", "mrope": "default"}
-ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -156,7 +163,9 @@ def read_common(
         head_dim=head_dim,
         rotary_dim=read_rotary_dim(fields, head_dim, rotates_part),
         activation=_activation(fields),
-        has_qkv_bias=has_qkv_bias and fields.boolean("attention_bias"),
+        has_qkv_bias=fields.boolean("attention_bias"),
+        has_output_bias=fields.boolean("attention_bias") and not has_qkv_bias,
+        has_mlp_bias=fields.boolean("mlp_bias"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=read_rope(fields),
         max_positions=read_context(fields),
@@ -164,7 +173,8 @@ def read_common(
         eos_token_ids=read_eos(fields),
         dtype=fields.choice("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
     )
-    _check(fields, config, has_qkv_bias)
+    if config.num_heads % config.num_kv_heads:  # the forward pass assumes it
+        raise fields.error("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
     return config
 
 
@@ -177,15 +187,6 @@ def read_eos(fields: Fields) -> tuple[int, ...]:
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
         raise fields.error("eos_token_id", f"expected token ids, found {value!r}")
     return tuple(ids)
-
-
-def _check(fields: Fields, config: ModelConfig, has_qkv_bias: bool) -> None:
-    """Check what the forward pass assumes."""
-    if config.num_heads % config.num_kv_heads:
-        raise fields.error("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
-    for name in ("mlp_bias",) if has_qkv_bias else ("attention_bias", "mlp_bias"):
-        if fields.boolean(name):
-            raise fields.error(name, "biases are not supported")
 
 
 def _activation(fields: Fields) -> Activation:

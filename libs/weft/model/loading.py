@@ -60,6 +60,14 @@ class ShardSlice:
         return ShardSlice(self.dim, tuple(ranges))
 
 
+@dataclass(frozen=True, slots=True)
+class CenteredNorm:
+    """Weight and bias of a LayerNorm."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 Tensors = Mapping[str, Tensor]
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -128,6 +136,17 @@ class Loader:
         """Return the weight of an RMS norm. With an offset it is float32, because a sum near 1 would lose digits."""
         offset = self.config.norm_offset
         return self.tensor(name + ".weight", torch.float32) + offset if offset else self.tensor(name + ".weight")
+
+    def layer_norm(self, name: str) -> Tensor | CenteredNorm:
+        """Return a norm of the residual stream: the weight of an RMS norm, or what a LayerNorm has."""
+        weight, norms = self.norm(name), self.config.norms
+        if not norms.is_centered:
+            return weight
+        return CenteredNorm(weight, self.tensor(name + ".bias", weight.dtype) if norms.has_bias else None)
+
+    def bias(self, *names: str) -> Tensor:
+        """Return the biases of linear modules, one after the other."""
+        return torch.cat([self.tensor(name + ".bias") for name in names])
 
     def matrix(self, name: str) -> Tensor:
         """Return a matrix that is to be packed or looked up in.

@@ -47,10 +47,12 @@ class HeadNorm(StrEnum):
 
 
 class Activation(StrEnum):
-    """Activation of the gate in every MLP."""
+    """Activation in every MLP: of the gate, or of the only projection into it. RELU2 is the square of ReLU."""
 
     SILU = "silu"
+    GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +66,20 @@ class AttentionGate:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Names of a layer's RMS norms; an empty name means that there is none.
+    """Names of a layer's norms; an empty name means that there is none.
 
-    Norms of outputs come before the addition to the residual stream.
+    Norms of outputs come before the addition to the residual stream. `is_centered`: LayerNorm in place of RMSNorm, here
+    and before the head, `has_bias` with biases. `is_parallel`: the MLP reads what attention reads, with its own norm if
+    `mlp_input` names one.
     """
 
     attention_input: str = "input_layernorm"
     attention_output: str = ""
     mlp_input: str = "post_attention_layernorm"
     mlp_output: str = ""
+    is_centered: bool = False
+    has_bias: bool = False
+    is_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,8 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts. `shared_size` > 0: one more expert for every token, its output added as it is.
+    """A mixture of experts. `shared_size` > 0: one more expert for every token, its output added as it is, or times the
+    sigmoid of the projection `shared_gate` if that is named.
 
     Names: `router`, `bias` (added to scores for the choice alone), `projections` (gate, up, down) of each expert,
     `shared`. `is_bias_row`: the bias is stored as [1, E]. `is_fused`: all experts of a layer in two tensors,
@@ -154,6 +162,7 @@ class Experts:
     is_bias_row: bool = False
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_experts"
+    shared_gate: str = ""
     is_fused: bool = False
     is_output_first: bool = False
     is_interleaved: bool = False
@@ -247,9 +256,11 @@ class ModelConfig:
       `is_rotated_wide`: rotation runs in float32 for every dtype of the heads.
     - `local_rope`, `local_rotary_dim`, `local_num_heads`: of the layers that have a window, if they are others.
     - `has_sinks`: each query head has a learned logit that joins the softmax's denominator.
+    - `has_mlp_bias`: of dense layers. `is_gated` False: MLPs have no gate_proj, and an activation after up_proj.
     - `norm_offset`: added to the weights of all norms. `is_qkv_fused`, `is_gate_up_fused`: stored as one matrix.
     - `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of what each attention and MLP adds
       to the residual stream, and of the logits. `attention_scale`: factor of the scores; 0 means head_dim ** -0.5.
+    - `logit_softcap` > 0: logits become softcap * tanh(logits / softcap).
     """
 
     architecture: str
@@ -270,6 +281,8 @@ class ModelConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_sinks: bool = False
+    has_mlp_bias: bool = False
+    is_gated: bool = True
     is_qkv_fused: bool = False
     is_gate_up_fused: bool = False
     head_norm: HeadNorm = HeadNorm.NONE
@@ -284,6 +297,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     attention_scale: float = 0.0
     temperature: Temperature | None = None
     is_interleaved: bool = False

@@ -29,7 +29,7 @@ def model_tensors(config: ModelConfig) -> Shapes:
     shapes: Shapes = {root + "embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index, layer in enumerate(config.layers):
         shapes |= _layer(config, f"{root}layers.{index}.", layer)
-    shapes[root + "norm.weight"] = (config.hidden_size,)
+    shapes |= _norms(config, root + "norm")
     if not config.is_tied:
         shapes[config.prefix + "lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return shapes
@@ -48,12 +48,19 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
     norms, attention = config.norms, root + "self_attn."
     names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
-    shapes: Shapes = {f"{root}{name}.weight": (config.hidden_size,) for name in names if name}
+    shapes: Shapes = {}
+    for name in filter(None, names):
+        shapes |= _norms(config, root + name)
     shapes |= _latent(config, attention, config.latent) if config.latent else _grouped(config, attention, layer)
     mlp = f"{root}{config.mlp_name}."
     if layer.has_experts and config.experts:
         return shapes | _experts(config, mlp, config.experts)
-    return shapes | _mlp(config, mlp, config.intermediate_size)
+    return shapes | _mlp(config, mlp, config.intermediate_size) | _mlp_biases(config, mlp)
+
+
+def _norms(config: ModelConfig, name: str) -> Shapes:
+    parts = ("weight", "bias") if config.norms.has_bias else ("weight",)
+    return {f"{name}.{part}": (config.hidden_size,) for part in parts}
 
 
 def _linear(config: ModelConfig, name: str, num_out: int, num_in: int) -> Shapes:
@@ -101,11 +108,27 @@ def _latent(config: ModelConfig, root: str, latent: Latent) -> Shapes:
 
 def _mlp(config: ModelConfig, root: str, size: int) -> Shapes:
     hidden = config.hidden_size
-    parts = (("gate_up_proj", 2 * size),) if config.is_gate_up_fused else (("gate_proj", size), ("up_proj", size))
     shapes: Shapes = {}
-    for name, num_out in parts:
-        shapes |= _linear(config, root + name, num_out, hidden)
+    for name in into_mlp(config):
+        shapes |= _linear(config, root + name, 2 * size if name == "gate_up_proj" else size, hidden)
     return shapes | _linear(config, root + "down_proj", hidden, size)
+
+
+def into_mlp(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the projections into an MLP."""
+    if config.is_gate_up_fused:
+        return ("gate_up_proj",)
+    return ("gate_proj", "up_proj") if config.is_gated else ("up_proj",)
+
+
+def _mlp_biases(config: ModelConfig, root: str) -> Shapes:
+    if not config.has_mlp_bias:
+        return {}
+    size = (2 if config.is_gate_up_fused else 1) * config.intermediate_size
+    return {
+        **{f"{root}{name}.bias": (size,) for name in into_mlp(config)},
+        root + "down_proj.bias": (config.hidden_size,),
+    }
 
 
 def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
@@ -131,6 +154,8 @@ def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
             expert = f"{root}experts.{index}."
             shapes |= _linear(config, expert + gate, size, hidden) | _linear(config, expert + up, size, hidden)
             shapes |= _linear(config, expert + down, hidden, size)
+    if experts.shared_gate:
+        shapes[f"{root}{experts.shared_gate}.weight"] = (1, hidden)
     if experts.shared_size:
         shapes |= _mlp(config, f"{root}{experts.shared}.", experts.shared_size)
     return shapes

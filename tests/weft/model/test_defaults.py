@@ -12,8 +12,8 @@ from tests.weft.tiny_families import CLASSES, FAMILIES, WRAPPED
 from weft.model.config import config_of
 from weft.model.fields import Fields
 
-NEEDED = {"vocab_size": 100, "hidden_size": 2048, "intermediate_size": 64, "num_hidden_layers": 4}
-HEADS = {"num_attention_heads": 128}  # as many as all numbers of key-value heads divide
+NEEDED = {"vocab_size": 100, "hidden_size": 10_240, "intermediate_size": 64, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 640}  # as many as all numbers of key-value heads divide
 ABSENT: list[dict[str, Any]] = [{}, {"num_key_value_heads": 2}, {"head_dim": 32}, {"max_position_embeddings": 1000}]
 
 
@@ -37,20 +37,25 @@ def test_what_is_absent_is_as_transformers_has_it(family: str, given: dict[str, 
         oracle.max_position_embeddings = max(oracle.max_position_embeddings, stretched)
     rope = oracle.rope_parameters.get("full_attention", oracle.rope_parameters)
     found = [config.max_positions, config.rms_norm_eps, config.rope.theta, config.is_tied]
-    expected = [oracle.max_position_embeddings, oracle.rms_norm_eps, rope["rope_theta"]]
+    expected = [oracle.max_position_embeddings, _eps(oracle), rope["rope_theta"]]
     assert found == [*expected, oracle.tie_word_embeddings]
     if config.latent is None:  # which keeps one vector for all heads
-        head_dim = getattr(oracle, "head_dim", None) or 2048 // 128
-        assert (config.num_kv_heads, config.head_dim) == (oracle.num_key_value_heads, head_dim)
+        head_dim = getattr(oracle, "head_dim", None) or 10_240 // 640
+        assert (config.num_kv_heads, config.head_dim) == (oracle.num_key_value_heads or 640, head_dim)
+
+
+def _eps(oracle: Any) -> float:
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
+    return next(float(getattr(oracle, name)) for name in names if hasattr(oracle, name))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "SmolLM3"])
 def test_null_means_a_key_for_each_query_head(family: str) -> None:
     """Where transformers' class takes it."""
     values: dict[str, Any] = {**NEEDED, **HEADS, "num_key_value_heads": None}
-    assert getattr(transformers, family + "Config")(**values).num_key_value_heads == 128
+    assert getattr(transformers, family + "Config")(**values).num_key_value_heads == 640
     values = {"architectures": [family + "ForCausalLM"], **values}
-    assert config_of(Fields(Path("config.json"), values)).num_kv_heads == 128
+    assert config_of(Fields(Path("config.json"), values)).num_kv_heads == 640
 
 
 def test_any_other_null_is_as_good_as_absent() -> None:

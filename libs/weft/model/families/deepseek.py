@@ -51,6 +51,7 @@ def read_wrapped(fields: Fields) -> ModelConfig:
 
 def read_latent_model(fields: Fields) -> ModelConfig:
     """Read all but the experts. mlp_layer_types is transformers' field; published files have first_k_dense_replace."""
+    fields.refuse("attention_bias")
     config = read_common(fields, max_position_embeddings=4096)
     latent = _latent(fields, config)
     return replace(

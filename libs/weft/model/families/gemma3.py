@@ -27,7 +27,7 @@ NORMS = Norms(
 
 
 def read(fields: Fields) -> ModelConfig:
-    fields.refuse("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+    fields.refuse("attn_logit_softcapping", "use_bidirectional_attention")
     full, local = split_rope(fields)
     config = read_common(full, **DEFAULTS)
     local.values["rope_theta"] = fields.number("rope_local_base_freq", 10_000.0)
@@ -42,6 +42,7 @@ def read(fields: Fields) -> ModelConfig:
         norms=NORMS,
         norm_offset=1.0,
         embedding_scale=config.hidden_size**0.5,
+        logit_softcap=fields.number("final_logit_softcapping") if fields.values.get("final_logit_softcapping") else 0.0,
         attention_scale=0.0 if query_dim == config.head_dim else query_dim**-0.5,
     )
 

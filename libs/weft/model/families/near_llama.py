@@ -1,4 +1,4 @@
-"""Families that are nearly Llamas: Seed-OSS, Granite 3 (dense or with experts) and EXAONE 4."""
+"""Families that are nearly Llamas: Seed-OSS, Granite 3 (dense or with experts), EXAONE 4 and Helium."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ SEED: dict[str, Any] = {
     "max_position_embeddings": 524_288,
     "attention_bias": True,
 }
+HELIUM: dict[str, Any] = {
+    "num_key_value_heads": 20,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-8,
+    "rope_theta": 100_000.0,
+}
 EXAONE: dict[str, Any] = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5}
 EXAONE_NORMS = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 def read_seed(fields: Fields) -> ModelConfig:
-    fields.refuse("attention_out_bias")
-    return read_common(fields, has_qkv_bias=True, **SEED)
+    config = read_common(fields, has_qkv_bias=True, **SEED)
+    return replace(config, has_output_bias=fields.boolean("attention_out_bias"))
 
 
 def read_granite(fields: Fields) -> ModelConfig:
@@ -52,6 +59,11 @@ def read_granite_moe(fields: Fields) -> ModelConfig:
         mlp_name="block_sparse_moe",
         renamed=(("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight")),
     )
+
+
+def read_helium(fields: Fields) -> ModelConfig:
+    config = read_common(fields, has_qkv_bias=True, **HELIUM)
+    return replace(config, is_interleaved=True)
 
 
 def read_exaone(fields: Fields) -> ModelConfig:

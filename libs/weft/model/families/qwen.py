@@ -1,10 +1,10 @@
-"""Qwen2.5 (biased queries, keys, values), Qwen3 (normed heads) and Qwen3-MoE."""
+"""Qwen2.5 (biased queries, keys, values), Qwen3 (normed heads), Qwen3-MoE and Qwen2-MoE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window
+from weft.model.fields import FULL, SLIDING, Fields, read_common, read_layers, read_window, set_defaults
 from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig
 
 DEFAULT_WINDOW = 4096
@@ -35,6 +35,22 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
         for index in range(config.num_layers)
     )
     return replace(config, head_norm=HeadNorm.WEIGHTED, experts=experts, layers=layers)
+
+
+def read_qwen2_moe(fields: Fields) -> ModelConfig:
+    set_defaults(fields, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+    config = read_qwen3_moe(fields)
+    assert config.experts is not None
+    experts = replace(
+        config.experts,
+        shared_size=fields.integer("shared_expert_intermediate_size", 5632),
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+    windows = _windows(fields, config.num_layers)
+    layers = (replace(layer, window=other.window) for layer, other in zip(config.layers, windows, strict=True))
+    has_qkv_bias = fields.boolean("qkv_bias", True)
+    return replace(config, head_norm=HeadNorm.NONE, experts=experts, has_qkv_bias=has_qkv_bias, layers=tuple(layers))
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[LayerSpec, ...]:
