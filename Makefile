@@ -5,7 +5,7 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve smollm2 test smollm2-test soak chaos pauses page-test client-test wheel-test agents lint protos install install-dev pin clean
+.PHONY: help serve smollm2 test smollm2-test soak chaos pauses page-test client-test wheel-test template-test agents lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
@@ -18,6 +18,7 @@ help:
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
 	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against a gateway and a whole mesh; installs them, node must be there"
 	@echo "make wheel-test  builds the wheel, installs it into new environments and serves weft-nano from there (a minute or two; pip installs torch)"
+	@echo "make template-test  chat templates of a folder against transformers, and their calls read back  (DIR=folder ARGS='--list')"
 	@echo "make agents   Claude Code, Codex and OpenCode list a folder through the gateway; npm installs them (1 GB)"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"
@@ -54,6 +55,10 @@ client-test: install-dev
 
 wheel-test: install-dev
 	@scripts/wheel-test.sh $(ARGS)
+
+DIR ?= tests/services/gateway/templates
+template-test: install-dev
+	@exec $(BIN)/python -m loadtest.templates $(DIR) $(ARGS)
 
 agents: install-dev
 	@scripts/agents.sh $(ARGS)

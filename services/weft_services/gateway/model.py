@@ -21,7 +21,7 @@ from weft.model.fields import read_json
 from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, SamplingDefaults
-from weft_services.gateway.text.assistant import HARMONY_THOUGHTS, ThoughtTags, find_thought_tags
+from weft_services.gateway.text.assistant import HARMONY_THOUGHTS, ThoughtTags, find_thought_tags, tag_pieces
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec, SegmentedEncoder
 from weft_services.gateway.text.special_tokens import GuardImpossible, SpecialTokenGuard, check_samples
@@ -117,7 +117,7 @@ def load_model(
     markers = chosen.markers if chosen else ()
     if thought_tags == HARMONY_THOUGHTS:
         markers += HARMONY.markers
-    marks = codec.marks((*(thought_tags or ()), *markers))
+    marks = codec.marks((*(piece for tag in thought_tags or () for piece in tag_pieces(tag)), *markers))
     return ServedModel(
         name=name,
         created=int((directory / "config.json").stat().st_mtime),

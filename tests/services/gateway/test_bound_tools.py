@@ -88,6 +88,17 @@ WRITTEN = [
         True,
     ),
     ("minimax-m2", '<minimax:tool_call>\n<invoke name="later">', False),
+    ("minicpm5", '<function name="step"><param name="size">7</param></function>', True),
+    ("minicpm5", '<function name="step"><param name="size">"', False),
+    ("apriel", '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>', True),
+    ("apriel", '<tool_calls>[{"name": "later', False),
+    ("granite-3", 'So: <|tool_call|>[{"name": "now", "arguments": {}}]', True),
+    ("granite-3", '<|tool_call|>[{"name": "step", "arguments": {"size": "', False),
+    ("apertus", '<|tools_prefix|>[{"now": {}}, {"now": {}}]<|tools_suffix|>', True),
+    ("apertus", '<|tools_prefix|>[{"later', False),
+    ("solar", "<|tool_calls|><|tool_call:begin|>call1<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>", True),
+    ("solar", "<|tool_calls|><|tool_call:begin|>call1<|tool_call:name|>later", False),
+    ("gigachat-3", '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}', True),
     # markers that are no tokens here: text may go up to them and no further
     ("deepseek-v3.1", "<｜tool▁calls", True),
     ("deepseek-v3.1", "a <｜tool▁calls▁begin｜>b", False),
@@ -139,7 +150,7 @@ async def test_free_text_may_be_annotated(bench: MakeBench, own: dict[str, Any])
         ({}, None),
     ],
 )
-@pytest.mark.parametrize("family", ["deepseek-v3.2", "lfm2"])
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "deepseek-v4", "gemma4", "lfm2", "olmo3"])
 async def test_format_that_no_grammar_has_is_enforced_by_none(
     bench: MakeBench, family: str, fields: dict[str, Any], param: str | None
 ) -> None:

@@ -18,6 +18,7 @@ PARAMETERS = "{% for k, v in f.arguments.items() %}<parameter={{ k }}>{{ v }}</p
 NAMED_PARAMETERS = (
     '{% for k, v in f.arguments.items() %}<PREparameter name="{{ k }}"TYPE>{{ v }}</PREparameter>\n{% endfor %}'
 )
+OBJECT = '{"name": "{{ f.name }}", "arguments": ' + JSON_ARGUMENTS + "}"
 # calls as templates write them, each in a template that speaks of other formats too
 OBJECTS = "<tool_call>{{ {'arguments': f.arguments, 'name': f.name} | tojson }}</tool_call>"
 WRITTEN_CALLS = {
@@ -41,10 +42,31 @@ WRITTEN_CALLS |= {
     "harmony": "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
     + JSON_ARGUMENTS
     + "<|call|>",
+    "deepseek-v4": '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n'
+    + NAMED_PARAMETERS.replace("PRE", "｜DSML｜").replace("TYPE", ' string="true"')
+    + "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    "hy3-open": "<tool_calls:opensource>\n<tool_call:opensource>{{ f.name }}<tool_sep:opensource>\n"
+    + ARG_TAGS.replace("arg_key", "arg_key:opensource").replace("arg_value", "arg_value:opensource")
+    + "</tool_call:opensource>\n</tool_calls:opensource>",
+    "minicpm5": '<function name="{{ f.name }}"><param name="city">{{ f.arguments.city }}</param></function>',
+    "apriel": "<tool_calls>[" + OBJECT + "]</tool_calls>",
+    "minimax-m1": "<tool_calls>\n" + OBJECT + "\n</tool_calls>",
+    "phi-4": "<|tool_call|>[" + OBJECT + "]<|/tool_call|>",
+    "granite-3": "<|tool_call|>[" + OBJECT + "]",
+    "apertus": '<|tools_prefix|>[{"{{ f.name }}": ' + JSON_ARGUMENTS + "}]<|tools_suffix|>",
+    "solar": "<|tool_calls|><|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>"
+    + JSON_ARGUMENTS
+    + "<|tool_call:end|><|calls|>",
+    "gigachat": "<|function_call|>" + OBJECT,
+    "gigachat-3": "<|message_sep|>\n\nfunction call<|role_sep|>\n" + OBJECT,
+    "gemma4": '<|tool_call>call:{{ f.name }}{city:<|"|>{{ f.arguments.city }}<|"|>}<tool_call|>',
+    "function-gemma": "<start_function_call>call:{{ f.name }}{city:<escape>{{ f.arguments.city }}<escape>}"
+    "<end_function_call>",
+    "olmo3": "<function_calls>\n{{ f.name }}(city='{{ f.arguments.city }}')\n</function_calls>",
+    "lfm2-json": "<|tool_call_start|>\n" + OBJECT + "\n<|tool_call_end|>",
     "lfm2": "<|tool_call_start|>[{{ f.name }}(city='{{ f.arguments.city }}')]<|tool_call_end|>",
 }
 OTHER_CALLS = {
-    "granite 3": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": ' + JSON_ARGUMENTS + "}]",
     "a list": '[{"name": "{{ f.name }}", "parameters": ' + JSON_ARGUMENTS + "}]",
     "left out": "",
 }

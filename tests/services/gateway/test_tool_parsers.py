@@ -107,6 +107,105 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "Let me see.",
         [("get_weather", '{"city": "Rome \\"<b>\\n", "n": [1, {"a": null}]}'), ("add", '{"a": 1, "b": null}')],
     ),
+    "gemma4": (
+        "gemma4",
+        'Let me see.\n<|tool_call>call:get_weather{city:<|"|>Rome "<b>,\n}<|"|>,n:[1,{a:null,<|"|>b:<|"|>:[true]},[]]}'
+        "<tool_call|><|tool_call>call:add{a:1,b:None}<tool_call|>",
+        "Let me see.",
+        [
+            ("get_weather", '{"city": "Rome \\"<b>,\\n}", "n": [1, {"a": null, "b:": [true]}, []]}'),
+            ("add", '{"a": 1, "b": null}'),
+        ],
+    ),
+    "gemma4, no arguments": ("gemma4", "<|tool_call>call:now{}<tool_call|>", "", [("now", "{}")]),
+    "gemma4, ended within": (
+        "gemma4",
+        '<|tool_call>call:add{a:[1,{b:<|"|>x',
+        "",
+        [("add", '{"a": [1, {"b": "x"}]}')],
+    ),
+    "gemma4, bare words": (
+        "gemma4",
+        "<|tool_call>call:add{a: some words , b:-2.5e3, c}<tool_call|>",
+        "",
+        [("add", '{"a": "some words", "b": -2.5e3}')],
+    ),
+    "gemma4, unclosed": ("gemma4", "<|tool_call>call:add{a:[1<tool_call|>", "", [("add", '{"a": [1]}')]),
+    "gemma4, no call": ("gemma4", "a <|tool_call>b <|tool_call>call:c d", "a <|tool_call>b <|tool_call>call:c d", []),
+    "function-gemma": (
+        "function-gemma",
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>}<end_function_call>",
+        "",
+        [("get_weather", '{"city": "Rome"}')],
+    ),
+    "apertus": (
+        "apertus",
+        f'Let me see.<|tools_prefix|>[{{"get_weather": {ROME}}}, {{"add": {ADD}}}]<|tools_suffix|>',
+        "Let me see.",
+        BOTH,
+    ),
+    "apertus, no call": ("apertus", "<|tools_prefix|>[1]", "<|tools_prefix|>[1]", []),
+    "apertus, no name": ("apertus", '<|tools_prefix|>[{"": {}}]', '<|tools_prefix|>[{"": {}}]', []),
+    "solar": (
+        "solar",
+        f"Let me see.<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>get_weather<|tool_call:args|>{ROME}"
+        f"<|tool_call:end|><|tool_call:begin|>a2<|tool_call:name|>add<|tool_call:args|>{ADD}<|tool_call:end|><|calls|>",
+        "Let me see.",
+        BOTH,
+    ),
+    "minimax-m1": (
+        "minimax-m1",
+        f'Let me see.\n<tool_calls>\n{{"name": "get_weather", "arguments": {ROME}}}\n'
+        f'{{"name": "add", "arguments": {ADD}}}\n</tool_calls>',
+        "Let me see.",
+        BOTH,
+    ),
+    "granite-3": (
+        "granite-3",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {ROME}}}, {{"name": "add", "arguments": {ADD}}}]',
+        "",
+        BOTH,
+    ),
+    "gigachat": (
+        "gigachat",
+        f'Let me see.<|function_call|>{{"name": "get_weather", "arguments": {ROME}}}'
+        f'<|function_call|>{{"name": "add", "arguments": {ADD}}}',
+        "Let me see.",
+        BOTH,
+    ),
+    "minicpm5": (
+        "minicpm5",
+        'Let me see.\n<function name="get_weather"><param name="city">Rome</param></function>\n'
+        '<function name="add"><param name="a">1</param></function>',
+        "Let me see.",
+        [("get_weather", '{"city": "Rome"}'), ("add", '{"a": 1}')],
+    ),
+    "minicpm5, quoted": (
+        "minicpm5",
+        '<function name="get_weather"><param name="city"><![CDATA[ a\n</param> <b> "c"]]></param>'
+        '<param name="n"><![CDATA[x]]></param></function>',
+        "",
+        [("get_weather", '{"city": " a\\n</param> <b> \\"c\\"", "n": "x"}')],
+    ),
+    "olmo3": (
+        "olmo3",
+        "Let me see.\n<function_calls>\nget_weather(city='Rome', n=[1, {\"a\": null}])\nadd(a=1, b=null)\n"
+        "</function_calls>",
+        "Let me see.",
+        [("get_weather", '{"city": "Rome", "n": [1, {"a": null}]}'), ("add", '{"a": 1, "b": null}')],
+    ),
+    "olmo3, unknown": (
+        "olmo3",
+        "<function_calls>\nother(a=1)\n</function_calls>",
+        "<function_calls>\nother(a=1)\n</function_calls>",
+        [],
+    ),
+    "lfm2, fenced": (
+        "lfm2",
+        "<|tool_call_start|>\n```python\nadd(a=1)\n```\n<|tool_call_end|>",
+        "",
+        [("add", '{"a": 1}')],
+    ),
     "harmony": (
         "harmony",
         f" to=functions.get_weather<|channel|>commentary json<|message|>{ROME}<|call|>"

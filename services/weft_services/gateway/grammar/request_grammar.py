@@ -22,8 +22,8 @@ from weft_services.gateway.grammar.answer_grammar import TEXT, GrammarPart, form
 from weft_services.gateway.grammar.schema_rewrite import VALUES, without_pattern
 from weft_services.gateway.grammar.tool_grammar import Marks, call_parts, text_or_call_parts, written
 from weft_services.gateway.model import ServedModel
-from weft_services.gateway.text.assistant import ThoughtTags
-from weft_services.gateway.text.harmony import ANALYSIS_PIECES, END, FINAL_PIECES, START
+from weft_services.gateway.text.assistant import ThoughtTags, tag_pieces
+from weft_services.gateway.text.harmony import ANALYSIS, END, FINAL_PIECES, START
 from weft_services.gateway.text.tag_calls import resolve_reference
 
 # limit for all grammars of a request
@@ -155,7 +155,9 @@ def _is_continued(generation: Generation) -> bool:
 
 def _channels(marks: Marks, is_thinking: bool) -> GrammarPart:
     """Return the part for messages of thoughts, and the answer's own message behind them."""
-    opening, closing, following = (written(each, marks, {}) for each in (ANALYSIS_PIECES, (END,), (START, "assistant")))
+    opening, closing, following = (
+        written(each, marks, {}) for each in (tag_pieces(ANALYSIS), (END,), (START, "assistant"))
+    )
     end = f"TEXT {closing}" if END in marks else "until"
     rules = [
         f"start: {f'{end} {following} ' if is_thinking else ''}({opening} {end} {following})* @{NAME}",
@@ -168,7 +170,7 @@ def _channels(marks: Marks, is_thinking: bool) -> GrammarPart:
 
 def _thoughts(tags: ThoughtTags, marks: Marks, is_thinking: bool) -> GrammarPart:
     """Return the part for thoughts: free text up to their end, then the answer."""
-    opening, closing = (written((tag,), marks, {}) for tag in tags)
+    opening, closing = (written(tag_pieces(tag), marks, {}) for tag in tags)
     end = f"TEXT {closing}" if tags[1] in marks else "until"
     start = f"start: {end} SPACE? @{NAME}" if is_thinking else f"start: ({opening} {end} SPACE?)? @{NAME}"
     rules = [start, f"TEXT: {TEXT}", "SPACE: /[ \\n]{1,4}/"]

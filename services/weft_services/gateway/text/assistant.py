@@ -6,6 +6,7 @@ marker, such as `</think>`, is found anywhere. No part of a stop string is ever 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -27,17 +28,24 @@ from weft_services.gateway.text.parts import (
 
 ThoughtTags = tuple[str, str]
 THINK: ThoughtTags = ("<think>", "</think>")
-# The tags around thoughts, by family: most; Magistral and Ministral; Seed; MiniMax M3.
+# The tags around thoughts, by family: most; Magistral and Ministral; Seed; MiniMax M3; Gemma 4; Command A.
 THOUGHT_TAGS: tuple[ThoughtTags, ...] = (
     THINK,
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 # Thoughts of gpt-oss are messages in a channel.
 HARMONY_THOUGHTS: ThoughtTags = (ANALYSIS, END)
 # Parsers cut what they have read off their buffer; a whole answer at once would be copied for every piece.
 MAX_CHARS = 4096
+
+
+def tag_pieces(tag: str) -> list[str]:
+    """Return the texts of which a tag consists; those in angle brackets may be single tokens."""
+    return re.findall(r"<[^<>]*>|[^<]+", tag)
 
 
 def find_thought_tags(template: str) -> ThoughtTags | None:

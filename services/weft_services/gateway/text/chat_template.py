@@ -335,6 +335,11 @@ class ChatTemplate:
         name = _name(conversation)
         if (rewrites := self._rewrites.get(name)) is None:
             rewrites = self._rewrites[name] = find_needed_rewrites(partial(self._sample, name))
+        if rewrites.against_losses:
+            with suppress(InvalidRequest, ModelFailed):
+                text = self._rendered_by(name, conversation, messages, field)
+                if rewrites.are_spared(messages, text):
+                    return text
         whole = rewritten(messages, rewrites.against_losses) if rewrites.against_losses else messages
         try:
             return self._rendered_by(name, conversation, whole, field)
@@ -371,10 +376,11 @@ class ChatTemplate:
             return render(context)
         except (_QuickFault, TemplateFault):
             messages = context["messages"]
-            texts = [_with_texts({**message, "content": message["content"] or ""}) for message in messages]
-            if texts != messages:
-                with suppress(TemplateRefused, _QuickFault, TemplateFault):
-                    return render({**context, "messages": texts})
+            texts = [_with_texts(message) for message in messages]
+            for each in (texts, [{**message, "content": message["content"] or ""} for message in texts]):
+                if each != messages:
+                    with suppress(TemplateRefused, _QuickFault, TemplateFault):
+                        return render({**context, "messages": each})
             raise
 
     def _is_at_fault(self, name: str, conversation: Conversation) -> bool:

@@ -25,8 +25,8 @@ from weft_services.gateway.text.parts import (
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
-ANALYSIS_PIECES, FINAL_PIECES = (CHANNEL, "analysis", MESSAGE), (CHANNEL, "final", MESSAGE)
-ANALYSIS, FINAL = "".join(ANALYSIS_PIECES), "".join(FINAL_PIECES)
+FINAL_PIECES = (CHANNEL, "final", MESSAGE)
+ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", "".join(FINAL_PIECES)
 ENDS = (END, CALL, RETURN, START)
 HEADERS = (*MARKS, "to=")
 CHANNEL_NAME, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")

@@ -238,6 +238,9 @@ REWRITES = (
 )
 
 
+OF_SYSTEMS = (user_behind_system, one_system, no_system)
+
+
 @dataclass(frozen=True, slots=True)
 class NeededRewrites:
     """The rewrites that one template needs, in order.
@@ -248,6 +251,12 @@ class NeededRewrites:
 
     against_losses: tuple[HistoryRewrite, ...]
     against_refusals: tuple[HistoryRewrite, ...]
+
+    def are_spared(self, messages: Messages, rendered: str) -> bool:
+        """True if the unchanged text of a conversation needs no rewrite against losses: no system message is lost."""
+        is_of_systems = all(step.apply in OF_SYSTEMS for step in self.against_losses)
+        systems = [message["content"].strip() for message in messages if message["role"] in SYSTEMS]
+        return is_of_systems and all(each in rendered for each in systems)
 
 
 def find_needed_rewrites(render: Callable[[Messages], str]) -> NeededRewrites:

@@ -31,6 +31,7 @@ from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS
 MAX_KEY_CHARS = 256
 # A name that no tag encloses.
 BARE_NAME = re.compile(r"[\w.:/-]{1,128}")
+CDATA, END_CDATA = "<![CDATA[", "]]>"
 LITERALS = {"None": "null"}
 # With one of these keywords a schema defines its type itself, even beside a `$ref`.
 TELLING = frozenset(("type", "properties", "enum", "const", "anyOf", "oneOf", "allOf"))
@@ -51,6 +52,7 @@ class TagSyntax:
     - `end`: ends the arguments, within `call`.
     - `key`, `value`: surround a parameter's key and value.
     - `padding`: a line break at each end of a value that is not part of it.
+    - `has_cdata`: texts may be enclosed in `<![CDATA[` and `]]>`.
     - `has_types`: keys have an attribute `string`, which tells text from JSON.
     """
 
@@ -62,6 +64,7 @@ class TagSyntax:
     sections: tuple[tuple[str, str], ...] = ()
     padding: str = ""
     has_types: bool = False
+    has_cdata: bool = False
 
     def parser(self, schemas: Schemas) -> Parser:
         """Return a parser for calls with text around them. Models sometimes omit the outermost tags."""
@@ -78,9 +81,12 @@ class _Tags:
         self.key, end_key = syntax.key
         self.value, end_value = syntax.value
         self.is_padded = bool(syntax.padding)
+        self.has_cdata = syntax.has_cdata
         self.openings = tuple(filter(None, (*self.sections, self.call, self.name)))
         self.closings = tuple(filter(None, (syntax.end, self.end_call, *self.sections.values())))
-        self.final = self.end_call or syntax.end
+        # Without a tag around it, a call's end is no surer than text in a value that looks like it.
+        is_enclosed = bool(self.end_call or self.sections)
+        self.final = self.end_call or (syntax.end if is_enclosed else "")
         self.last_steps = tuple((tag,) for tag in (syntax.end, self.end_call) if tag)
         self.end_names = (end_name, "\n") if end_name else ()
         types = (IS_TEXT, IS_JSON) if syntax.has_types else ()
@@ -88,7 +94,8 @@ class _Tags:
         self.end_key_letter = end_key[0]
         # What may end a value: its own tags, or the tags that follow if the model omits them.
         self.end_values = (f"\n{end_value}", end_value) if self.is_padded else (end_value,)
-        forgotten = (f"\n{tag}" for tag in (self.key, syntax.end, self.end_call) if tag)
+        ends = (syntax.end, self.end_call) if is_enclosed else ()
+        forgotten = (f"\n{tag}" for tag in (self.key, *ends) if tag)
         self.value_tags = (*self.end_values, self.key, *forgotten)
 
 
@@ -176,9 +183,15 @@ def _value(tags: _Tags, buffer: TextBuffer, parts: Parts, schema: Any, missing: 
             yield
         if buffer.text.startswith("\n"):
             buffer.take(1)
+    if tags.has_cdata and (yield from begins_with(buffer, CDATA)):
+        parts.arguments('"')
+        yield from copy_until(buffer, (END_CDATA,), lambda text: parts.arguments(escaped(text)))
+        parts.arguments('"')
+        yield from begins_with(buffer, tags.end_values[-1])
+        return
     if is_text(schema) and not is_nullable(schema):
         parts.arguments('"')
-        yield from _until_end(tags, buffer, lambda text: parts.arguments(_escaped(text)), missing)
+        yield from _until_end(tags, buffer, lambda text: parts.arguments(escaped(text)), missing)
         parts.arguments('"')
         return
     written: list[str] = []
@@ -187,7 +200,7 @@ def _value(tags: _Tags, buffer: TextBuffer, parts: Parts, schema: Any, missing: 
     if is_text(schema):
         parts.arguments("null" if LITERALS.get(value, value) == "null" else json.dumps(value, ensure_ascii=False))
     else:
-        parts.arguments(_as_json(value))
+        parts.arguments(as_json(value))
 
 
 def _until_end(tags: _Tags, buffer: TextBuffer, emit: Emit, missing: Missing) -> Parse[None]:
@@ -223,7 +236,9 @@ def _is_forgotten(tags: _Tags, buffer: TextBuffer, mark: str, missing: Missing) 
     """True if the value ends before this tag, without a closing tag."""
     if mark == f"\n{tags.key}":
         return (yield from _is_missing(tags, buffer, "", missing))
-    return mark == f"\n{tags.final}" or (mark != tags.key and (yield from _is_before(buffer, (tags.final,))))
+    if not tags.final or mark == tags.key:
+        return False
+    return mark == f"\n{tags.final}" or (yield from _is_before(buffer, (tags.final,)))
 
 
 def _is_before(buffer: TextBuffer, *steps: tuple[str, ...]) -> Parse[bool]:
@@ -323,7 +338,7 @@ def is_nullable(schema: Any) -> bool:
     return isinstance(options, list) and any(isinstance(each, dict) and each.get("type") == "null" for each in options)
 
 
-def _as_json(written: str) -> str:
+def as_json(written: str) -> str:
     """Return the text as JSON: unchanged if it is JSON, converted if it is Python, otherwise as a string."""
     text = written.strip()
     try:
@@ -350,7 +365,7 @@ def _from_python(text: str) -> str | None:
     return found
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

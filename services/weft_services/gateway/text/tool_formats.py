@@ -10,6 +10,7 @@ from typing import Any
 from weft.errors import BadCheckpoint
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text import tool_parsers
+from weft_services.gateway.text.gemma_calls import CALL, quoted_calls
 from weft_services.gateway.text.harmony import CHANNEL, CONSTRAIN, FINAL_PIECES, FUNCTIONS, MARKS, MESSAGE, harmony
 from weft_services.gateway.text.parts import Parser, PartKind, Parts, TextBuffer, new_call_id, new_short_id
 from weft_services.gateway.text.tag_calls import Schemas, TagSyntax
@@ -117,7 +118,7 @@ _KIMI = (
 )
 HERMES = ToolFormat(
     "hermes",
-    _always(tool_parsers.hermes),
+    _always(tool_parsers.tagged_objects("<tool_call>", "</tool_call>")),
     markers=("<tool_call>", "</tool_call>"),
     call=("<tool_call>", SPACE, *_OBJECT, SPACE, "</tool_call>"),
     between=(SPACE,),
@@ -185,8 +186,6 @@ _SEED_CALL = ("<seed:tool_call>", "</seed:tool_call>")
 _SEED_TAGS = replace(_QWEN_TAGS, call=_SEED_CALL, padding="")
 _GLM_ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _GLM_TAGS = TagSyntax(call=_TOOL_CALL, name=("", ""), key=_GLM_ARGUMENTS[:2], value=_GLM_ARGUMENTS[2:])
-_HY_SECTION = ("<tool_calls>", "</tool_calls>")
-_HY_TAGS = replace(_GLM_TAGS, name=("", "<tool_sep>"), sections=(_HY_SECTION,))
 _MINIMAX_SECTION = ("<minimax:tool_call>", "</minimax:tool_call>")
 _MINIMAX_TAGS = TagSyntax(
     sections=(_MINIMAX_SECTION,),
@@ -196,8 +195,9 @@ _MINIMAX_TAGS = TagSyntax(
     value=("", "</parameter>"),
 )
 _DSML_SECTION = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
+_DSML_V4_SECTION = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
 _DSML_TAGS = TagSyntax(
-    sections=(_DSML_SECTION, ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")),  # of V3.2 and V4
+    sections=(_DSML_SECTION, _DSML_V4_SECTION),
     name=('<｜DSML｜invoke name="', '">'),
     end="</｜DSML｜invoke>",
     key=('<｜DSML｜parameter name="', '">'),
@@ -228,15 +228,27 @@ GLM = ToolFormat(
     between=(SPACE,),
     tags=_GLM_TAGS,
 )
-HY = ToolFormat(
-    "hy3",
-    _HY_TAGS.parser,
-    markers=(*_HY_SECTION, *HERMES.markers, "<tool_sep>", *_GLM_ARGUMENTS),
-    call=("<tool_call>", NAME, "<tool_sep>", SPACE, ARGUMENTS, "</tool_call>", SPACE),
-    opening=("<tool_calls>", SPACE),
-    closing=("</tool_calls>",),
-    tags=_HY_TAGS,
-)
+
+
+def _hy(name: str, suffix: str) -> ToolFormat:
+    """Return Hunyuan 3's format; the tokens of the open models have a suffix."""
+    section, call, key, value = (
+        (f"<{tag}{suffix}>", f"</{tag}{suffix}>") for tag in ("tool_calls", "tool_call", "arg_key", "arg_value")
+    )
+    separator = f"<tool_sep{suffix}>"
+    tags = TagSyntax(call=call, name=("", separator), key=key, value=value, sections=(section,))
+    return ToolFormat(
+        name,
+        tags.parser,
+        markers=(*section, *call, separator, *key, *value),
+        call=(call[0], NAME, separator, SPACE, ARGUMENTS, call[1], SPACE),
+        opening=(section[0], SPACE),
+        closing=(section[1],),
+        tags=tags,
+    )
+
+
+HY, HY_OPEN = _hy("hy3", ""), _hy("hy3-open", ":opensource")
 MINIMAX = ToolFormat(
     "minimax-m2",
     _MINIMAX_TAGS.parser,
@@ -257,15 +269,101 @@ DEEPSEEK_V32 = ToolFormat(
     tags=_DSML_TAGS,
     is_enforceable=False,
 )
-NEMOTRON = ToolFormat(
-    "nemotron-v2",
-    _always(tool_parsers.object_list("<TOOLCALL>", "</TOOLCALL>")),
-    markers=("<TOOLCALL>", "</TOOLCALL>"),
-    call=_OBJECT,
-    opening=("<TOOLCALL>", "["),
-    between=(", ",),
-    closing=("]", "</TOOLCALL>"),
+DEEPSEEK_V4 = replace(
+    DEEPSEEK_V32,
+    name="deepseek-v4",
+    markers=("｜DSML｜", *_DSML_V4_SECTION),
+    opening=("<｜DSML｜tool_calls>", "\n"),
+    closing=("</｜DSML｜tool_calls>",),
 )
+_MINICPM_TAGS = TagSyntax(
+    name=('<function name="', '">'),
+    key=('<param name="', '">'),
+    value=("", "</param>"),
+    end="</function>",
+    has_cdata=True,
+)
+MINICPM = ToolFormat(
+    "minicpm5",
+    _MINICPM_TAGS.parser,
+    markers=('<function name="', "</function>"),
+    call=('<function name="', NAME, '">', ARGUMENTS, "</function>"),
+    between=("\n",),
+    tags=_MINICPM_TAGS,
+)
+
+
+def _object_list(name: str, opening: str, closing: str) -> ToolFormat:
+    """Return the format of a list of objects with name and arguments between two tags."""
+    return ToolFormat(
+        name,
+        _always(tool_parsers.object_list(opening, closing)),
+        markers=tuple(filter(None, (opening, closing))),
+        call=_OBJECT,
+        opening=(opening, "["),
+        between=(", ",),
+        closing=("]", *filter(None, (closing,))),
+    )
+
+
+NEMOTRON = _object_list("nemotron-v2", "<TOOLCALL>", "</TOOLCALL>")
+APRIEL = _object_list("apriel", "<tool_calls>", "</tool_calls>")
+PHI4, GRANITE = _object_list("phi-4", "<|tool_call|>", "<|/tool_call|>"), _object_list("granite-3", "<|tool_call|>", "")
+MINIMAX_M1 = replace(
+    APRIEL,
+    name="minimax-m1",
+    opening=("<tool_calls>", "\n"),
+    between=("\n",),
+    closing=("\n", "</tool_calls>"),
+)
+_APERTUS = ("<|tools_prefix|>", "<|tools_suffix|>")
+APERTUS = ToolFormat(
+    "apertus",
+    _always(tool_parsers.named_objects(*_APERTUS)),
+    markers=_APERTUS,
+    call=('{"', NAME, '": ', ARGUMENTS, "}"),
+    opening=("<|tools_prefix|>", "["),
+    between=(", ",),
+    closing=("]", "<|tools_suffix|>"),
+)
+_SOLAR = tuple(f"<|tool_call:{each}|>" for each in ("begin", "name", "args", "end"))
+SOLAR = ToolFormat(
+    "solar",
+    _always(tool_parsers.solar),
+    markers=("<|tool_calls|>", *_SOLAR, "<|calls|>"),
+    call=(_SOLAR[0], "call", NUMBER, _SOLAR[1], NAME, _SOLAR[2], ARGUMENTS, _SOLAR[3]),
+    opening=("<|tool_calls|>",),
+)
+_GIGACHAT_CALL = ("<|message_sep|>", "\n\nfunction call", "<|role_sep|>", "\n")
+GIGACHAT = ToolFormat(
+    "gigachat",
+    _always(tool_parsers.tagged_objects("<|function_call|>", "")),
+    markers=("<|function_call|>",),
+    call=("<|function_call|>", *_OBJECT),
+    max_calls=1,
+)
+GIGACHAT_3 = ToolFormat(
+    "gigachat-3",
+    _always(tool_parsers.tagged_objects("".join(_GIGACHAT_CALL), "")),
+    markers=("<|message_sep|>", "<|role_sep|>"),
+    call=(*_GIGACHAT_CALL, *_OBJECT),
+    max_calls=1,
+)
+
+
+def _quoted_calls(name: str, opening: str, closing: str, quote: str) -> ToolFormat:
+    """Return Gemma's format. Its arguments are not JSON, so no grammar enforces them."""
+    return ToolFormat(
+        name,
+        _always(quoted_calls(opening, closing, quote)),
+        markers=(opening, closing, quote),
+        call=(opening, CALL, NAME, "{", ARGUMENTS, "}", closing),
+        is_enforceable=False,
+    )
+
+
+GEMMA = _quoted_calls("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = _quoted_calls("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>")
 _ACTION = ("<|START_ACTION|>", "<|END_ACTION|>")
 COMMAND_R = ToolFormat(
     "command-r",
@@ -282,16 +380,28 @@ FUNCTIONARY = ToolFormat(
     markers=("<function=", "</function>"),
     call=("<function=", NAME, ">", ARGUMENTS, "</function>"),
 )
+
+
+def _python_calls(name: str, opening: str, closing: str) -> ToolFormat:
+    """Return the format of Python calls between two tags, which no grammar enforces."""
+    return ToolFormat(
+        name,
+        lambda schemas: tool_parsers.python_list(opening, closing, frozenset(schemas)),
+        markers=(opening, closing),
+        call=(opening, NAME, "(", ARGUMENTS, ")", closing),
+        is_enforceable=False,
+    )
+
+
 _LFM_CALLS = ("<|tool_call_start|>", "<|tool_call_end|>")
-LFM2 = ToolFormat(
-    "lfm2",
-    lambda schemas: tool_parsers.python_list(*_LFM_CALLS, frozenset(schemas)),
+LFM2 = _python_calls("lfm2", *_LFM_CALLS)
+OLMO = _python_calls("olmo3", "<function_calls>", "</function_calls>")
+LFM2_JSON = ToolFormat(
+    "lfm2-json",
+    _always(tool_parsers.tagged_objects(*_LFM_CALLS)),
     markers=_LFM_CALLS,
-    call=(NAME, "(", ARGUMENTS, ")"),
-    opening=("<|tool_call_start|>", "["),
-    between=(", ",),
-    closing=("]", "<|tool_call_end|>"),
-    is_enforceable=False,  # its arguments are Python
+    call=(_LFM_CALLS[0], SPACE, *_OBJECT, SPACE, _LFM_CALLS[1]),
+    between=(SPACE,),
 )
 # A call ends the answer, so there is only one.
 HARMONY = ToolFormat(
@@ -305,8 +415,23 @@ HARMONY = ToolFormat(
 FORMATS = {
     each.name: each
     for each in (
-        *(HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, KIMI),
-        *(GLM, HY, MINIMAX, SEED, NEMOTRON, COMMAND_R, FUNCTIONARY, LFM2, HARMONY, LLAMA),
+        *(HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4, KIMI),
+        *(GLM, HY, HY_OPEN, MINIMAX, SEED, NEMOTRON, COMMAND_R, FUNCTIONARY, LFM2, LFM2_JSON, OLMO),
+        *(
+            MINICPM,
+            APRIEL,
+            MINIMAX_M1,
+            PHI4,
+            GRANITE,
+            APERTUS,
+            SOLAR,
+            GIGACHAT,
+            GIGACHAT_3,
+            GEMMA,
+            FUNCTION_GEMMA,
+            HARMONY,
+            LLAMA,
+        ),
     )
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from weft_services.gateway.text.json_repair import repaired_object
 from weft_services.gateway.text.parts import (
@@ -32,18 +32,21 @@ class Malformed(Exception):
     """The text is not a call, and nothing of it has been emitted."""
 
 
-def hermes(buffer: TextBuffer, parts: Parts) -> Parse[None]:
-    """Hermes, Qwen, weft-nano:
+def tagged_objects(opening: str, closing: str) -> Parser:
+    """Hermes, Qwen, weft-nano: an object with name and arguments between two tags, with text around and between.
 
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, with text around and between.
+    GigaChat has no closing tag, which is empty then.
     """
-    opening, closing = "<tool_call>", "</tool_call>"
-    is_unclosed = False  # the last call's closing tag is due; it is not text
-    while mark := (yield from copy_until(buffer, (opening, closing) if is_unclosed else (opening,), parts.text)):
-        if mark == closing:
-            is_unclosed = False
-        elif (yield from _object_or_text(buffer, parts, opening)):
-            is_unclosed = not (yield from begins_with(buffer, closing))
+
+    def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
+        is_unclosed = False  # the last call's closing tag is due; it is not text
+        while mark := (yield from copy_until(buffer, (opening, closing) if is_unclosed else (opening,), parts.text)):
+            if mark == closing:
+                is_unclosed = False
+            elif (yield from _object_or_text(buffer, parts, opening)):
+                is_unclosed = bool(closing) and not (yield from begins_with(buffer, closing))
+
+    return parse
 
 
 def mistral(buffer: TextBuffer, parts: Parts) -> Parse[None]:
@@ -59,16 +62,43 @@ def mistral(buffer: TextBuffer, parts: Parts) -> Parse[None]:
 
 
 def object_list(opening: str, closing: str) -> Parser:
-    """Nemotron 2 and Command R: a list of objects with name and arguments between two tags, with text around."""
+    """Nemotron 2 and others: a list of objects with name and arguments between two tags, with text around.
+
+    MiniMax M1 writes no brackets. Granite has no closing tag, which is empty then.
+    """
 
     def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
         while (yield from copy_until(buffer, (opening,), parts.text)):
-            if (yield from peek_letter(buffer)) == "[":
-                yield from next_letter(buffer)
-                yield from _objects(buffer, parts, opening)
-                yield from begins_with(buffer, closing)
-            else:
+            if (yield from peek_letter(buffer)) not in ("[", "{"):
                 parts.text(opening)
+                continue
+            if (yield from next_letter(buffer)) == "[":
+                yield from _objects(buffer, parts, opening)
+            while (yield from peek_letter(buffer)) == "{":
+                if not (yield from _object_or_text(buffer, parts, opening)):
+                    break
+            if closing:
+                yield from begins_with(buffer, closing)
+
+    return parse
+
+
+def named_objects(opening: str, closing: str) -> Parser:
+    """Apertus: a list of objects between two tags, with text around. The key of an object is the tool's name."""
+
+    def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
+        while (yield from copy_until(buffer, (opening,), parts.text)):
+            if not (yield from begins_with(buffer, "[")):
+                parts.text(opening)
+                continue
+            if (yield from next_letter(buffer)) not in ("{", "]"):
+                parts.text(f"{opening}[")
+                continue
+            is_call = yield from _named_object(buffer, parts, f"{opening}[")
+            while is_call and (yield from begins_with(buffer, ",")):
+                is_call = yield from _named_object(buffer, parts, "")
+            yield from begins_with(buffer, "]")
+            yield from begins_with(buffer, closing)
 
     return parse
 
@@ -81,7 +111,10 @@ def functionary(buffer: TextBuffer, parts: Parts) -> Parse[None]:
 
 
 def python_list(opening: str, closing: str, names: frozenset[str]) -> Parser:
-    """LFM2: a list of Python calls between two tags, with text around. Only calls of known tools count."""
+    """LFM2 and OLMo 3: Python calls between two tags, in a list or one a line, with text around.
+
+    Only calls of known tools count. MiniCPM 3 fences the code.
+    """
 
     def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
         while (yield from copy_until(buffer, (opening,), parts.text)):
@@ -111,6 +144,14 @@ def kimi(buffer: TextBuffer, parts: Parts) -> Parse[None]:
     while mark := (yield from copy_until(buffer, marks, parts.text)):
         if mark == marks[3]:
             yield from _named_call(buffer, parts, mark, ("<|tool_call_argument_begin|>",), _kimi_name)
+
+
+def solar(buffer: TextBuffer, parts: Parts) -> Parse[None]:
+    """Solar: `<|tool_call:begin|>id<|tool_call:name|>name<|tool_call:args|>{...}<|tool_call:end|>` in a section."""
+    marks = ("<|tool_calls|>", "<|tool_call:end|>", "<|calls|>", "<|tool_call:begin|>")
+    while mark := (yield from copy_until(buffer, marks, parts.text)):
+        if mark == marks[3]:
+            yield from _named_call(buffer, parts, mark, ("<|tool_call:args|>",), _solar_name)
 
 
 def llama(names: frozenset[str]) -> Parser:
@@ -159,6 +200,24 @@ def _object_or_text(buffer: TextBuffer, parts: Parts, opening: str, names: froze
             return False
     yield from _skip_closers(buffer)
     return True
+
+
+def _named_object(buffer: TextBuffer, parts: Parts, opening: str) -> Parse[bool]:
+    """Read `{"name": {...}}` as a call. If it is not one, emit it and the marker before it as text."""
+    if (yield from next_letter(buffer)) != "{":
+        return False
+    buffer.mark()
+    buffer.take(1)
+    num_calls = parts.num_calls
+    try:
+        name = yield from _key(buffer)
+        if _is_name(name, None):
+            yield from _arguments(buffer, parts, opening, name)
+            return parts.num_calls > num_calls
+    except (Malformed, ValueError):
+        pass
+    parts.text(opening + buffer.taken)
+    return False
 
 
 def _skip_closers(buffer: TextBuffer) -> Parse[None]:
@@ -289,6 +348,11 @@ def _kimi_name(header: str) -> tuple[str, str]:
     return name.rpartition(":")[0] or name, header
 
 
+def _solar_name(header: str) -> tuple[str, str]:
+    call_id, _, name = header.rpartition("<|tool_call:name|>")
+    return name, call_id
+
+
 def _deepseek_call(buffer: TextBuffer, parts: Parts, marks: tuple[str, ...]) -> Parse[None]:
     before: list[str] = []
     buffer.mark()
@@ -343,12 +407,25 @@ def _may_be_python(text: str, names: frozenset[str], is_whole: bool) -> bool:
 
 
 def _python(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
+    """Return the calls of a list, or of one or more lines."""
     if len(text) > MAX_PYTHON_CHARS:
         raise Malformed
-    tree = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(tree, ast.List) or not tree.elts:
+    code = text.strip().removeprefix("```python").removesuffix("```").strip()
+    nodes = [each.value for each in ast.parse(code).body if isinstance(each, ast.Expr)]
+    if len(nodes) == 1 and isinstance(nodes[0], ast.List):
+        nodes = nodes[0].elts
+    if not nodes:
         raise Malformed
-    return [_python_call(node, names) for node in tree.elts]
+    return [_python_call(node, names) for node in nodes]
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Replaces JSON's names of values, which OLMo writes in Python."""
+
+    NAMES: ClassVar[dict[str, bool | None]] = {"null": None, "true": True, "false": False}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.NAMES[node.id]) if node.id in self.NAMES else node
 
 
 def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
@@ -361,7 +438,7 @@ def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
     name += ast.unparse(node.func)
     if name not in names:
         raise Malformed
-    arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}
+    arguments = {str(each.arg): ast.literal_eval(_JsonNames().visit(each.value)) for each in node.keywords if each.arg}
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # raises for an unpaired surrogate, which cannot be sent
     return name, text
