@@ -1,4 +1,4 @@
-"""Families whose MLP has no gate: StarCoder 2 and Nemotron 4, which have LayerNorm and biases, and Arcee."""
+"""Families with MLPs without a gate: StarCoder 2 and Nemotron 4, which have LayerNorm and biases, and Arcee."""
 
 from __future__ import annotations
 
