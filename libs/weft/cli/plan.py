@@ -129,7 +129,9 @@ def _heading(config: ModelConfig, demand: Demand, plan: CapacityPlan) -> str:
     weights = plan.roofline.weights.values()
     stored = sum(weight.size_bytes for weight in weights)
     params = sum(weight.params for weight in weights)
-    kind = config.quantization.packing.upper() if config.quantization else demand.dtype
+    kind, how = demand.dtype, config.quantization
+    if how is not None:
+        kind = f"{kind} out of {how.packing.upper()}" if how.is_expanded else how.packing.upper()
     kind += ", matrices as F12" if demand.is_resident else ""
     name = f"{config.architecture} on {demand.num_gpus} x {demand.gpu.name}"
     return f"[bold]{name}[/bold]: {params / 1e9:.2f} B parameters, {_gib(stored)} as {kind}, KV in {demand.dtype}"

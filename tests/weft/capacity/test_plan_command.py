@@ -87,6 +87,14 @@ def test_packed_weights_fit_as_they_stay_packed() -> None:
     assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "4").returncode == 1
 
 
+def test_expanded_weights_are_planned_in_the_dtype_of_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = weft(str(CONFIGS / "gpt-oss-20b"), "--gpu", "h100")
+    assert run.returncode == 0
+    assert "20.91 B parameters, 38.96 GiB as bfloat16 out of MXFP4 EXPERTS" in run.stdout
+    assert weft(str(CONFIGS / "gpt-oss-20b"), "--gpu", "rtx4090").returncode == 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
