@@ -55,9 +55,10 @@ def empty_fp8(rows: int, columns: int) -> Fp8:
     return Fp8(columns, words, torch.empty(rows // 128, columns // 128), (128, 128))
 
 
-def empty_int4(rows: int, columns: int) -> Int4:
+def empty_int4(rows: int, columns: int, has_zeros: bool = False) -> Int4:
     factors = torch.empty(rows, columns // 32, dtype=BF16)
-    return Int4(columns, torch.empty(rows, columns // 8, dtype=torch.int32), factors, 32)
+    zeros = factors.byte() if has_zeros else None
+    return Int4(columns, torch.empty(rows, columns // 8, dtype=torch.int32), factors, 32, zeros)
 
 
 def slices_of(num_items: int) -> top_k_p_search.Slices:
@@ -151,6 +152,7 @@ def expert_launches() -> Launches:
     many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
     int4_rows = *few_rows[:3], empty_int4(8 * 1536, 2048), empty_int4(8 * 2048, 768), False
     int4_many = *many_rows[:3], *int4_rows[3:]
+    int4_zeros = *many_rows[:3], empty_int4(8 * 1536, 2048, True), empty_int4(8 * 2048, 768, True), False
     one_chosen = rows_in, torch.zeros(2, 1, dtype=i64), torch.ones(2, 1)
     one_expert = *one_chosen, empty_f12(1536, 2048), empty_f12(2048, 768), False
     fp8_rows = *few_rows[:3], empty_fp8(8 * 1536, 2048), empty_fp8(8 * 2048, 768), False
@@ -167,6 +169,7 @@ def expert_launches() -> Launches:
         "experts, F12": (moe, "_gate_up", lambda: moe.moe_kernel(*f12_rows)),
         "experts, INT4": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_rows)),
         "experts, INT4, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_many)),
+        "experts, INT4 with zeros": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_zeros)),
         "experts down, FP8": (moe, "_down", lambda: moe.moe_kernel(*fp8_rows)),
         "expert, F12": (moe, "_down", lambda: moe.moe_kernel(*one_expert)),
     }
@@ -179,6 +182,7 @@ def packed_launches() -> Launches:
     return {
         "FP8, a prompt": (packed, "_gemm", lambda: packed.linear_packed(x.repeat(2048, 1), fp8)),
         "INT4, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, int4)),
+        "INT4 with zeros": (packed, "_gemm", lambda: packed.linear_packed(x, empty_int4(6144, 4096, True))),
         "FP8, one row": (packed, "_gemm", lambda: packed.linear_packed(x[:1], fp8)),
         "F12, one row": (gemv, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
         "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),

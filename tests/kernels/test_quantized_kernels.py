@@ -30,18 +30,21 @@ def make_fp8(rows: int, columns: int, block: tuple[int, int]) -> Fp8:
     return read_fp8(data.view(torch.float8_e4m3fn).to(DEVICE), factors.to(DEVICE), block)
 
 
-def make_int4(rows: int, columns: int, group: int) -> tuple[Int4, Tensor]:
+def make_int4(rows: int, columns: int, group: int, has_zeros: bool = False) -> tuple[Int4, Tensor]:
     """And what its words stand for, by the definition of compressed-tensors."""
     generator = torch.Generator().manual_seed(rows * columns)
     words = torch.randint(-(2**31), 2**31, (rows, -(-columns // 8)), generator=generator).to(torch.int32)
     factors = (torch.rand(rows, -(-columns // group), generator=generator) * 0.1).bfloat16()
-    values = torch.stack([(words >> shift) & 15 for shift in range(0, 32, 4)], 2).flatten(1)[:, :columns] - 8
+    values = torch.stack([(words >> shift) & 15 for shift in range(0, 32, 4)], 2).flatten(1)[:, :columns]
+    zeros = torch.randint(0, 16, factors.shape, generator=generator) if has_zeros else torch.full(factors.shape, 8)
+    values = values - zeros.repeat_interleave(group, 1)[:, :columns]
     expected = values * factors.float().repeat_interleave(group, 1)[:, :columns]
-    return read_int4(words.to(DEVICE), factors.to(DEVICE), columns, group), expected.to(DEVICE)
+    own = zeros.to(DEVICE) if has_zeros else None
+    return read_int4(words.to(DEVICE), factors.to(DEVICE), columns, group, own), expected.to(DEVICE)
 
 
-def int4(rows: int, columns: int, group: int) -> Int4:
-    return make_int4(rows, columns, group)[0]
+def int4(rows: int, columns: int, group: int, has_zeros: bool = False) -> Int4:
+    return make_int4(rows, columns, group, has_zeros)[0]
 
 
 MATRICES: list[Callable[[], Stored]] = [
@@ -56,15 +59,19 @@ MATRICES: list[Callable[[], Stored]] = [
     lambda: int4(33, 100, 32),
     lambda: int4(20, 20, 4),
     lambda: int4(24, 96, 96),
+    lambda: int4(70, 512, 32, True),
+    lambda: int4(33, 100, 32, True),
+    lambda: int4(24, 96, 96, True),
 ]
 
 
+@pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "group"), [(70, 512, 32), (33, 100, 32), (1, 8, 8), (5, 20, 4)])
 def test_words_of_neighbours_are_read_as_words_of_runs(
-    rows: int, columns: int, group: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, columns: int, group: int, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft_kernels.packed.quantized.CHUNK_WORDS", 100)
-    found, expected = make_int4(rows, columns, group)
+    found, expected = make_int4(rows, columns, group, has_zeros)
     assert found.shape == (rows, columns)
     assert torch.equal(found.unpack(), expected)
 
@@ -115,7 +122,7 @@ def test_no_rows_are_no_result(make: Callable[[], Fp8 | Int4]) -> None:
     assert linear_packed(torch.randn(3, 256, device=DEVICE)[:0], make()).shape == (0, 40)
 
 
-@pytest.mark.parametrize("make", [lambda: make_fp8(40, 256, (32, 64)), lambda: int4(40, 256, 32)])
+@pytest.mark.parametrize("make", [lambda: make_fp8(40, 256, (32, 64)), lambda: int4(40, 256, 32, True)])
 def test_many_rows_are_multiplied_in_tiles_of_their_own(make: Callable[[], Fp8 | Int4]) -> None:
     weight = make()
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(7)).to(DEVICE)
@@ -127,6 +134,7 @@ def test_many_rows_are_multiplied_in_tiles_of_their_own(make: Callable[[], Fp8 |
 def test_matrices_are_put_together_row_by_row(order: Tensor | None) -> None:
     kinds: list[list[Stored]] = [
         [make_fp8(64, 40, (16, 12)), make_fp8(40, 40, (16, 12))],
+        [int4(64, 40, 8, True), int4(40, 40, 8, True)],
         [make_fp8(40, 40, (16, 12)), make_fp8(64, 40, (16, 12))],
         [int4(64, 40, 8), int4(40, 40, 8)],
         [torch.randn(64, 40, device=DEVICE), make_fp8(40, 40, (16, 12))],
@@ -162,7 +170,7 @@ def test_on_a_cpu_packed_weights_are_unpacked_to_what_they_run_in() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_on_input", [False, True])
-@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("form", ["fp8", "int4", "int4-zeros"])
 def test_experts_are_those_of_the_unpacked_matrices(form: str, is_on_input: bool, dtype: torch.dtype) -> None:
     """In tiles that lie within the groups, and, of fewer rows and columns, in others."""
     hidden, size = (256, 16) if is_on_input else (40, 24)
@@ -173,7 +181,9 @@ def test_experts_are_those_of_the_unpacked_matrices(form: str, is_on_input: bool
         gate_up, down = make_fp8(3 * 2 * size, hidden, block), make_fp8(3 * hidden, size, block)
     else:
         group = 32 if is_on_input else 4
-        gate_up, down = int4(3 * 2 * size, hidden, group), int4(3 * hidden, size, min(group, 8))
+        has_zeros = form == "int4-zeros"
+        gate_up = int4(3 * 2 * size, hidden, group, has_zeros)
+        down = int4(3 * hidden, size, min(group, 8), has_zeros)
     generator = torch.Generator().manual_seed(3)
     x = (torch.randn(5, hidden, generator=generator) * 0.1).to(DEVICE, dtype)
     weights, chosen = torch.rand(5, 3, generator=generator).to(DEVICE).topk(2, dim=-1)

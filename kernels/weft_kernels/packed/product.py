@@ -19,6 +19,7 @@ _PLAIN = tl.constexpr(0)
 _F12 = tl.constexpr(1)
 _FP8 = tl.constexpr(2)
 _INT4 = tl.constexpr(3)
+_INT4_ZEROS = tl.constexpr(4)
 
 
 def operands(weight: Matrix, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -38,7 +39,8 @@ def form_constants(weight: Matrix, plain_block_k: int) -> dict[str, int]:
     if isinstance(weight, Fp8):
         rows, columns = weight.block
         return {"FORM": _FP8.value, "GROUP_ROWS": rows, "GROUP": columns, "BLOCK_K": 256}
-    return {"FORM": _INT4.value, "GROUP_ROWS": 1, "GROUP": weight.group, "BLOCK_K": 256}
+    form = _INT4 if weight.zeros is None else _INT4_ZEROS
+    return {"FORM": form.value, "GROUP_ROWS": 1, "GROUP": weight.group, "BLOCK_K": 256}
 
 
 @triton.jit
@@ -87,10 +89,10 @@ def product(
             *(p_left, m_left, b_scale, p_0, p_1, first_row, end_row, first_step, last_step),
             *(SIZE, GROUP_ROWS, GROUP, SCALED, BLOCK_M, BLOCK_N, BLOCK_K),
         )
-    elif FORM == _INT4:
+    elif FORM >= _INT4:
         b_acc = product_int4(
-            *(p_left, m_left, b_scale, p_0, p_1, first_row, end_row, first_step, last_step),
-            *(SIZE, GROUP, SCALED, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(p_left, m_left, b_scale, p_0, p_1, p_2, first_row, end_row, first_step, last_step),
+            *(SIZE, GROUP, FORM == _INT4_ZEROS, SCALED, BLOCK_M, BLOCK_N, BLOCK_K),
         )
     else:
         b_acc = _product_plain(

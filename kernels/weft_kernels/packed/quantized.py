@@ -60,18 +60,33 @@ class Fp8(_Words):
 
 @dataclass(frozen=True, slots=True)
 class Int4(_Words):
-    """[rows, columns] of 4-bit values, 8 for 0, with a factor [rows, groups] for each `group` of a row's columns.
+    """[rows, columns] of 4-bit values, with a factor [rows, groups] for each `group` of a row's columns.
 
     Nibble s of word j [rows, words] is column s * words + j, so that each nibble of a run of words is a run of columns.
+    `zeros` [rows, groups] uint8, up to 15, are the values that stand for 0; without them 8 does.
     """
 
     group: int
+    zeros: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The tensors in the order of the kernels' arguments."""
+        return self.words, self.factors, self.factors if self.zeros is None else self.zeros, self.factors, self.factors
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.factors.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def unpack(self) -> Tensor:
-        """Return float32 [rows, columns]. Each value is multiplied by its group factor."""
+        """Return float32 [rows, columns]. Each value, less its zero, is multiplied by its group factor."""
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.device)[:, None]
-        values = ((self.words[:, None] >> shifts) & 15).flatten(1)[:, : self.columns] - 8
-        return values.float() * self.factors.float().repeat_interleave(self.group, 1)[:, : self.columns]
+        values = ((self.words[:, None] >> shifts) & 15).flatten(1)[:, : self.columns].float()
+        values -= 8 if self.zeros is None else self._of_columns(self.zeros)
+        return values * self._of_columns(self.factors)
+
+    def _of_columns(self, of_groups: Tensor) -> Tensor:
+        return of_groups.float().repeat_interleave(self.group, 1)[:, : self.columns]
 
 
 def read_fp8(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Fp8:
@@ -81,8 +96,11 @@ def read_fp8(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Fp8:
     return Fp8(weight.shape[1], words, factors.contiguous(), block)
 
 
-def read_int4(packed: Tensor, factors: Tensor, columns: int, group: int) -> Int4:
-    """As compressed-tensors packs them, int32: eight neighbours in a word, the first in the lowest bits."""
+def read_int4(packed: Tensor, factors: Tensor, columns: int, group: int, zeros: Tensor | None = None) -> Int4:
+    """As compressed-tensors packs them, int32: eight neighbours in a word, the first in the lowest bits.
+
+    zeros: [rows, groups], integers up to 15.
+    """
     words = torch.empty_like(packed)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     step = max(1, CHUNK_WORDS // max(1, packed.shape[1]))
@@ -91,15 +109,20 @@ def read_int4(packed: Tensor, factors: Tensor, columns: int, group: int) -> Int4
         runs = ((some[:, :, None] >> shifts) & 15).view(len(some), NIBBLES, -1) << shifts[:, None]
         # no bit is in two of them, so that the sum is their union; the highest bit is the sign, as in any word
         words[first : first + step] = runs.sum(1, dtype=torch.int32)
-    return Int4(columns, words, factors.contiguous(), group)
+    return Int4(columns, words, factors.contiguous(), group, None if zeros is None else zeros.byte().contiguous())
 
 
 def stack_int4(parts: Sequence[Int4], order: Tensor | None) -> Int4:
     """One below the other, their rows in another order."""
     first = parts[0]
     assert all((each.columns, each.group) == (first.columns, first.group) for each in parts)
+    zeros = [each.zeros for each in parts if each.zeros is not None]
+    assert len(zeros) in (0, len(parts))
     return replace(
-        first, words=_rows([p.words for p in parts], order), factors=_rows([p.factors for p in parts], order)
+        first,
+        words=_rows([each.words for each in parts], order),
+        factors=_rows([each.factors for each in parts], order),
+        zeros=_rows(zeros, order) if zeros else None,
     )
 
 

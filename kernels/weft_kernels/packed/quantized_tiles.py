@@ -84,25 +84,27 @@ def product_int4(
     b_scale: tl.tensor,
     p_words: tl.tensor,
     p_factors: tl.tensor,
+    p_zeros: tl.tensor,
     first_row: tl.tensor,
     end_row: tl.tensor,
     first_step: tl.tensor,
     last_step: tl.tensor,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return [BLOCK_M, BLOCK_N] fp32: rows times INT4 weight rows."""
+    """Return [BLOCK_M, BLOCK_N] fp32: rows times INT4 weight rows. p_zeros is read with HAS_ZEROS."""
     WORDS: tl.constexpr = (SIZE + 7) // 8
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     BLOCK_J: tl.constexpr = BLOCK_K // 8
     o_row = first_row + tl.arange(0, BLOCK_N)
     m_row = o_row < end_row
     p_row = p_words + o_row.to(tl.int64)[:, None] * WORDS
-    p_factor = p_factors + o_row.to(tl.int64) * GROUPS
+    o_factor = o_row.to(tl.int64) * GROUPS
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first_step, last_step):
         o_j = step * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -115,13 +117,20 @@ def product_int4(
             # a bfloat16 with this exponent counts in ones, from 128
             b_pair = (b_words >> NIBBLE % 4 * 4) & 0x000F000F | 0x43004300
             b_left = left_tile(p_left, m_left, b_scale, o_k, m_k, SCALED)
-            b_right = half_of(b_pair, NIBBLE // 4 == 1, b_left.dtype) - 136.0
+            b_right = half_of(b_pair, NIBBLE // 4 == 1, b_left.dtype)
             if WORDS % BLOCK_J == 0 and GROUP % BLOCK_J == 0:
-                group = (NIBBLE * WORDS + step * BLOCK_J) // GROUP
-                b_factor = tl.load(p_factor + group, mask=m_row, other=0.0)[:, None].to(tl.float32)
+                o_group = (o_factor + (NIBBLE * WORDS + step * BLOCK_J) // GROUP)[:, None]
+                m_group = m_row[:, None]
             else:
-                m_factor = m_row[:, None] & m_k[None, :]
-                b_factor = tl.load(p_factor[:, None] + (o_k // GROUP)[None, :], mask=m_factor, other=0.0).to(tl.float32)
+                o_group = o_factor[:, None] + (o_k // GROUP)[None, :]
+                m_group = m_row[:, None] & m_k[None, :]
+            b_factor = tl.load(p_factors + o_group, mask=m_group, other=0.0).to(tl.float32)
+            if HAS_ZEROS:
+                # all of these are whole numbers below 256, which a bfloat16 holds
+                b_zero = tl.load(p_zeros + o_group, mask=m_group, other=0).to(tl.float32)
+                b_right -= (b_zero + 128.0).to(b_left.dtype)
+            else:
+                b_right -= 136.0
             if WORDS % BLOCK_J == 0 and GROUP % BLOCK_J == 0 and BLOCK_M <= _FEW_ROWS:
                 b_acc += tl.dot(b_right, b_left, input_precision="ieee") * b_factor
             else:

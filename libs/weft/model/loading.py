@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.errors import BadCheckpoint
 from weft.model.quantization import is_packed, is_shape, stored_dtypes, stored_parts
-from weft.model.spec import ModelConfig
+from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored, stored_name
 from weft.model.unpacking import PackedModule, unpack_mxfp4
 from weft_kernels.linear import PackedWeight, pack
@@ -188,7 +188,7 @@ class Loader:
             return self._cut(tensor, part.in_blocks(f"{name}.{which}", block[part.dim], shape[part.dim]))
 
         num_columns = part.size if part and part.dim else columns
-        if how.is_expanded:
+        if how.is_expanded or how.packing is Packing.AWQ:  # repacked on its device
             parts = {each: tensor.to(self.device) for each, tensor in parts.items()}
         return PackedModule(name, how, (rows, columns), num_columns, parts, cut, self.dtype).read()
 

@@ -80,14 +80,15 @@ def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredP
     per_word = 32 // how.bits
     if how.packing is Packing.AWQ:
         return {
-            "qweight": StoredPart((columns, -(-rows // per_word)), ("I32",), 4, 0, per_word),
-            "qzeros": StoredPart((blocks[1], -(-rows // per_word)), ("I32",), 4),
-            "scales": StoredPart((blocks[1], rows), FLOATS, 2),
+            "qweight": StoredPart((columns, -(-rows // per_word)), ("I32",), 4, 4, per_word),
+            "qzeros": StoredPart((blocks[1], -(-rows // per_word)), ("I32",), 4, per_word),
+            "scales": StoredPart((blocks[1], rows), FLOATS, 2, 2),
         }
     if how.packing is Packing.GPTQ:
         return {
             "qweight": StoredPart((-(-columns // per_word), rows), ("I32",), 4, 4, per_word),
-            "qzeros": StoredPart((blocks[1], -(-rows // per_word)), ("I32",), 4),
+            # held as a byte for each zero point
+            "qzeros": StoredPart((blocks[1], -(-rows // per_word)), ("I32",), 4, 0 if how.is_symmetric else per_word),
             "scales": StoredPart((blocks[1], rows), FLOATS, 2, 2),
             "g_idx": StoredPart((columns,), ("I32",), 4),
         }
@@ -97,7 +98,7 @@ def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredP
         "weight_shape": StoredPart((2,), ("I32", "I64"), 8),
     }
     if not how.is_symmetric:
-        parts["weight_zero_point"] = StoredPart((-(-rows // per_word), blocks[1]), ("I32",), 4)
+        parts["weight_zero_point"] = StoredPart((-(-rows // per_word), blocks[1]), ("I32",), 4, per_word)
     return parts | ({"weight_g_idx": StoredPart((columns,), ("I32",), 4)} if how.is_ordered else {})
 
 

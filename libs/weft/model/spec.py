@@ -208,7 +208,7 @@ class Packing(StrEnum):
     BITSANDBYTES = "bitsandbytes"
 
 
-WITH_KERNELS = (Packing.INT4_GROUPS, Packing.GPTQ)
+WITH_KERNELS = (Packing.INT4_GROUPS, Packing.GPTQ, Packing.AWQ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class Quantization:
     @property
     def is_expanded(self) -> bool:
         """True if no kernel multiplies these weights, so that loading makes plain matrices of them."""
-        is_plain = self.bits == 4 and self.is_symmetric and not self.is_ordered
+        is_plain = self.bits == 4 and not self.is_ordered
         return self.packing is not Packing.FP8_BLOCKS and not (self.packing in WITH_KERNELS and is_plain)
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft.errors import BadCheckpoint
 from weft.model.quantization import FP4_SCALES, NESTED_BLOCK, NF4_BLOCK, full_block
@@ -49,6 +50,14 @@ class PackedModule:
         """Return the rank's part of an unpacked matrix, which can be cut anywhere."""
         return self.cut("weight", matrix.to(self.dtype), (1, 1))
 
+    def int4(self, part: str, words: Tensor, factors: Tensor, zeros: Tensor | None) -> Stored:
+        """Return the rank's part of INT4 in words [rows, words], with factors and zero points [rows, groups]."""
+        group = full_block(self.how, self.shape)[1]
+        if zeros is not None:
+            zeros = self.cut(part, zeros, (1, group))
+        factors = self.cut(part, factors, (1, group))
+        return read_int4(self.cut(part, words, (1, NIBBLES_OF_WORD)).contiguous(), factors, self.columns, group, zeros)
+
     def check_order(self, part: str, order: Tensor, num_groups: int) -> None:
         """Raise BadCheckpoint if columns name groups that do not exist."""
         if bool((order < 0).any() or (order >= num_groups).any()):
@@ -79,6 +88,15 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return (unpack_e2m1(blocks) * factors[..., None]).flatten(1)
 
 
+def pack_words(values: Tensor) -> Tensor:
+    """Return int32 [rows, words]: eight 4-bit values side by side in a word, the first in the lowest bits."""
+    padded = functional.pad(values, (0, -values.shape[1] % NIBBLES_OF_WORD))
+    words = torch.zeros(len(values), padded.shape[1] // NIBBLES_OF_WORD, dtype=torch.int32, device=values.device)
+    for nibble in range(NIBBLES_OF_WORD):
+        words |= padded[:, nibble::NIBBLES_OF_WORD] << 4 * nibble
+    return words
+
+
 def _fp8(module: PackedModule) -> Stored:
     how, shape = module.how, module.shape
     block = full_block(how, shape)
@@ -93,16 +111,15 @@ def _int4(module: PackedModule) -> Stored:
     if tuple(parts["weight_shape"].tolist()) != module.shape:
         found = list(parts["weight_packed"].shape)
         raise module.error("weight_packed", f"{found} does not hold {parts['weight_shape'].tolist()}")
+    zeros = None
+    if not how.is_symmetric:
+        zeros = unpack_words(parts["weight_zero_point"].t(), how.bits).t()[:rows]
     if not how.is_expanded:
-        words = module.cut("weight_packed", parts["weight_packed"], (1, NIBBLES_OF_WORD))
-        return read_int4(words, module.cut("weight_scale", parts["weight_scale"], block), module.columns, block[1])
+        return module.int4("weight_packed", parts["weight_packed"], parts["weight_scale"], zeros)
     values = unpack_words(parts["weight_packed"], how.bits)[:, :columns]
     order = parts["weight_g_idx"].long() if how.is_ordered else torch.arange(columns, device=values.device) // block[1]
     module.check_order("weight_g_idx", order, parts["weight_scale"].shape[1])
-    if how.is_symmetric:
-        values = values - (1 << how.bits - 1)
-    else:
-        values = values - unpack_words(parts["weight_zero_point"].t(), how.bits).t()[:rows, order]
+    values = values - ((1 << how.bits - 1) if zeros is None else zeros[:, order])
     return module.whole(values * parts["weight_scale"].float()[:, order])
 
 
@@ -119,13 +136,15 @@ def _spread(module: PackedModule, part: str) -> Tensor:
 
 
 def _awq(module: PackedModule) -> Stored:
-    parts, (rows, columns) = module.parts, module.shape
-    order = torch.arange(columns, device=parts["scales"].device) // full_block(module.how, module.shape)[1]
+    """Words run along the outputs of the transposed matrix; make such along the inputs of them."""
     values, zeros = (
-        unpack_words(parts[each], 4).view(len(parts[each]), -1, 8)[:, :, AWQ_NIBBLES].flatten(1)[:, :rows]
-        for each in ("qweight", "qzeros")
+        unpack_words(module.parts[part], 4)
+        .unflatten(1, (-1, 8))[:, :, AWQ_NIBBLES]
+        .flatten(1)[:, : module.shape[0]]
+        .t()
+        for part in ("qweight", "qzeros")
     )
-    return module.whole(((values - zeros[order]) * parts["scales"].float()[order]).t())
+    return module.int4("qweight", pack_words(values), module.parts["scales"].t(), zeros)
 
 
 def _fp4(module: PackedModule) -> Stored:
@@ -151,8 +170,9 @@ def _gptq(module: PackedModule) -> Stored:
         raise module.error("g_idx", "columns are not in the order of groups; set desc_act to true in config.json")
     module.check_order("g_idx", order, len(zeros))
     if not how.is_expanded:
-        words = module.cut("qweight", parts["qweight"].t(), (1, NIBBLES_OF_WORD)).contiguous()
-        return read_int4(words, module.cut("scales", parts["scales"].t(), (1, group)), module.columns, group)
+        return module.int4(
+            "qweight", parts["qweight"].t(), parts["scales"].t(), None if how.is_symmetric else zeros.t()
+        )
     values = unpack_words(parts["qweight"].t(), how.bits)[:, :columns] - zeros.t()[:, order]
     return module.whole(values * parts["scales"].float().t()[:, order])
 

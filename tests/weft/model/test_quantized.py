@@ -106,7 +106,8 @@ def quantized(
         module = name.removesuffix(".weight")
         if is_packed(module, expected, read.quantization):
             packed, oracle[name] = pack(module, weight, fields)
-            assert (oracle[name] - weight).abs().max() < 0.2 * weight.abs().max(), "packing and unpacking disagree"
+            # E2M1 has no 5: 4 and 6 are a fifth of it away
+            assert (oracle[name] - weight).abs().max() < 0.201 * weight.abs().max(), "packing and unpacking disagree"
             tensors |= packed
         else:
             tensors[name] = weight
