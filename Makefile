@@ -5,7 +5,7 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve smollm2 test smollm2-test soak chaos pauses page-test client-test wheel-test template-test agents lint protos install install-dev pin clean
+.PHONY: help serve smollm2 test smollm2-test soak chaos pauses page-test client-test wheel-test template-test agents lint protos install install-dev pin clean formats-test
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
@@ -20,6 +20,7 @@ help:
 	@echo "make wheel-test  builds the wheel, installs it into new environments and serves weft-nano from there (a minute or two; pip installs torch)"
 	@echo "make template-test  chat templates of a folder against transformers, and their calls read back  (DIR=folder ARGS='--list')"
 	@echo "make agents   Claude Code, Codex and OpenCode list a folder through the gateway; npm installs them (1 GB)"
+	@echo "make formats-test  SmolLM2, as make smollm2 leaves it, in every quantized format: 8 texts each against transformers (ARGS='--only awq')"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"
 	@echo "make pin      write constraints.txt from what is installed in $(VENV)"
@@ -62,6 +63,9 @@ template-test: install-dev
 
 agents: install-dev
 	@scripts/agents.sh $(ARGS)
+
+formats-test: install-dev
+	@exec $(BIN)/python -m loadtest.formats $(ARGS)
 
 lint: install-dev
 	@scripts/lint.sh

@@ -65,6 +65,7 @@ MAKE: dict[str, str] = {
     "serve": "loadtest.quickstart does, from a clone; it installs for a minute",
     "smollm2": "downloads 93 MB; tests/smollm2 converts and serves the same",
     "smollm2-test": "downloads 93 MB and takes a quarter of an hour; nightly",
+    "formats-test": "ten minutes; tests/weft/model/test_formats.py writes and reads the same formats",
     "test": ".ci/run",
     "lint": ".ci/run",
     "help": "prints",
