@@ -56,11 +56,11 @@ ARCHITECTURES: list[tuple[str, str, str]] = [
     ("Qwen3Model", "qwen3", "computes embeddings"),
     ("GPT2LMHeadModel", "gpt2", UNKNOWN),
     ("BloomForCausalLM", "bloom", UNKNOWN),
-    ("FalconForCausalLM", "falcon", UNKNOWN),
-    ("GPTNeoXForCausalLM", "gpt_neox", UNKNOWN),
-    ("Starcoder2ForCausalLM", "starcoder2", UNKNOWN),
-    ("CohereForCausalLM", "cohere", UNKNOWN),
-    ("Gemma2ForCausalLM", "gemma2", UNKNOWN),
+    ("OPTForCausalLM", "opt", UNKNOWN),
+    ("GPTJForCausalLM", "gptj", UNKNOWN),
+    ("MptForCausalLM", "mpt", UNKNOWN),
+    ("CTRLLMHeadModel", "ctrl", UNKNOWN),
+    ("BioGptForCausalLM", "biogpt", UNKNOWN),
 ]
 # classes that only code beside the checkpoint defines
 REMOTE: dict[str, tuple[dict[str, Any], str]] = {
