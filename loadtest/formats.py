@@ -52,7 +52,8 @@ def widened(source: Path, folder: Path) -> TinyFamily:
     (folder / "config.json").write_text(json.dumps(config))
     weights = {name: weight.float() for name, weight in load_file(source / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    oracle: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    oracle: Any = AutoModelForCausalLM.from_pretrained(folder)
+    oracle.eval()
     return TinyFamily(oracle, folder, read_config(folder))
 
 

@@ -135,15 +135,13 @@ def _spread(module: PackedModule, part: str) -> Tensor:
     return factors.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
 
 
+def _unpack_awq(words: Tensor) -> Tensor:
+    return unpack_words(words, 4).view(len(words), -1, 8)[:, :, AWQ_NIBBLES].flatten(1)
+
+
 def _awq(module: PackedModule) -> Stored:
     """Words run along the outputs of the transposed matrix; make such along the inputs of them."""
-    values, zeros = (
-        unpack_words(module.parts[part], 4)
-        .unflatten(1, (-1, 8))[:, :, AWQ_NIBBLES]
-        .flatten(1)[:, : module.shape[0]]
-        .t()
-        for part in ("qweight", "qzeros")
-    )
+    values, zeros = (_unpack_awq(module.parts[part])[:, : module.shape[0]].t() for part in ("qweight", "qzeros"))
     return module.int4("qweight", pack_words(values), module.parts["scales"].t(), zeros)
 
 
