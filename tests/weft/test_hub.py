@@ -248,6 +248,12 @@ def test_unsupported_model_is_refused_before_its_weights(client: Client, hub: Hu
     hub.models[NAME].files = {"config.json": nano_files()["config.json"], "pytorch_model.bin": b"pickle"}
     hub.models[NAME].commit = "b" * 40
     assert "pickled" in client.refused("pull", NAME)
+    hub.models[NAME].files = {"nano-Q4_K_M.gguf": b"GGUF"}
+    hub.models[NAME].commit = "c" * 40
+    assert (
+        f"has only GGUF files; make a checkpoint of one with `weft convert FILE` after `hf download {NAME} FILE`"
+        in (client.refused("pull", NAME))
+    )
 
 
 def test_too_small_disk_is_refused_before_the_weights(client: Client, hub: Hub) -> None:

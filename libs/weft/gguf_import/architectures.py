@@ -85,6 +85,18 @@ def _mixtral(model: GgufModel, prefix: str) -> Values:
     }
 
 
+def _mistral3(model: GgufModel, prefix: str) -> Values:
+    """Read Ministral 3: queries grow beyond the original context. Mistral Small 3 has none of this."""
+    fields, key = model.fields, prefix + "attention.temperature_scale"
+    if not fields.values.get(key):
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    weight = shortest(fields.number(prefix + "rope.scaling.yarn_log_multiplier", 1.0))
+    growth = {"llama_4_scaling_beta": shortest(fields.number(key)), "mscale": weight, "mscale_all_dim": weight}
+    rope = _rope(model, prefix, None)
+    scaling = rope["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": None, "rope_parameters": {"rope_theta": rope["rope_theta"], **scaling, **growth}}
+
+
 def _qwen3_moe(model: GgufModel, prefix: str) -> Values:
     return {
         "num_experts": model.fields.count(prefix + "expert_count"),
@@ -170,6 +182,7 @@ def _rotated_part(fields: Fields, prefix: str) -> Values:
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", is_permuted=True),
     "mixtral": Architecture("MixtralForCausalLM", "mixtral", MIXTRAL, is_permuted=True, more=_mixtral),
+    "mistral3": Architecture("Ministral3ForCausalLM", "ministral3", is_permuted=True, more=_mistral3),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", more=_qwen3_moe),
@@ -232,6 +245,8 @@ def config_fields(model: GgufModel, architecture: Architecture) -> Values:
 
 def shortest(value: float) -> float:
     """Return the shortest decimal number that is the same float32: GGUF has 1e-5 as 9.999999747378752e-06."""
+    if not math.isfinite(value) or abs(value) > 3e38:  # no float32; the reader of config.json refuses it
+        return value
     packed = struct.pack("<f", value)
     found = (float(f"{value:.{digits}g}") for digits in range(1, 10))
     return next(each for each in found if struct.pack("<f", each) == packed)

@@ -17,7 +17,15 @@ import numpy as np
 
 from weft.errors import BadCheckpoint
 from weft.file_io import fsync_path, with_filename
-from weft.gguf_import.architectures import BECOME_FIELDS, LAYER, TOP, Architecture, architecture_of, config_fields
+from weft.gguf_import.architectures import (
+    BECOME_FIELDS,
+    LAYER,
+    TOP,
+    Architecture,
+    architecture_of,
+    config_fields,
+    shortest,
+)
 from weft.gguf_import.gguf_file import GgufModel, GgufTensor, open_gguf
 from weft.gguf_import.tokenizer_json import end_tokens, tokenizer_files
 from weft.model.config import config_of, expected_tensors
@@ -31,6 +39,13 @@ TOP_TENSOR = re.compile(r"(?P<stem>\w+)\.weight")
 CHUNK_NUMBERS = 1 << 23
 """Numbers that are expanded at once."""
 DTYPES = {"F32": ("float32", "F32", 4), "F16": ("float16", "F16", 2), "BF16": ("bfloat16", "BF16", 2)}
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 Report = Callable[[int, int], None]
 """Receives the bytes that are written and the bytes of all tensors."""
 
@@ -111,7 +126,8 @@ class Conversion:
             )
 
     def _write_small(self, made: Path) -> None:
-        generation = {name: value for name, value in self._config.items() if name.endswith("_token_id")}
+        ids = {name: value for name, value in self._config.items() if name.endswith("_token_id")}
+        generation = {**ids, **_sampling_defaults(self.model.fields)}
         files = {**self._files, "config.json": self._config, "generation_config.json": generation}
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False)
@@ -140,6 +156,15 @@ def _chunks(target: _Target) -> Iterator[Any]:
     step = max(1, CHUNK_NUMBERS * len(order) // max(1, int(np.prod(target.shape))))
     for start in range(0, len(order), step):
         yield rows[order[start : start + step]]
+
+
+def _sampling_defaults(fields: Fields) -> dict[str, Any]:
+    """Return how the maker of the model samples, as generation_config.json has it; older files do not say."""
+    stored = {name: fields.values.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
+    found = {name: shortest(value) for name, value in stored.items() if isinstance(value, int | float)}
+    if "top_k" in found:
+        found["top_k"] = int(found["top_k"])
+    return {"do_sample": found.get("temperature", 1.0) > 0, **found} if found else {}
 
 
 def _dtype(model: GgufModel) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -17,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations.gguf import dequant
 
-from tests.weft.tiny_families import TinyFamily, make_family
-from tests.weft.tiny_gguf import MERGES, SPECIAL, VOCAB_SIZE, GgufForm, byte_tokens, write_gguf
+from tests.weft.tiny_families import MINISTRAL3_ROPE, TinyFamily, make_family
+from tests.weft.tiny_gguf import MERGES, SPECIAL, VOCAB_SIZE, GgufForm, add_byte_level, byte_tokens, write_gguf
 from weft.cli.convert import run_convert
 from weft.errors import BadCheckpoint
 from weft.gguf_import import conversion
@@ -70,6 +71,22 @@ FORMS: dict[str, GgufForm] = {
         tensors={"rope_freqs.weight": llama3_factors(32)},
     ),
     "mixtral": GgufForm("llama", "mixtral", is_permuted=True, more={"expert_count": 5, "expert_used_count": 2}),
+    "mistral3": GgufForm(
+        "mistral3",
+        "ministral3",
+        {"rope_parameters": {**MINISTRAL3_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        is_permuted=True,
+        more={
+            "attention.temperature_scale": 0.4,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_beta_fast": 4.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
+    "mistral-small-3": GgufForm("mistral3", "llama2", is_permuted=True),
     "qwen2": GgufForm("qwen2", "qwen2"),
     "qwen2-yarn": GgufForm("qwen2", "qwen2", {"rope_parameters": YARN, "tie_word_embeddings": False}, more=YARN_KEYS),
     "qwen3": GgufForm("qwen3", "qwen3"),
@@ -173,6 +190,22 @@ def test_converted_model_is_a_whole_checkpoint(tmp_path: Path) -> None:
     tokens = byte_tokens()
     assert read_config(out).eos_token_ids == (tokens.index("<|im_end|>"), tokens.index("<|endoftext|>"))
     assert "im_start" in (out / "chat_template.jinja").read_text()
+
+
+def test_sampling_defaults_are_kept(tmp_path: Path) -> None:
+    tiny, path = make(tmp_path)
+    assert "do_sample" not in json.loads((convert(path) / "generation_config.json").read_text())
+
+    def add(writer: Any) -> None:
+        add_byte_level(writer)
+        writer.add_float32("general.sampling.temp", 0.2)
+        writer.add_float32("general.sampling.top_p", 0.9)
+        writer.add_int32("general.sampling.top_k", 40)
+
+    write_gguf(path, tiny, FORMS["llama"], add_tokenizer=add)
+    shutil.rmtree(tmp_path / "out")
+    found = json.loads((convert(path) / "generation_config.json").read_text())
+    assert {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "top_k": 40}.items() <= found.items()
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_1"])
