@@ -20,8 +20,8 @@ from weft_kernels.paged_attention import KeySpan, PagedBatch
 from weft_kernels.paged_attention.cpu import cpu_batch
 
 _WEIGHTS = (
-    *("input_norm", "qkv", "bias", "q_norm", "k_norm", "query_weight", "output", "attended_norm"),
-    *("mlp_norm", "gate_up", "down", "output_norm"),
+    *("input_norm", "qkv", "bias", "q_norm", "k_norm", "query_weight", "output", "output_bias", "attended_norm"),
+    *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias", "output_norm"),
 )
 _PLACES = "view", "group", "place", "rotation", "q_parts", "k_parts", "is_normed_last", "is_scaled"
 _SIZES = "num_layers", "hidden", "num_heads", "kv_heads", "dim", "size", "is_gelu", "has_float_norms"
@@ -76,10 +76,13 @@ class FusedLayer:
     k_norm: Tensor | None
     query_weight: Tensor | None
     output: PackedWeight
+    output_bias: Tensor | None
     attended_norm: Tensor | None
     mlp_norm: Tensor | None
     gate_up: PackedWeight
+    gate_up_bias: Tensor | None
     down: PackedWeight
+    down_bias: Tensor | None
     output_norm: Tensor | None
     group: int
     place: int

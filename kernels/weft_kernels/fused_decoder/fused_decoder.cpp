@@ -19,7 +19,8 @@ using namespace weft;
 struct Layer {
     const void *input_norm, *qkv, *bias, *q_norm, *k_norm;
     const float* query_weight;
-    const void *output, *attended_norm, *mlp_norm, *gate_up, *down, *output_norm;
+    const void *output, *output_bias, *attended_norm, *mlp_norm;
+    const void *gate_up, *gate_up_bias, *down, *down_bias, *output_norm;
     long view, group, place;
     long rotation;          // index among the step's angles, -1: none
     long q_parts, k_parts;  // of a row's queries and keys, each normed for itself
@@ -172,23 +173,24 @@ void attend(const Model& m, const Layer& layer, const Step& step, Works& works, 
     Pool pool{m.kv_heads, step.pool_layers, 2, step.block_tokens, m.dim, m.dim, layer.place};
     attend_rows(works, pool, b.q, (const Item*)step.pool, b.attended, m.scale);
 #pragma omp barrier
-    multiply(Shape{rows, m.num_heads * m.dim, m.hidden}, b.attended, (const Weight*)layer.output, (const Item*)nullptr,
-             b.pending, b.scratch);
+    multiply(Shape{rows, m.num_heads * m.dim, m.hidden}, b.attended, (const Weight*)layer.output,
+             (const Item*)layer.output_bias, b.pending, b.scratch);
 #pragma omp barrier
 }
 
 // The MLP of one layer: x -> pending.
 template <typename Item, typename Weight>
 void feed(const Model& m, const Layer& layer, long rows, const Item* x, const Between<Item>& b) {
-    const Item* no_bias = nullptr;
-    multiply(Shape{rows, m.hidden, 2 * m.size}, x, (const Weight*)layer.gate_up, no_bias, b.gate_up, b.scratch);
+    multiply(Shape{rows, m.hidden, 2 * m.size}, x, (const Weight*)layer.gate_up, (const Item*)layer.gate_up_bias,
+             b.gate_up, b.scratch);
 #pragma omp barrier
     if (m.is_gelu)
         gelu_mul(b.gate_up, b.gated, rows, m.size);
     else
         silu_mul(b.gate_up, b.gated, rows, m.size);
 #pragma omp barrier
-    multiply(Shape{rows, m.size, m.hidden}, b.gated, (const Weight*)layer.down, no_bias, b.pending, b.scratch);
+    multiply(Shape{rows, m.size, m.hidden}, b.gated, (const Weight*)layer.down, (const Item*)layer.down_bias, b.pending,
+             b.scratch);
 #pragma omp barrier
 }
 

@@ -40,8 +40,7 @@ class Mlp:
     @property
     def is_fused(self) -> bool:
         """True if `weft_kernels.fused_decoder` knows this MLP."""
-        is_known = self.activation in (Activation.SILU, Activation.GELU_TANH)
-        return self.is_gated and is_known and self.biases is None
+        return self.is_gated and self.activation in (Activation.SILU, Activation.GELU_TANH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]."""
@@ -190,13 +189,13 @@ class DecoderLayer:
     def as_dense(self) -> FusedLayer | None:
         """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call.
 
-        It knows no experts, no latent attention, no gate or sinks in attention, no biases but those of queries, keys
-        and values, no LayerNorm, no MLP without a gate and no parallel layers.
+        It knows no experts, no latent attention, no gate or sinks in attention, no LayerNorm, no MLP without a gate
+        and no parallel layers.
         """
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not mlp.is_fused:
             return None
-        if any(each is not None for each in (attention.gate, attention.output_bias, attention.sinks)):
+        if attention.gate is not None or attention.sinks is not None:
             return None
         norms = [self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm]
         known = [norm for norm in norms if not isinstance(norm, CenteredNorm)]
@@ -205,6 +204,7 @@ class DecoderLayer:
         q_norm, k_norm = attention.norms or (None, None)
         if attention.rule.is_normed_last:
             q_norm = k_norm = torch.ones(self.config.head_dim, dtype=attention.qkv.dtype)
+        gate_up_bias, down_bias = mlp.biases or (None, None)
         return FusedLayer(
             input_norm=known[0],
             qkv=attention.qkv,
@@ -213,10 +213,13 @@ class DecoderLayer:
             k_norm=k_norm,
             query_weight=attention.query_weight,
             output=attention.output,
+            output_bias=attention.output_bias,
             attended_norm=known[1],
             mlp_norm=known[2],
             gate_up=mlp.gate_up,
+            gate_up_bias=gate_up_bias,
             down=mlp.down,
+            down_bias=down_bias,
             output_norm=known[3],
             group=attention.group,
             place=attention.index,

@@ -34,6 +34,7 @@ LONG_FACTORS = {
 MROPE = {"rope_theta": 500.0, "mrope_section": [8, 4, 4]}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama2": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 96},
+    "llama-biased": {"num_attention_heads": 2, "num_key_value_heads": 2, **WHOLE_VECTORS},
     "mistral-window": {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 32},
     "qwen2": {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 1040},
     "qwen2-window": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 96, "hidden_size": 112},
@@ -199,10 +200,9 @@ def test_long_prompts_are_read_as_chunks(tiny: TinyFamily, monkeypatch: pytest.M
 
 
 def is_known(config: ModelConfig) -> bool:
-    """All dense families but those with LayerNorm, an MLP without a gate, or biases behind attention or in the MLP."""
+    """All dense families but those with LayerNorm or an MLP without a gate."""
     is_dense = config.experts is None and config.latent is None
-    has_biases = config.has_output_bias or config.has_mlp_bias
-    return is_dense and config.is_gated and not config.norms.is_centered and not has_biases
+    return is_dense and config.is_gated and not config.norms.is_centered
 
 
 @pytest.mark.parametrize("name", FAMILIES)
