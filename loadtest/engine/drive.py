@@ -11,6 +11,7 @@ import queue
 import random
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,9 +57,12 @@ class Heard:
 
 
 class Bench:
-    """One engine that measures one point after the other."""
+    """One engine that measures one point after the other.
 
-    def __init__(self, shape: Shape, settings: Settings) -> None:
+    `clock` is read on the engine's thread. For `decode` alone it may be `time.thread_time`: the work of one thread.
+    """
+
+    def __init__(self, shape: Shape, settings: Settings, clock: Callable[[], float] = time.perf_counter) -> None:
         self.config = shape.config()
         self.settings = settings
         self._names = itertools.count()
@@ -87,7 +91,7 @@ class Bench:
             dtype=settings.dtype,
             device=settings.device,
             engine_config=limits,
-            listener=lambda output: self._heard.put((time.perf_counter(), output)),
+            listener=lambda output: self._heard.put((clock(), output)),
             is_resident=settings.is_resident,
         )
         fill_with_noise(self.engine.pool_memory, settings)
