@@ -24,6 +24,7 @@ FP4_SCALES = {
     Packing.NVFP4: ("weight_packed", "F8_E4M3", "weight_global_scale"),
     Packing.NVFP4_MODELOPT: ("weight", "F8_E4M3", "weight_scale_2"),
     Packing.MXFP4: ("weight_packed", "U8", ""),
+    Packing.MXFP4_QUARK: ("weight", "U8", ""),
 }
 # weights that share a factor in bitsandbytes, and factors that share one; no field changes them
 NF4_BLOCK, NESTED_BLOCK = 64, 256
@@ -154,10 +155,13 @@ def stored_dtypes(name: str, names: Container[str], how: Quantization | None) ->
 
 
 def is_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return True for the expected shape. A tensor of one number may have any number of dimensions."""
+    """Return True for the expected shape. A tensor of one number may have any number of dimensions.
+
+    One column may lack its second dimension, as factors of rows do in Quark.
+    """
     if expected == (ANY_LENGTH,):
         return len(found) == 1
-    return found == expected or (expected == (1,) and all(size == 1 for size in found))
+    return found == expected or (*found, 1) == expected or (expected == (1,) and all(size == 1 for size in found))
 
 
 def _separator(how: Quantization | None) -> str:
@@ -396,6 +400,30 @@ def _mxfp4(inner: Fields) -> Quantization:
     return Quantization(Packing.MXFP4_EXPERTS, (1, 32), _skip_globs(inner.strings("modules_to_not_convert")))
 
 
+def _quark(inner: Fields) -> Quantization:
+    """Read AMD Quark: FP8 with a factor per tensor or row, or MXFP4. `exclude` has names, asterisks, or re: before."""
+    whole = inner.nested("global_quant_config")
+    weight = whole.nested("weight")
+    for name in ("layer_quant_config", "layer_type_quant_config"):
+        others = inner.nested(name)
+        for pattern in others.values:  # those of a quantized KV cache differ in their outputs alone
+            if others.nested(pattern).values.get("weight", weight.values) != weight.values:
+                raise inner.error(name, f"{pattern!r} has weights of its own, which is not supported; {INSTEAD}")
+    names = inner.strings("exclude")
+    expressions = tuple(name.removeprefix("re:") for name in names if name.startswith("re:"))
+    skipped = _skip_globs([name for name in names if not name.startswith("re:")]) + expressions
+    kind = weight.values.get("dtype"), weight.values.get("qscheme")
+    if kind in (("fp8_e4m3", "per_tensor"), ("fp8_e4m3", "per_channel")):
+        block = (0, 0) if kind[1] == "per_tensor" else (1, 0)
+        return Quantization(Packing.FP8_BLOCKS, block, skipped, "weight_scale")
+    if kind != ("fp4", "per_group") or weight.values.get("scale_format") != "e8m0":
+        supported = ("fp8_e4m3 per_tensor or per_channel", "fp4 per_group with scale_format e8m0")
+        raise _refusal(weight, "dtype", supported)
+    if (size := weight.integer("group_size")) != 32:
+        raise weight.error("group_size", f"{size} is not supported; supported: 32; {INSTEAD}")
+    return Quantization(Packing.MXFP4_QUARK, (1, 32), skipped)
+
+
 METHODS = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
@@ -403,5 +431,6 @@ METHODS = {
     "awq": _awq,
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
+    "quark": _quark,
     "mxfp4": _mxfp4,
 }

@@ -204,6 +204,7 @@ class Packing(StrEnum):
     NVFP4 = "nvfp4"
     NVFP4_MODELOPT = "nvfp4 of modelopt"
     MXFP4 = "mxfp4"
+    MXFP4_QUARK = "mxfp4 of quark"
     MXFP4_EXPERTS = "mxfp4 experts"
     BITSANDBYTES = "bitsandbytes"
 

@@ -149,7 +149,7 @@ def _fp4(module: PackedModule) -> Stored:
     name, _, whole = FP4_SCALES[module.how.packing]
     values = unpack_e2m1(module.parts[name]).float()
     scales = module.parts["weight_scale"]
-    if module.how.packing is Packing.MXFP4:
+    if module.how.packing in (Packing.MXFP4, Packing.MXFP4_QUARK):
         factors = torch.exp2(scales.float() - 127)
     else:
         own = module.parts[whole].float()
@@ -212,5 +212,6 @@ READERS: dict[Packing, Callable[[PackedModule], Stored]] = {
     Packing.NVFP4: _fp4,
     Packing.NVFP4_MODELOPT: _fp4,
     Packing.MXFP4: _fp4,
+    Packing.MXFP4_QUARK: _fp4,
     Packing.BITSANDBYTES: _bitsandbytes,
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +214,7 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
     for name, shape in expected.items():
         source = found.get(name)
         if source is None:
-            raise BadCheckpoint(f"{directory}: tensor {name} is missing")
+            raise BadCheckpoint(f"{directory}: tensor {name} is missing{_packed_instead(name, found)}")
         if not is_shape(source.entry.shape, shape):
             raise BadCheckpoint(
                 f"{source.file}: tensor {name} has shape {list(source.entry.shape)}, config.json asks for {list(shape)}"
@@ -227,6 +227,14 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
     if scales := [name for name in found if name not in expected and name.endswith(KV_SCALES)]:
         logger.warning("KV scales ignored, the cache is not quantized directory=%s tensors=%d", directory, len(scales))
     return tuple(found[name] for name in expected)
+
+
+def _packed_instead(name: str, found: Mapping[str, TensorSource]) -> str:
+    """Return what the files hold in place of a plain weight that config.json names, such as a quantized head."""
+    module = name.removesuffix("weight")
+    others = sorted(other for other in found if other.startswith(module))
+    what = "; config.json says that it is not quantized, or Weft does not read it so; take a checkpoint where it is not"
+    return f": there is {others[0]}{what}" if others and name.endswith(".weight") else ""
 
 
 def _served_config(directory: Path, config: ModelConfig) -> str:

@@ -72,7 +72,7 @@ REMOTE: dict[str, tuple[dict[str, Any], str]] = {
 QUANTIZED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes 8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, INSTEAD),
     "HQQ": ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}}, "'hqq'"),
-    "Quark": ({"quant_method": "quark", "export": {"pack_method": "reorder"}, "global_quant_config": {}}, "'quark'"),
+    "Quark INT4": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4"}}}, "'uint4'"),
     "torchao": ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "'torchao'"),
     "EETQ": ({"quant_method": "eetq", "weights": "int8"}, "'eetq'"),
     "FBGEMM": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "'fbgemm_fp8'"),

@@ -50,6 +50,12 @@ def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ignore, **more}
 
 
+def quark(dtype: str, scheme: str, **more: Any) -> dict[str, Any]:
+    weight = {"dtype": dtype, "qscheme": scheme, "is_dynamic": False, "symmetric": True, **more}
+    fields = {"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": None}}
+    return {**fields, "exclude": ["lm_head", "re:.*layers[.]1[.]mlp.*"], "export": {"pack_method": "reorder"}}
+
+
 FP8_TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head", "layers.1.mlp"]}
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8-channel": floats("channel"),
@@ -79,6 +85,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4": bitsandbytes("nf4", False),
     "nf4-nested": bitsandbytes("nf4", True),
     "fp4": bitsandbytes("fp4", False),
+    "quark-fp8": quark("fp8_e4m3", "per_tensor"),
+    "quark-fp8-channel": quark("fp8_e4m3", "per_channel"),
+    "quark-mxfp4": quark("fp4", "per_group", group_size=32, scale_format="e8m0"),
     "gptq-8-bits": gptq(bits=8, dynamic={"-:.*self_attn.*": {}}),
 }
 # the library no longer reads groups in another order
@@ -100,7 +109,11 @@ def pack_floats(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, 
     rows, columns = weight.shape
     name, dtype, extra = "weight_scale", torch.float32, "input_scale"
     scale_shape: tuple[int, ...] | None = None
-    if fields["quant_method"] in ("fp8", "modelopt"):
+    if fields["quant_method"] == "quark":
+        is_row = fields["global_quant_config"]["weight"]["qscheme"] == "per_channel"
+        block, scale_shape = (1 if is_row else rows, columns), (rows,) if is_row else (1,)
+        dtype = torch.bfloat16
+    elif fields["quant_method"] in ("fp8", "modelopt"):
         block, scale_shape = (rows, columns), ()
         if "weight_block_size" in fields:
             name, extra = "weight_scale_inv", "activation_scale"
@@ -186,7 +199,8 @@ def pack_ints(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, to
 
 def pack_fp4(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
     """Two E2M1 values to a byte, the first in its lower half; factors are E4M3, or exponents of two."""
-    is_mx = fields.get("format", "").startswith("mx")
+    is_quark = fields.get("quant_method") == "quark"
+    is_mx = is_quark or fields.get("format", "").startswith("mx")
     cells = weight.unflatten(1, (-1, 32 if is_mx else 16))  # type: ignore[no-untyped-call]
     factors = cells.abs().amax(2) / 6
     whole = factors.max() / 448
@@ -203,7 +217,7 @@ def pack_fp4(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, tor
     codes = (codes + 8 * (ratio < 0)).flatten(1)
     pairs = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
     if is_mx:
-        return {"weight_packed": pairs, "weight_scale": scales}, unpacked
+        return {"weight" if is_quark else "weight_packed": pairs, "weight_scale": scales}, unpacked
     if fields["quant_method"] == "modelopt":
         extra = {"weight_scale_2": whole, "input_scale": torch.tensor(1.0)}
         return {"weight": pairs, "weight_scale": scales, **extra}, unpacked
@@ -250,6 +264,8 @@ def packer_of(fields: dict[str, Any]) -> Callable[..., tuple[Tensors, torch.Tens
     if fields["quant_method"] == "compressed-tensors":
         kind = weights_of(fields)["type"]
         return pack_ints if kind == "int" else pack_fp4 if weights_of(fields)["num_bits"] == 4 else pack_floats
+    if fields["quant_method"] == "quark":
+        return pack_fp4 if fields["global_quant_config"]["weight"]["dtype"] == "fp4" else pack_floats
     if fields["quant_method"] == "modelopt":
         return pack_fp4 if fields["quant_algo"] == "NVFP4" else pack_floats
     return PACKERS[fields["quant_method"]]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.weft.capacity.test_plan import file_bytes, stored
-from tests.weft.model.packers import FORMATS, bitsandbytes, floats, fp4, gptq, ints, modelopt, pack
+from tests.weft.model.packers import FORMATS, bitsandbytes, floats, fp4, gptq, ints, modelopt, pack, quark
 from tests.weft.model.test_families import NUM_TOKENS, TOKENS, logits_in_chunks
 from tests.weft.model.test_quantized import quantized
 from tests.weft.tiny_families import TinyFamily
@@ -136,6 +136,16 @@ def test_config_that_contradicts_tensors_is_refused(
         loader_of(tiny).stored_weight("model.layers.0.mlp.up_proj")
 
 
+def test_quantized_head_is_named(family_of: Family, tmp_path: Path) -> None:
+    extra = {"lm_head.weight_packed": torch.zeros(2, 2, dtype=torch.int32)}
+    tiny = quantized(family_of("llama2"), FORMATS["int4-channel"], tmp_path / "packed", pack, extra)
+    weights = load_file(tiny.directory / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tiny.directory / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"lm_head\.weight is missing: there is lm_head\.weight_packed; .* take a"):
+        read_checkpoint(tiny.directory)
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -174,6 +184,12 @@ def test_description_of_another_weight_is_refused(said: bytes, words: str, famil
         (bitsandbytes("nf4", True) | {"load_in_8bit": True}, "load_in_8bit: only 4 bits (load_in_4bit) are supported"),
         (bitsandbytes("nf5", True), "bnb_4bit_quant_type: 'nf5' is not supported; supported: nf4, fp4"),
         (bitsandbytes("nf4", True) | {"bnb_4bit_quant_storage": "bfloat16"}, "quant_storage: 'bfloat16' is not"),
+        (quark("int4", "per_group"), "global_quant_config.weight.dtype: 'int4' is not supported; supported: fp8_e4m3"),
+        (quark("fp4", "per_group", group_size=16, scale_format="e8m0"), "weight.group_size: 16 is not supported"),
+        (
+            quark("fp8_e4m3", "per_tensor") | {"layer_quant_config": {"*o_proj": {"weight": {"dtype": "int8"}}}},
+            "quantization_config.layer_quant_config: '*o_proj' has weights of its own",
+        ),
         (floats("tensor_group"), "weights.strategy: 'tensor_group'"),
         (floats("block"), "weights.block_structure: expected"),
     ],
