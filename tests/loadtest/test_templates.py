@@ -19,7 +19,7 @@ WHOLE = f"{EACH}{OBJECTS}{{% endfor %}}<end>{{% endfor %}}{{% if add_generation_
     [
         (WHOLE, "turns", Outcome.SAME),
         (WHOLE, "developer", Outcome.SYSTEM),
-        (WHOLE, "call", Outcome.SAME_EMPTY),
+        (WHOLE.replace(" or ''", ""), "call", Outcome.SAME_EMPTY),
         ("{{ raise_exception('no') }}", "turns", Outcome.REFUSED),
         ("{{ messages[0].content + messages[-1].content }}", "system twice", Outcome.KEPT),
         ("{{ messages[1].content['x'].y.z }}", "question", Outcome.REFUSED),

@@ -137,11 +137,16 @@ def load_model(
 
 
 def rendered_call(template: ChatTemplate) -> str:
-    """Return what the template writes behind the question of PROBE; empty if it does not render calls."""
+    """Return the answer of PROBE as the template writes it; empty if it does not render calls.
+
+    The text behind the question stands for it if the template writes something else before an answer to come.
+    """
     try:
-        return template.render(PROBE).rpartition(PROBE.messages[0]["content"])[2]
+        whole = template.render(PROBE)
+        prompt = template.render(Conversation(PROBE.messages[:1], PROBE.tools))
     except (InvalidRequest, ModelFailed):
         return ""
+    return whole[len(prompt) :] if whole.startswith(prompt) else whole.rpartition(PROBE.messages[0]["content"])[2]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

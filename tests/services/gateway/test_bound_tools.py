@@ -150,7 +150,7 @@ async def test_free_text_may_be_annotated(bench: MakeBench, own: dict[str, Any])
         ({}, None),
     ],
 )
-@pytest.mark.parametrize("family", ["deepseek-v3.2", "deepseek-v4", "gemma4", "lfm2", "olmo3"])
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "deepseek-v4", "gemma4", "lfm2", "olmo3", "pythonic"])
 async def test_format_that_no_grammar_has_is_enforced_by_none(
     bench: MakeBench, family: str, fields: dict[str, Any], param: str | None
 ) -> None:

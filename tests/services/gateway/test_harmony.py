@@ -13,7 +13,9 @@ from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench, tiny_tok
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_continued import prompt
 from tests.services.gateway.test_tool_parsers import SCHEMAS, cuts, said
+from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.harmony import FINAL, MARKS, harmony
 from weft_services.gateway.text.parts import PartKind, Parts, new_call_id
 
@@ -195,6 +197,18 @@ async def test_continued_message_stays_in_its_channel(bench: MakeBench, harmony_
         assert b.allows('{"a": 1}')
         refused = await b.http.post("/v1/chat/completions", json=body | FORCED)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
+def test_text_and_thoughts_before_a_call_are_rendered() -> None:
+    source = TEMPLATE.replace(
+        "{% set f", "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}{{ m.thinking }}{% set f"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    text = ChatTemplate(source, {}).render(Conversation((USER, said, {"role": "tool", "content": "7"})))
+    assert "assistantHm.\n\nLet me see. to=functions.add" in text
+    alone = ChatTemplate(source, {}).render(Conversation((USER, {**said, "reasoning_content": "", "content": ""})))
+    assert "assistant to=functions.add" in alone
 
 
 async def test_stop_string_is_found_in_the_text_of_channels(bench: MakeBench, harmony_model: str) -> None:

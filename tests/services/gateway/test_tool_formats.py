@@ -9,7 +9,11 @@ from weft_services.gateway.model import rendered_call
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.tool_formats import choose_format
 
-EACH = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+EACH = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+)
+GENERATION = "{% endfor %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 JSON_ARGUMENTS = "{{ f.arguments | tojson }}"
 ARG_TAGS = (
     "{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}"
@@ -64,9 +68,13 @@ WRITTEN_CALLS |= {
     "<end_function_call>",
     "olmo3": "<function_calls>\n{{ f.name }}(city='{{ f.arguments.city }}')\n</function_calls>",
     "lfm2-json": "<|tool_call_start|>\n" + OBJECT + "\n<|tool_call_end|>",
+    "pythonic": "<|python_start|>[{{ f.name }}(city='{{ f.arguments.city }}')]<|python_end|>",
+    "granite-20b": "<function_call> " + OBJECT,
+    "internlm2": "<|action_start|><|plugin|>\n" + OBJECT.replace('arguments":', 'parameters":') + "<|action_end|>",
     "lfm2": "<|tool_call_start|>[{{ f.name }}(city='{{ f.arguments.city }}')]<|tool_call_end|>",
 }
 OTHER_CALLS = {
+    "an unknown tag": '<call>{"name": "{{ f.name }}", "parameters": ' + JSON_ARGUMENTS + "}</call>",
     "a list": '[{"name": "{{ f.name }}", "parameters": ' + JSON_ARGUMENTS + "}]",
     "left out": "",
 }
@@ -101,9 +109,9 @@ OF_TEMPLATES = {
     ("template", "name"),
     [
         *((TEMPLATES[template], name) for template, name in OF_TEMPLATES.items()),
-        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", name) for name, call in WRITTEN_CALLS.items()),
-        *((f"{EACH}{call}{{% endfor %}}{{% endfor %}}", None) for call in OTHER_CALLS.values()),
-        (f"{EACH}{OBJECTS}{{% endfor %}}{{% endfor %}}", "hermes"),
+        *((f"{EACH}{call}{GENERATION}", name) for name, call in WRITTEN_CALLS.items()),
+        *((f"{EACH}{call}{GENERATION}", None) for call in OTHER_CALLS.values()),
+        (f"{EACH}{OBJECTS}{GENERATION}", "hermes"),
         ("{{ messages[0].content }} <tool_call>", None),
         ("{{ raise_exception('no') }}", None),
     ],

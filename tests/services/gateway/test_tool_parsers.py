@@ -107,6 +107,19 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "Let me see.",
         [("get_weather", '{"city": "Rome \\"<b>\\n", "n": [1, {"a": null}]}'), ("add", '{"a": 1, "b": null}')],
     ),
+    "granite-20b": (
+        "granite-20b",
+        f'Let me see.\n<function_call> {{"name": "get_weather", "arguments": {ROME}}}\n'
+        f'<function_call> {{"name": "add", "arguments": {ADD}}}',
+        "Let me see.",
+        BOTH,
+    ),
+    "internlm2": (
+        "internlm2",
+        f'Let me see.<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {ROME}}}<|action_end|>',
+        "Let me see.",
+        [BOTH[0]],
+    ),
     "gemma4": (
         "gemma4",
         'Let me see.\n<|tool_call>call:get_weather{city:<|"|>Rome "<b>,\n}<|"|>,n:[1,{a:null,<|"|>b:<|"|>:[true]},[]]}'

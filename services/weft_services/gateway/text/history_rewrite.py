@@ -96,6 +96,18 @@ def single_calls(messages: Messages) -> Messages:
     return out
 
 
+def only_thoughts_before_calls(messages: Messages) -> Messages:
+    """Move text before calls to the thoughts before them; gpt-oss's template rejects both in one message."""
+    out: Messages = []
+    for message in messages:
+        names = [name for name in ("reasoning_content", "thinking") if message.get(name)]
+        if message.get("tool_calls") and message["content"] and names:
+            thoughts = {name: BETWEEN.join((message[name], message["content"])) for name in names}
+            message = {**message, **thoughts, "content": ""}
+        out.append(message)
+    return out
+
+
 def object_arguments(messages: Messages) -> Messages:
     """Wrap call arguments that are not a JSON object into an object."""
     return [
@@ -183,10 +195,14 @@ class TemplateVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HistoryRewrite:
-    """A rewrite, and short conversations that show whether a template needs it."""
+    """A rewrite, and short conversations that show whether a template needs it.
+
+    `is_last_resort`: it changes only conversations that the template rejects.
+    """
 
     apply: Callable[[Messages], Messages]
     samples: tuple[Messages, ...]
+    is_last_resort: bool = False
 
 
 def _say(*turns: str) -> Messages:
@@ -224,6 +240,11 @@ REWRITES = (
     HistoryRewrite(short_ids, (_USER + _call("call_0123456789abcdef"),)),
     HistoryRewrite(named_ids, (_USER + _call("call_0123456789abcdef"),)),
     HistoryRewrite(single_calls, (_USER + _call(_ID, _OTHER_ID),)),
+    HistoryRewrite(
+        only_thoughts_before_calls,
+        ([*_USER, {**_call(_ID)[0], "content": "said", "reasoning_content": "thought"}, *_call(_ID)[1:]],),
+        is_last_resort=True,
+    ),
     HistoryRewrite(object_arguments, (_USER + _call(_ID, arguments="broken"),)),
     HistoryRewrite(no_empty_turns, (_say("user:asked", "assistant:", "user:more"),)),
     HistoryRewrite(some_user, (_say("system:rule", "assistant:said"),)),
@@ -264,7 +285,7 @@ def find_needed_rewrites(render: Callable[[Messages], str]) -> NeededRewrites:
     verdicts = [max((_verdict(render, step, each) for each in step.samples), key=_WORST.index) for step in REWRITES]
     found = list(zip(REWRITES, verdicts, strict=True))
     return NeededRewrites(
-        tuple(step for step, verdict in found if verdict is TemplateVerdict.LOST),
+        tuple(step for step, verdict in found if verdict is TemplateVerdict.LOST and not step.is_last_resort),
         tuple(step for step, verdict in found if verdict is not TemplateVerdict.NONE),
     )
 

@@ -74,12 +74,10 @@ class ToolFormat:
 
     def reads_probe(self, rendered: str) -> bool:
         """True if the parser finds the call of PROBE in what a template made of it."""
-        first = (*self.opening, *self.call)[0]
-        at = rendered.find(first if self.has_marker else first[:2])
-        if at < 0 or (not self.has_marker and rendered[:at].rstrip().endswith("[")):  # a list of objects is no object
+        if self.has_marker and (*self.opening, *self.call)[0] not in rendered:
             return False
         buffer, parts = TextBuffer(), Parts(self.new_id)
-        buffer.text, buffer.is_over = rendered[0 if self.has_marker else at :], True
+        buffer.text, buffer.is_over = rendered, True
         for _ in self.parser({PROBE_NAME: _PROBE_SCHEMA})(buffer, parts):
             pass
         names = [part.text for part in parts.found if part.kind is PartKind.CALL]
@@ -173,6 +171,8 @@ LLAMA = ToolFormat(
     call=('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
     between=("; ",),
 )
+# Llama and ToolACE with templates that write Python; the reader is the same.
+PYTHONIC = replace(LLAMA, name="pythonic", call=("[", NAME, "(", ARGUMENTS, ")", "]"), is_enforceable=False)
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
 _QWEN_TAGS = TagSyntax(
     call=_TOOL_CALL,
@@ -334,6 +334,20 @@ SOLAR = ToolFormat(
     call=(_SOLAR[0], "call", NUMBER, _SOLAR[1], NAME, _SOLAR[2], ARGUMENTS, _SOLAR[3]),
     opening=("<|tool_calls|>",),
 )
+GRANITE_20B = ToolFormat(
+    "granite-20b",
+    _always(tool_parsers.tagged_objects("<function_call>", "")),
+    markers=("<function_call>",),
+    call=("<function_call>", SPACE, *_OBJECT),
+    between=(SPACE,),
+)
+_INTERNLM_CALL = ("<|action_start|>", "<|plugin|>")
+INTERNLM = ToolFormat(
+    "internlm2",
+    _always(tool_parsers.tagged_objects("".join(_INTERNLM_CALL), "<|action_end|>")),
+    markers=(*_INTERNLM_CALL, "<|action_end|>"),
+    call=(*_INTERNLM_CALL, "\n", '{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}", "<|action_end|>"),
+)
 _GIGACHAT_CALL = ("<|message_sep|>", "\n\nfunction call", "<|role_sep|>", "\n")
 GIGACHAT = ToolFormat(
     "gigachat",
@@ -417,21 +431,8 @@ FORMATS = {
     for each in (
         *(HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4, KIMI),
         *(GLM, HY, HY_OPEN, MINIMAX, SEED, NEMOTRON, COMMAND_R, FUNCTIONARY, LFM2, LFM2_JSON, OLMO),
-        *(
-            MINICPM,
-            APRIEL,
-            MINIMAX_M1,
-            PHI4,
-            GRANITE,
-            APERTUS,
-            SOLAR,
-            GIGACHAT,
-            GIGACHAT_3,
-            GEMMA,
-            FUNCTION_GEMMA,
-            HARMONY,
-            LLAMA,
-        ),
+        *(MINICPM, APRIEL, MINIMAX_M1, PHI4, GRANITE, GRANITE_20B, APERTUS, SOLAR, GIGACHAT, GIGACHAT_3),
+        *(INTERNLM, GEMMA, FUNCTION_GEMMA, HARMONY, LLAMA, PYTHONIC),
     )
 }
 
@@ -439,7 +440,7 @@ FORMATS = {
 def choose_format(setting: str, rendered: str) -> ToolFormat | None:
     """Return the format named by WEFT_TOOL_FORMAT, or the one that the template uses if that is `auto`.
 
-    `rendered`: what the template makes of PROBE. None: calls are not separated from text.
+    `rendered`: the answer that the template makes of PROBE. None: calls are not separated from text.
     """
     if setting == "none":
         return None

@@ -161,7 +161,7 @@ def llama(names: frozenset[str]) -> Parser:
     """
 
     def parse(buffer: TextBuffer, parts: Parts) -> Parse[None]:
-        for tag in ("<|python_tag|>", "<|python_start|>"):
+        for tag in ("<|python_tag|>", "<|python_start|>", "<|python_end|>"):  # Llama 4 may write an empty pair
             yield from begins_with(buffer, tag)
         if (yield from peek_letter(buffer)) == "[":
             yield from _python_calls(buffer, parts, names)
