@@ -73,6 +73,7 @@ MAKE: dict[str, str] = {
     "client-test": ".ci/run",
     "page-test": ".ci/run, by its script",
     "wheel-test": "installs torch; `make test` runs the same tests on the unpacked wheel",
+    "template-test": "needs templates of other people's models; tests/loadtest/test_templates.py runs its parts",
     "agents": "installs 1 GB of agents; its tests are in tests/agents",
     "soak": "half an hour; make test runs some hundreds of the same steps",
     "chaos": "minutes; make test runs one round",
