@@ -55,6 +55,10 @@ DEEPSEEK = {
     "topk_group": 2,
     "num_nextn_predict_layers": 0,
 }
+LATENT = (
+    *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
 GEMMA3 = {
     **HEADS,
     "head_dim": 10,
@@ -319,6 +323,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biased": ("Llama", {**HEADS, "attention_bias": True, "mlp_bias": True}),
     "command-r": ("Cohere", {**HEADS, "logit_scale": 0.5}),
     "command-a": ("Cohere2", {**HEADS, "sliding_window": 8, "num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "jais2": ("Jais2", {**HEADS, "head_dim": 10, "attention_bias": True, "mlp_bias": True}),
+    "stablelm": ("StableLm", {**HEADS, "hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "StableLm",
+        {**HEADS, "hidden_size": 64, "use_parallel_residual": True, "initializer_range": 0.25},
+    ),
+    "gemma1": ("Gemma", {**HEADS, "head_dim": 10, "initializer_range": 0.25}),
+    "youtu": (
+        "Youtu",
+        {name: value for name, value in DEEPSEEK.items() if name in LATENT} | {"initializer_range": 0.25},
+    ),
+    "cwm": ("Cwm", {**HEADS, "head_dim": 10, "sliding_window": 8, "rope_parameters": LLAMA3_ROPE}),
+    "hyperclovax": ("HyperCLOVAX", {**HEADS, "residual_multiplier": 0.4, "logits_scaling": 0.3}),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {
+            **HEADS,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "attention_multiplier": 0.3,
+            "shared_intermediate_size": 24,
+        },
+    ),
+    "k-exaone": (
+        "ExaoneMoe",
+        {
+            **EXPERTS,
+            "head_dim": 10,
+            "moe_intermediate_size": 20,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
     "helium": ("Helium", {**HEADS, "head_dim": 10}),
     "qwen2-moe": (
         "Qwen2Moe",

@@ -1,9 +1,8 @@
-"""DeepSeek-V3, Kimi K2, the text model of Kimi K2.5, GLM-4.7-Flash: latent attention, experts chosen by groups."""
+"""DeepSeek-V3, Kimi K2, the text model of Kimi K2.5: latent attention, experts chosen by groups."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from weft.model.fields import (
     Fields,
@@ -13,34 +12,12 @@ from weft.model.fields import (
     read_grouped_experts,
     read_mlp_kinds,
     rope_object,
-    set_defaults,
 )
 from weft.model.spec import Latent, ModelConfig
-
-# transformers' class of GLM-4.7-Flash
-GLM_LITE: dict[str, Any] = {
-    "max_position_embeddings": 202_752,
-    "rms_norm_eps": 1e-5,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 1536,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 4,
-    "routed_scaling_factor": 1.8,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-}
 
 
 def read(fields: Fields) -> ModelConfig:
     return replace(read_latent_model(fields), experts=read_grouped_experts(fields))
-
-
-def read_glm_lite(fields: Fields) -> ModelConfig:
-    set_defaults(fields, **GLM_LITE)
-    return read(fields)
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:

@@ -19,6 +19,12 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 NORMS = Norms(
     attention_output="post_attention_layernorm",
     mlp_input="pre_feedforward_layernorm",
@@ -45,6 +51,15 @@ def read(fields: Fields) -> ModelConfig:
         logit_softcap=fields.number("final_logit_softcapping") if fields.values.get("final_logit_softcapping") else 0.0,
         attention_scale=0.0 if query_dim == config.head_dim else query_dim**-0.5,
     )
+
+
+def read_gemma(fields: Fields) -> ModelConfig:
+    """Read Gemma 1 without what Gemma 3 adds."""
+    fields.refuse("use_bidirectional_attention")
+    # the first files say gelu and mean its approximation
+    fields.values = {**fields.values, "hidden_act": "gelu_pytorch_tanh"}
+    config = read_common(fields, **GEMMA)
+    return replace(config, norm_offset=1.0, embedding_scale=config.hidden_size**0.5)
 
 
 def read_wrapped(fields: Fields) -> ModelConfig:

@@ -8,8 +8,7 @@ from typing import Any
 from weft.model.fields import Fields, read_common, read_mlp_kinds, rope_object, set_defaults
 from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig, Scoring
 
-# transformers' classes
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {  # transformers' class of Hy3
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 131_072,
@@ -67,8 +66,8 @@ def _without_alpha(fields: Fields, head_dim: int) -> Fields:
     rope = rope_object(fields)
     if not rope.values.get("alpha"):
         return fields
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    theta *= rope.number("alpha") ** (head_dim / (head_dim - 2))
+    growth = rope.number("alpha") ** (head_dim / (head_dim - 2))
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0)) * growth
     return fields.with_values({**fields.values, "rope_scaling": None, "rope_parameters": {"rope_theta": theta}})
 
 

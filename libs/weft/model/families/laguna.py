@@ -19,15 +19,13 @@ from weft.model.fields import (
 )
 from weft.model.spec import AttentionGate, Experts, HeadNorm, ModelConfig, Scoring
 
-# transformers' classes
 DEFAULTS: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 131_072, "rope_theta": 500_000.0}
-LAGUNA_ROPE: dict[str, Any] = {FULL: {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5}, SLIDING: {}}
+ROPES: dict[str, Any] = {FULL: {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5}, SLIDING: {}}
 
 
 def read(fields: Fields) -> ModelConfig:
     fields.refuse("moe_apply_router_weight_on_input", "moe_router_logit_softcapping")
-    fields.values = {"rope_parameters": LAGUNA_ROPE, **fields.values}
-    config = _read(fields, 512, 1, num_key_value_heads=8)
+    config = _read(fields.with_values({"rope_parameters": ROPES, **fields.values}), 512, 1, num_key_value_heads=8)
     experts = Experts(
         num_experts=fields.count("num_experts", 256),
         top_k=fields.integer("num_experts_per_tok", 8),
@@ -73,10 +71,9 @@ def _with_head_counts(fields: Fields, config: ModelConfig) -> ModelConfig:
     """Read query heads for each layer: one count for layers with a window, and one for all others."""
     counts = fields.integers("num_attention_heads_per_layer", [config.num_heads] * config.num_layers)
     found = {(layer.window > 0, count) for layer, count in zip(config.layers, counts, strict=False)}
-    by_kind = dict(found)
-    if len(counts) != config.num_layers or len(by_kind) != len(found):
+    heads = dict(found)
+    if len(counts) != config.num_layers or len(heads) != len(found):
         raise fields.error("num_attention_heads_per_layer", "expected one number for each kind of layer")
     if any(count % config.num_kv_heads or not count for count in counts):
         raise fields.error("num_attention_heads_per_layer", f"{config.num_kv_heads} key heads must divide every number")
-    heads = by_kind.get(False, config.num_heads)
-    return replace(config, num_heads=heads, local_num_heads=by_kind.get(True, 0))
+    return replace(config, num_heads=heads.get(False, config.num_heads), local_num_heads=heads.get(True, 0))

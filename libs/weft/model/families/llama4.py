@@ -8,11 +8,8 @@ from typing import Any
 from weft.model.fields import Fields, read_common
 from weft.model.spec import Experts, HeadNorm, LayerSpec, ModelConfig, Scoring, Temperature
 
-DEFAULTS: dict[str, Any] = {
-    "rope_theta": 500_000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131_072,
-}  # transformers' class
+# transformers' class
+DEFAULTS: dict[str, Any] = {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}
 
 
 def read(fields: Fields) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Families with MLPs without a gate: StarCoder 2 and Nemotron 4, which have LayerNorm and biases, and Arcee."""
+"""StarCoder 2, Nemotron 4, Jais 2 (no gate in the MLP, LayerNorm, biases), Arcee (no gate), StableLM (LayerNorm)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ STARCODER: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
+JAIS: dict[str, Any] = {"max_position_embeddings": 8192, "hidden_act": "relu2"}
 NEMOTRON: dict[str, Any] = {"max_position_embeddings": 4096, "hidden_act": "relu2", "partial_rotary_factor": 0.5}
+STABLELM: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.25,
+}
 ARCEE: dict[str, Any] = {"max_position_embeddings": 4096, "hidden_act": "relu2", "rms_norm_eps": 1e-5}
 
 
@@ -37,6 +43,25 @@ def read_nemotron(fields: Fields) -> ModelConfig:
     set_defaults(fields, rms_norm_eps=fields.number("norm_eps", 1e-5))
     config = read_common(fields, rotates_part=True, **NEMOTRON)
     return replace(config, is_gated=False, norm_offset=1.0, norms=Norms(is_centered=True, has_bias=True))
+
+
+def read_jais(fields: Fields) -> ModelConfig:
+    set_defaults(fields, rms_norm_eps=fields.number("layer_norm_eps", 1e-5), attention_bias=True, mlp_bias=True)
+    return replace(read_common(fields, **JAIS), is_gated=False, norms=Norms(is_centered=True, has_bias=True))
+
+
+def read_stablelm(fields: Fields) -> ModelConfig:
+    """Read StableLM: its MLP has a gate, and may read what attention reads."""
+    fields.refuse("qk_layernorm")
+    set_defaults(fields, rms_norm_eps=fields.number("layer_norm_eps", 1e-5))
+    config = read_common(fields, rotates_part=True, **STABLELM)
+    is_parallel = fields.boolean("use_parallel_residual")
+    norms = Norms(is_centered=True, has_bias=True, is_parallel=is_parallel)
+    return replace(
+        config,
+        has_qkv_bias=fields.boolean("use_qkv_bias"),
+        norms=replace(norms, mlp_input="") if is_parallel else norms,
+    )
 
 
 def read_arcee(fields: Fields) -> ModelConfig:
