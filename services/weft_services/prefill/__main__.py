@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from weft.log import engine_imports
 
+with engine_imports("prefill"):
+    from weft.worker.process import run_worker
+    from weft_services.prefill.service import PREFILL_ROLE
+
 if __name__ == "__main__":
-    with engine_imports("prefill"):
-        from weft.worker.process import run_worker
-        from weft_services.prefill.service import PREFILL_ROLE
     run_worker("prefill", PREFILL_ROLE)
