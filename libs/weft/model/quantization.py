@@ -67,6 +67,8 @@ def stored_parts(how: Quantization, shape: tuple[int, int]) -> dict[str, StoredP
         factors = blocks if any(how.block) else (1,)
         scale = StoredPart(factors, FLOATS, 4 if how.scale == "weight_scale_inv" else 2, 4)
         return {"weight": StoredPart(shape, ("F8_E4M3",), 1, 1, 1), how.scale: scale}
+    if how.packing is Packing.MXFP8:
+        return {"weight": StoredPart(shape, ("F8_E4M3",), 1, 1, 1), how.scale: StoredPart(blocks, ("U8",), 1, 4)}
     if how.packing is Packing.INT8:
         factors = blocks if any(how.block) else (1,)
         zeros = {} if how.is_symmetric else {"weight_zero_point": StoredPart(factors, ("I8",), 1)}
@@ -294,6 +296,14 @@ def _words(weights: Fields, ignored: tuple[str, ...]) -> Quantization:
     )
 
 
+def _mxfp8(weights: Fields, ignored: tuple[str, ...]) -> Quantization:
+    weights.choice("type", ("float",), "")
+    weights.choice("strategy", ("group",), "")
+    if weights.integer("num_bits") != 8 or weights.integer("group_size") != 32:
+        raise weights.error("group_size", f"only 8 bits in groups of 32 are supported; {INSTEAD}")
+    return Quantization(Packing.MXFP8, (1, 32), ignored, "weight_scale")
+
+
 def _fp4(packing: Packing, size: int, strategy: str) -> Callable[[Fields, tuple[str, ...]], Quantization]:
     def read(weights: Fields, ignored: tuple[str, ...]) -> Quantization:
         weights.choice("type", ("float",), "")
@@ -311,6 +321,7 @@ COMPRESSED = {
     "int-quantized": _bytes,
     "naive-quantized": _bytes,
     "nvfp4-pack-quantized": _fp4(Packing.NVFP4, 16, "tensor_group"),
+    "mxfp8-quantized": _mxfp8,
     "mxfp4-pack-quantized": _fp4(Packing.MXFP4, 32, "group"),
 }
 
@@ -400,6 +411,12 @@ def _mxfp4(inner: Fields) -> Quantization:
     return Quantization(Packing.MXFP4_EXPERTS, (1, 32), _skip_globs(inner.strings("modules_to_not_convert")))
 
 
+def _fbgemm(inner: Fields) -> Quantization:
+    """Read FP8 of FBGEMM, with a factor for each row."""
+    skipped = _skip_names(inner.strings("modules_to_not_convert"))
+    return Quantization(Packing.FP8_BLOCKS, (1, 0), skipped, "weight_scale")
+
+
 def _quark(inner: Fields) -> Quantization:
     """Read AMD Quark: FP8 with a factor per tensor or row, or MXFP4. `exclude` has names, asterisks, or re: before."""
     whole = inner.nested("global_quant_config")
@@ -432,5 +449,6 @@ METHODS = {
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
     "quark": _quark,
+    "fbgemm_fp8": _fbgemm,
     "mxfp4": _mxfp4,
 }

@@ -189,14 +189,15 @@ class LayerSpec:
 class Packing(StrEnum):
     """How a linear module's tensors hold its weights.
 
-    FP8: E4M3 weights with a factor for each block. INT8: bytes with a factor for each row. INT4: compressed-tensors'
-    words of int32, with a factor for each group. GPTQ and AWQ: words of the transposed weight, along its inputs and its
-    outputs. FP4: E2M1 weights with a factor for each group, and in NVFP4 one of the whole tensor. MXFP4_EXPERTS: two
-    tensors hold a layer's fused experts, and linear modules are plain. BITSANDBYTES: codes of a table of 16 values,
-    with a factor for each 64 weights of the flat matrix.
+    FP8: E4M3 weights with a factor for each block, an exponent of two in MXFP8. INT8: bytes with a factor for each
+    row. INT4: compressed-tensors' words of int32, with a factor for each group. GPTQ and AWQ: words of the transposed
+    weight, along its inputs and its outputs. FP4: E2M1 weights with a factor for each group, and in NVFP4 one of the
+    whole tensor. MXFP4_EXPERTS: two tensors hold a layer's fused experts, and linear modules are plain. BITSANDBYTES:
+    codes of a table of 16 values, with a factor for each 64 weights of the flat matrix.
     """
 
     FP8_BLOCKS = "fp8"
+    MXFP8 = "mxfp8"
     INT4_GROUPS = "int4"
     GPTQ = "gptq"
     AWQ = "awq"
@@ -209,7 +210,8 @@ class Packing(StrEnum):
     BITSANDBYTES = "bitsandbytes"
 
 
-WITH_KERNELS = (Packing.INT4_GROUPS, Packing.GPTQ, Packing.AWQ)
+FP8_KERNELS = (Packing.FP8_BLOCKS, Packing.MXFP8)
+INT4_KERNELS = (Packing.INT4_GROUPS, Packing.GPTQ, Packing.AWQ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +238,8 @@ class Quantization:
     @property
     def is_expanded(self) -> bool:
         """True if no kernel multiplies these weights, so that loading makes plain matrices of them."""
-        is_plain = self.bits == 4 and not self.is_ordered
-        return self.packing is not Packing.FP8_BLOCKS and not (self.packing in WITH_KERNELS and is_plain)
+        is_int4 = self.packing in INT4_KERNELS and self.bits == 4 and not self.is_ordered
+        return not is_int4 and self.packing not in FP8_KERNELS
 
     @property
     def is_of_experts(self) -> bool:

@@ -100,7 +100,10 @@ def pack_words(values: Tensor) -> Tensor:
 def _fp8(module: PackedModule) -> Stored:
     how, shape = module.how, module.shape
     block = full_block(how, shape)
-    factors = module.parts[how.scale].float().reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    factors = module.parts[how.scale].float()
+    if how.packing is Packing.MXFP8:
+        factors = torch.exp2(factors - 127)
+    factors = factors.reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     patterns = module.cut("weight", module.parts["weight"], (1, 1))
     return read_fp8(patterns, module.cut(how.scale, factors, block), block)
 
@@ -205,6 +208,7 @@ def _nested_offset(module: PackedModule) -> float:
 
 READERS: dict[Packing, Callable[[PackedModule], Stored]] = {
     Packing.FP8_BLOCKS: _fp8,
+    Packing.MXFP8: _fp8,
     Packing.INT4_GROUPS: _int4,
     Packing.GPTQ: _gptq,
     Packing.AWQ: _awq,

@@ -75,7 +75,6 @@ QUANTIZED: dict[str, tuple[dict[str, Any], str]] = {
     "Quark INT4": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4"}}}, "'uint4'"),
     "torchao": ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "'torchao'"),
     "EETQ": ({"quant_method": "eetq", "weights": "int8"}, "'eetq'"),
-    "FBGEMM": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "'fbgemm_fp8'"),
     "AQLM": ({"quant_method": "aqlm", "num_codebooks": 1, "nbits_per_codebook": 16}, "'aqlm'"),
     "QuIP": ({"quant_method": "quip", "codebook": "E8P12"}, "'quip'"),
     "VPTQ": ({"quant_method": "vptq", "config_for_layers": {}}, "'vptq'"),
@@ -87,7 +86,7 @@ QUANTIZED: dict[str, tuple[dict[str, Any], str]] = {
     "FP8 in e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt: 'e5m2'"),
     "3 bits of GPTQ": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: 3"),
     "Marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "'marlin-24'"),
-    "MXFP8": ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, "'mxfp8-quantized'"),
+    "MXFP6": ({"quant_method": "compressed-tensors", "format": "mxfp6-quantized"}, "'mxfp6-quantized'"),
     "ModelOpt's AWQ": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ'"),
     "MLX": ({"group_size": 64, "bits": 4, "mode": "affine"}, "Apple's MLX"),
 }

@@ -85,6 +85,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4": bitsandbytes("nf4", False),
     "nf4-nested": bitsandbytes("nf4", True),
     "fp4": bitsandbytes("fp4", False),
+    "mxfp8": compressed("mxfp8-quantized", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}),
+    "fbgemm": {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"], "activation_scale_ub": 1200.0},
     "quark-fp8": quark("fp8_e4m3", "per_tensor"),
     "quark-fp8-channel": quark("fp8_e4m3", "per_channel"),
     "quark-mxfp4": quark("fp4", "per_group", group_size=32, scale_format="e8m0"),
@@ -109,7 +111,9 @@ def pack_floats(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, 
     rows, columns = weight.shape
     name, dtype, extra = "weight_scale", torch.float32, "input_scale"
     scale_shape: tuple[int, ...] | None = None
-    if fields["quant_method"] == "quark":
+    if fields["quant_method"] == "fbgemm_fp8":
+        block, dtype = (1, columns), torch.bfloat16
+    elif fields["quant_method"] == "quark":
         is_row = fields["global_quant_config"]["weight"]["qscheme"] == "per_channel"
         block, scale_shape = (1 if is_row else rows, columns), (rows,) if is_row else (1,)
         dtype = torch.bfloat16
@@ -119,11 +123,15 @@ def pack_floats(weight: torch.Tensor, fields: dict[str, Any]) -> tuple[Tensors, 
             name, extra = "weight_scale_inv", "activation_scale"
     else:
         how, dtype = weights_of(fields), torch.bfloat16
-        block = {"channel": (1, columns), "tensor": (rows, columns)}.get(how["strategy"]) or how["block_structure"]
+        block = {"channel": (1, columns), "tensor": (rows, columns), "group": (1, 32)}.get(how["strategy"]) or how[
+            "block_structure"
+        ]
         scale_shape = (1,) if how["strategy"] == "tensor" else None
     cells = weight.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))  # type: ignore[no-untyped-call]
     scale = (cells.abs().amax((1, 3)) / 440).to(dtype)
-    wide = scale.float()[:, None, :, None]
+    if fields.get("format") == "mxfp8-quantized":
+        scale = (torch.log2(scale.float()).ceil() + 127).to(torch.uint8)
+    wide = (torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float())[:, None, :, None]
     packed = (cells / wide).to(torch.float8_e4m3fn)
     tensors = {"weight": packed.reshape(rows, columns), name: scale if scale_shape is None else scale.view(scale_shape)}
     return {**tensors, extra: torch.tensor(1.0)}, (packed.float() * wide).reshape(rows, columns)
@@ -271,4 +279,10 @@ def packer_of(fields: dict[str, Any]) -> Callable[..., tuple[Tensors, torch.Tens
     return PACKERS[fields["quant_method"]]
 
 
-PACKERS = {"fp8": pack_floats, "gptq": pack_gptq, "awq": pack_awq, "bitsandbytes": pack_bitsandbytes}
+PACKERS = {
+    "fp8": pack_floats,
+    "fbgemm_fp8": pack_floats,
+    "gptq": pack_gptq,
+    "awq": pack_awq,
+    "bitsandbytes": pack_bitsandbytes,
+}
