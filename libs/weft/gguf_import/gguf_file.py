@@ -16,6 +16,8 @@ from weft.model.fields import Fields
 SHARD = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
 # Vision and audio towers, which llama.cpp keeps in a file of their own.
 PROJECTOR = "mmproj"
+MAX_READS = 8_000_000
+"""Limit for numbers and strings in the metadata. Gemma 3, with 262,144 tokens, has 1.1 million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,33 @@ def _shards(path: Path) -> list[Path]:
 
 def _read(path: Path) -> tuple[Fields, dict[str, GgufTensor]]:
     with _errors_explained(path):
-        from gguf import GGUFReader
-
-        reader = GGUFReader(path)
+        reader = _checked_reader()(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
         tensors = [
             GgufTensor(each.name, tuple(reversed(each.shape.tolist())), each.tensor_type, each.data)
             for each in reader.tensors
         ]
     return Fields(path, values), {each.name: each for each in tensors}
+
+
+def _checked_reader() -> Any:
+    """Return the class of `gguf` with an end: beyond the file it reads nothing, without an error and without end."""
+    import numpy as np
+    from gguf import GGUFReader
+
+    class CheckedReader(GGUFReader):
+        num_reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if isinstance(self.data, np.memmap):  # each slice of a memmap costs three times that of an array
+                array: Any = self.data.view(np.ndarray)
+                self.data = array
+            self.num_reads += 1
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.size or self.num_reads > MAX_READS:
+                raise ValueError("a length in it is wrong, or its end is missing")
+            return super()._get(offset, dtype, count, override_order)
+
+    return CheckedReader
 
 
 @contextmanager

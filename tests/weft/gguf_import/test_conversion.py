@@ -282,6 +282,14 @@ def drop_tensor(path: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "not readable as GGUF"),
     "cut in its header": (lambda path: os.truncate(path, 40), "not readable as GGUF"),
+    "a length beyond its end": (
+        lambda path: rewritten(path, b"tokens\x09\0\0\0\x08\0\0\0", b"tokens\x09\0\0\0\0\0\0\0"),
+        "not readable as GGUF",
+    ),
+    "a string without end": (
+        lambda path: rewritten(path, b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\x0fllama"),
+        "not readable as GGUF (a length in it is wrong, or its end is missing)",
+    ),
     "empty": (lambda path: os.truncate(path, 0), "not readable as GGUF"),
     "no GGUF": (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(99)), "not readable as GGUF"),
     "another architecture": (
