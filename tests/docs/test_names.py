@@ -14,6 +14,7 @@ from tests.docs.pages import PAGES, ROOT, named
 from weft.cli.main import PassedOn, app
 from weft.config import Settings, variable_name
 from weft.metrics import REGISTRY
+from weft.model.config import FAMILIES
 from weft.worker.config import WorkerConfig
 from weft_bundle.__main__ import app as bundle_program
 from weft_services.gateway.config import GatewayConfig
@@ -35,6 +36,7 @@ MODULE = re.compile(r"`(weft(?:_\w+)?(?:\.\w+)+)`")
 SOURCES = ("", "libs/weft", "services/weft_services", "libs", "services", "kernels", "bundle")
 OTHER_NAMES = {"weft/mesh", "weft/timeline"}  # the name in certificates, and an event
 METRIC = re.compile(r"`(weft_(?!bundle|kernels|services)[a-z_]+)")
+ARCHITECTURE = re.compile(r"For(CausalLM|ConditionalGeneration)$")
 OTHERS_OWN = {"PATH", "GRPC_VERBOSITY", "OTEL_SDK_DISABLED"}
 
 
@@ -166,12 +168,23 @@ def test_every_metric_that_a_page_names_exists() -> None:
         assert not named - known, page
 
 
+def test_every_family_is_listed_once() -> None:
+    page = (ROOT / "docs" / "operate" / "your-model.md").read_text()
+    table = page.partition("## Families\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"\w+", " ".join(re.sub(r"\([^)]*\)", "", row.split("|")[2]) for row in _rows(table)))
+    assert sorted(listed) == sorted({ARCHITECTURE.sub("", name).replace("Kimi_", "Kimi") for name in FAMILIES})
+
+
 def test_every_log_event_that_a_page_names_exists() -> None:
     code = "".join(path.read_text() for top in ("services", "libs") for path in _files(ROOT / top))
     rows = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text().splitlines()
     events = [event for row in rows for event in re.findall(r"`([a-z]+(?: [a-z]+)+)(?: \w+=)?`", row)]
     assert len(events) > 2
     assert not [event for event in events if not event.startswith("weft ") and event not in code]
+
+
+def _rows(table: str) -> list[str]:
+    return [line for line in table.splitlines() if line.startswith("|")][2:]
 
 
 def _files(top: Path) -> list[Path]:
