@@ -12,9 +12,6 @@ import pytest
 SERIES = """
 import importlib, json, sys
 importlib.import_module(f"weft_services.{sys.argv[1]}.__main__")
-if sys.argv[1] in ("prefill", "decode"):  # which import the rest when they run as a program
-    importlib.import_module("weft.worker.process")
-    importlib.import_module(f"weft_services.{sys.argv[1]}.service")
 from weft.metrics import REGISTRY
 found = [each for family in REGISTRY.collect() for each in family.samples if each.name.endswith("_total")]
 json.dump([[each.name, each.value, *each.labels.values()] for each in found if each.labels], sys.stdout)
