@@ -223,8 +223,9 @@ def foreign_names(names: Set[str]) -> str | None:
     if ".gguf" in _suffixes(names):
         return ONLY_GGUF
     if "params.json" in names or any(name.startswith("consolidated.") for name in names):
-        what = "the format of its maker (params.json, consolidated.*)"
-        return f"has its weights in {what}; take the checkpoint in the format of Hugging Face (model*.safetensors)"
+        what = "has its weights in the format of its maker (params.json, consolidated.*)"
+        then = "take the checkpoint in the format of Hugging Face (model*.safetensors)"
+        return f"{what}; {then}, or try `weft convert DIR` on Mistral Large 3 and Small 4"
     if unfinished := _first(names, lambda name: name.endswith(UNFINISHED)):
         return f"has an unfinished download ({unfinished}); {AGAIN}"
     for suffixes, what in OTHERS.items():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.weft.tiny_llama import LLAMA3_ROPE, WHOLE, Tiny
+from weft import mistral_layout
 from weft.model.config import read_config
 
 YARN = {
@@ -123,6 +127,7 @@ HUNYUAN = {**HEADS, "head_dim": 10, "rope_parameters": ALPHA, "pad_token_id": 0}
 QWEN_VL = {**HEADS, "head_dim": 12, "rope_parameters": {"rope_theta": 500.0, "mrope_section": [3, 2, 1]}}
 VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 40}
 MISTRAL4_ROPE = {**MINISTRAL3_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7}
+MISTRAL_LARGE_ROPE = {**MINISTRAL3_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}
 EXPERTS = {**HEADS, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}
 TWO_ROPES = {
     "sliding_window": 8,
@@ -257,6 +262,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral4",
         {**DEEPSEEK, "rope_parameters": MISTRAL4_ROPE, "pad_token_id": 0, "initializer_range": 0.25},
     ),
+    "mistral-large3": (
+        "MistralLarge3",
+        {**DEEPSEEK, "rope_parameters": MISTRAL_LARGE_ROPE, "pad_token_id": 0, "initializer_range": 0.25},
+    ),
     "hunyuan": ("HunYuanDenseV1", {**HUNYUAN, "tie_word_embeddings": True}),
     "hunyuan-moe": ("HunYuanMoEV1", {**HUNYUAN, "num_experts": 6, "moe_topk": 3, "intermediate_size": 20}),
     "qwen2.5-vl": (
@@ -384,7 +393,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Of these the text model has a config of its own. transformers has no Ling 2; GLM-4.5's mathematics are the same.
-CLASSES = {"Llama4": "Llama4Text", "Gemma3": "Gemma3Text", "BailingMoeV2": "Glm4Moe"}
+CLASSES = {"Llama4": "Llama4Text", "Gemma3": "Gemma3Text", "BailingMoeV2": "Glm4Moe", "MistralLarge3": "Mistral4"}
+ORACLES = {
+    "BailingMoeV2": "Glm4Moe",
+    "MistralLarge3": "Mistral4",
+}  # classes that compute the same; those have none in transformers
 WRAPPED = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")  # transformers has a head only around text and vision together
 
 
@@ -437,7 +450,7 @@ def make_family(name: str, directory: Path, **sizes: Any) -> TinyFamily:
 def _make_oracle(family: str, values: dict[str, Any]) -> Any:
     make_config = getattr(transformers, CLASSES.get(family, family) + "Config")
     if family not in WRAPPED:
-        name = "Glm4Moe" if family == "BailingMoeV2" else family
+        name = ORACLES.get(family, family)
         return getattr(transformers, name + "ForCausalLM")(make_config(**values))
     vision = {**VISION, "deepstack_visual_indexes": [], "num_position_embeddings": 16}
     config = make_config(text_config=values, vision_config=vision)
@@ -474,7 +487,73 @@ def _publish_qwen3_vl_moe(directory: Path) -> None:
     save_file(swapped, directory / "model.safetensors")
 
 
-PUBLISHED = {"BailingMoeV2": _publish_ling, "Qwen3VLMoe": _publish_qwen3_vl_moe}
+def publish_mistral(directory: Path, native: Path) -> None:
+    """Write a checkpoint of Mistral Small 4 in the layout in which Mistral Large 3 is published."""
+    config = json.loads((directory / "config.json").read_text())
+    rope = config["rope_parameters"]
+    params = {ours: config[theirs] for ours, theirs in (*mistral_layout.FIELDS.items(), *zip(SAME, SAME, strict=True))}
+    params["moe"] = {ours: config[theirs] for ours, theirs in mistral_layout.MOE_FIELDS.items() if theirs in config}
+    original = rope["original_max_position_embeddings"]
+    yarn = {"factor": rope["factor"], "beta": rope["beta_fast"], "alpha": rope["beta_slow"]}
+    params |= {"rope_theta": rope["rope_theta"], "yarn": {**yarn, "original_max_position_embeddings": original}}
+    growth = {"original_max_position_embeddings": original, "beta": rope["llama_4_scaling_beta"]}
+    params |= {"llama_4_scaling": growth, "multimodal": {"vision_encoder_args": {"image_size": 14}}}
+    native.mkdir()
+    (native / "params.json").write_text(json.dumps(params))
+    weights = dict(_mistral_names(load_file(directory / "model.safetensors")))
+    save_file({**weights, "vision_encoder.ln_pre.weight": torch.ones(2)}, native / "consolidated.safetensors")
+
+
+SAME = mistral_layout.SAME_FIELDS
+MISTRAL_NAMES = (
+    (r"^model\.(layers|norm)", r"\1"),
+    (r"^model\.embed_tokens", "tok_embeddings"),
+    (r"^lm_head", "output"),
+    (r"self_attn\.(q|kv)_([ab])_proj", r"attention.w\1_\2"),
+    (r"wkv_a_with_mqa|wkv_a\b", "wkv_a_with_mqa"),
+    (r"self_attn\.(q|kv)_a_layernorm", r"attention.\1_a_norm"),
+    (r"self_attn\.o_proj", "attention.wo"),
+    (r"input_layernorm", "attention_norm"),
+    (r"post_attention_layernorm", "ffn_norm"),
+    (r"mlp\.(gate\.|experts|shared_experts)", r"\1"),
+    (r"mlp\.", "feed_forward."),
+    (r"gate_proj", "w1"),
+    (r"down_proj", "w2"),
+    (r"up_proj", "w3"),
+)
+
+
+def _mistral_names(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rename tensors, and split fused experts [E, 2 size, hidden] and [E, hidden, size]."""
+    for name, tensor in weights.items():
+        parts = {name: tensor}
+        if name.endswith(".experts.gate_up_proj"):
+            halves = zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True)
+            parts = {name.replace("gate_up_proj", half): each for half, each in halves}
+        if ".experts." in name and tensor.ndim == 3:
+            parts = {
+                f"{whole[: whole.rindex('.')]}.{index}{whole[whole.rindex('.') :]}.weight": each.contiguous()
+                for whole, experts in parts.items()
+                for index, each in enumerate(experts)
+            }
+        for theirs, part in parts.items():
+            for pattern, instead in MISTRAL_NAMES:
+                theirs = re.sub(pattern, instead, theirs)
+            yield theirs, part
+
+
+def _publish_mistral_large(directory: Path) -> None:
+    native = directory.parent / f"{directory.name}-native"
+    publish_mistral(directory, native)
+    shutil.rmtree(directory)
+    mistral_layout.link_checkpoint(native, directory)
+
+
+PUBLISHED = {
+    "BailingMoeV2": _publish_ling,
+    "Qwen3VLMoe": _publish_qwen3_vl_moe,
+    "MistralLarge3": _publish_mistral_large,
+}
 
 
 def wrap(tiny: TinyFamily, architecture: str, directory: Path) -> TinyFamily:

@@ -1,4 +1,4 @@
-"""`weft convert`: a checkpoint that Weft serves, made of a GGUF file."""
+"""`weft convert`: a checkpoint that Weft serves, made of a GGUF file or of Mistral's own layout."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.markup import escape
 from weft.cli.hub_models import progress_display
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.file_io import TRANSIENT, format_os_error
+from weft.mistral_layout import is_mistral_layout, link_checkpoint
 
 
 def run_convert(gguf: Path, out: Path | None) -> int:
@@ -36,6 +37,10 @@ def _failed(problem: object, status: int) -> int:
 
 
 def _convert(gguf: Path, out: Path | None) -> int:
+    if is_mistral_layout(gguf):
+        made = out or Path(f"{gguf.resolve().name}-weft")
+        link_checkpoint(gguf, made)
+        return _made(made)
     if importlib.util.find_spec("gguf") is None:
         return _failed("the package gguf is not installed: pip install 'weft[convert]'", 2)
     from weft.gguf_import.conversion import Conversion
@@ -48,5 +53,9 @@ def _convert(gguf: Path, out: Path | None) -> int:
         conversion = Conversion(path)
     with progress_display(made.name) as report:
         conversion.write(made, report)
+    return _made(made)
+
+
+def _made(made: Path) -> int:
     print(f"{made}: serve it with `weft up --model {shlex.quote(str(made))}`")
     return 0

@@ -267,10 +267,10 @@ def models() -> None:
 
 @app.command()
 def convert(
-    gguf: Annotated[Path, typer.Argument(help="A GGUF file, or a directory with one model.")],
+    gguf: Annotated[Path, typer.Argument(help="A GGUF file, or a directory with one model or Mistral's params.json.")],
     out: Annotated[Path | None, typer.Argument(help="Directory to make; default: named like the file, here.")] = None,
 ) -> None:
-    """Make a checkpoint that Weft serves out of a GGUF file; quantized weights are expanded."""
+    """Make a checkpoint that Weft serves out of a GGUF file or Mistral's own layout; GGUF's weights are expanded."""
     from weft.cli.convert import run_convert
 
     raise typer.Exit(run_convert(gguf, out))

@@ -56,6 +56,7 @@ FAMILIES = {
     "HunYuanDenseV1ForCausalLM": ("families.hunyuan", "read_v1"),
     "HunYuanMoEV1ForCausalLM": ("families.hunyuan", "read_v1_moe"),
     "Mistral4ForCausalLM": ("families.mistral4", "read"),
+    "MistralLarge3ForCausalLM": ("families.mistral4", "read_own_layout"),
     "BailingMoeV2ForCausalLM": ("families.ling", "read"),
     "MellumForCausalLM": ("families.laguna", "read_mellum"),
     "LagunaForCausalLM": ("families.laguna", "read"),

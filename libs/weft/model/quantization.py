@@ -17,7 +17,7 @@ from weft.model.spec import Packing, Quantization
 
 FLOATS = ("F32", "F16", "BF16")
 # of activations and of the KV cache, which both have the dtype of the computation here
-ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale")
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale", ".qscale_act")
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale")
 # the names of FP4's weights, the dtype of their groups' factors, and the name of the tensor's own one
 FP4_SCALES = {
@@ -224,7 +224,10 @@ def _skip_globs(names: list[str]) -> tuple[str, ...]:
 
 
 def _fp8(inner: Fields) -> Quantization:
-    """Read block-scaled FP8, or FP8 with a factor for each tensor as transformers or AutoFP8 names it."""
+    """Read block-scaled FP8, or FP8 with a factor for each tensor as transformers or AutoFP8 names it.
+
+    `scale_name` is a field of `weft convert`, for names of Mistral's own layout.
+    """
     if (inner.values.get("fmt") or "e4m3") != "e4m3":
         raise _refusal(inner, "fmt", ("e4m3",))
     inner.choice("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -236,7 +239,8 @@ def _fp8(inner: Fields) -> Quantization:
         return Quantization(Packing.FP8_BLOCKS, (block[0], block[1]), skipped)
     # transformers writes all fields of its own class, null or not
     is_own = {"weight_block_size", "modules_to_not_convert"} & inner.values.keys()
-    return Quantization(Packing.FP8_BLOCKS, (0, 0), skipped, "weight_scale_inv" if is_own else "weight_scale")
+    scale = str(inner.values.get("scale_name") or ("weight_scale_inv" if is_own else "weight_scale"))
+    return Quantization(Packing.FP8_BLOCKS, (0, 0), skipped, scale)
 
 
 def _compressed(inner: Fields) -> Quantization:

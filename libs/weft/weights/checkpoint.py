@@ -187,6 +187,12 @@ def _is_name_of_shard(name: Any) -> bool:
     return "\0" not in name and is_text(name)
 
 
+def stored_tensors(directory: Path, files: Sequence[str]) -> dict[str, TensorSource]:
+    """Return all tensors of these files by name. Raises BadCheckpoint, StorageUnavailable."""
+    origin = origin_of(directory)
+    return _read_files([WeightsFile(origin, name) for name in files])
+
+
 def _read_files(files: Sequence[WeightsFile]) -> dict[str, TensorSource]:
     tensors: dict[str, TensorSource] = {}
     for file in files:

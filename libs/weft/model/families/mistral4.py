@@ -1,4 +1,5 @@
-"""Mistral Small 4: DeepSeek-V3's latent attention with queries that grow, and experts of the best groups by softmax."""
+"""Mistral Large 3 and Small 4: DeepSeek-V3's latent attention with queries that grow, and experts of the best groups by
+softmax."""
 
 from __future__ import annotations
 
@@ -33,6 +34,18 @@ ROPE: dict[str, Any] = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+# Mistral's own names, which `weft convert` keeps
+NAMES = (
+    *(("model.embed_tokens", "tok_embeddings"), ("lm_head", "output"), ("model.norm", "norm")),
+    *(("model.layers", "layers"), ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm")),
+    *(("self_attn", "attention"), ("q_a_proj", "wq_a"), ("q_a_layernorm", "q_a_norm"), ("q_b_proj", "wq_b")),
+    *(("kv_a_proj_with_mqa", "wkv_a_with_mqa"), ("kv_a_layernorm", "kv_a_norm"), ("kv_b_proj", "wkv_b")),
+    *(("q_proj", "wq"), ("o_proj", "wo")),
+    *((f"mlp.{name}", f"feed_forward.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
+    *((f"mlp.{name}", name) for name in ("gate", "experts", "shared_experts")),
+    *(("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")),
+)
+SIGHT = ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -47,3 +60,10 @@ def read(fields: Fields) -> ModelConfig:
         temperature=read_query_growth(fields, config.max_positions),
         experts=replace(experts, scoring=Scoring.SOFTMAX, is_fused=True, is_output_first=True),
     )
+
+
+def read_own_layout(fields: Fields) -> ModelConfig:
+    config = read(fields)
+    assert config.experts is not None
+    experts = replace(config.experts, is_fused=False, is_output_first=False)
+    return replace(config, experts=experts, renamed=NAMES, ignored=SIGHT)
