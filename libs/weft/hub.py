@@ -26,7 +26,7 @@ from typing import Any
 from weft import log
 from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
 from weft.file_io import HAS_NO_CONFIG, ONLY_GGUF, PICKLE_SUFFIXES, foreign_names
-from weft.hub_cache import COMMIT, INDEX_FILE, SMALL_FILES, CachedModel, weight_files
+from weft.hub_cache import COMMIT, INDEX_FILE, CachedModel, small_files, weight_files
 from weft.model.config import config_of
 from weft.model.fields import read_json
 
@@ -229,7 +229,7 @@ class _Fetch:
         self._fetch_small(listing, "config.json")
         config_of(read_json(snapshot / "config.json"))  # before gigabytes are fetched
         index = [INDEX_FILE] if INDEX_FILE in names and "model.safetensors" not in names and self._has_weights else []
-        small = [each for each in (*SMALL_FILES, *index) if each in names]
+        small = [*small_files(names), *index]
         for each in small:
             self._fetch_small(listing, each)
         weights = weight_files(names, snapshot / INDEX_FILE) if self._has_weights else []

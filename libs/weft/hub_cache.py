@@ -19,20 +19,27 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import os_errors_translated, read_json_object
+from weft.tekken import TEKKEN
+from weft.tokenizer import RANKS, TOKENIZER
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-TOKENIZERS = ("tokenizer.json", "tiktoken.model")
+TOKENIZERS = (TOKENIZER, TEKKEN, RANKS)
 SMALL_FILES = (
     *("config.json", "generation_config.json", "hf_quant_config.json", "chat_template.jinja"),
     *("tokenizer_config.json", "special_tokens_map.json", *TOKENIZERS),
 )
-"""Files that Weft reads in addition to weights, config.json first."""
+"""Files that Weft reads in addition to weights, config.json first; see `small_files`."""
 RECORD_FILE = "weft.json"
 """File in a model's folder: needed files by commit with their sizes, and blobs with a compared checksum."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BLOB_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 READ_BYTES = 1 << 20
+
+
+def small_files(names: Collection[str]) -> list[str]:
+    """Return the small files that Weft reads of these; tokenizer.json replaces tekken.json."""
+    return [each for each in SMALL_FILES if each in names and (each != TEKKEN or TOKENIZER not in names)]
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
@@ -93,7 +100,7 @@ class CachedModel:
         snapshot = self.snapshot(commit)
         names = set(os.listdir(snapshot)) if snapshot.is_dir() else set()
         tokenizer = next((name for name in TOKENIZERS if name in names), TOKENIZERS[0])
-        small = ["config.json", tokenizer, *(name for name in SMALL_FILES if name in names)]
+        small = ["config.json", tokenizer, *small_files(names)]
         if not has_weights:
             return dict.fromkeys(small)
         has_index = (snapshot / INDEX_FILE).is_file()

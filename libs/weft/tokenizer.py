@@ -1,19 +1,21 @@
-"""Reads a checkpoint's tokenizer.json, or builds it from tiktoken.model, which Kimi K2 and K2.5 have instead.
+"""Reads a checkpoint's tokenizer.json, or builds it from the file that the checkpoint has instead.
 
-The build is byte-for-byte reproducible, so all services agree on its hash. No code of the model runs.
+That is tekken.json in Mistral's own layout, and tiktoken.model for Kimi K2 and K2.5. The build is byte-for-byte
+reproducible, so all services agree on its hash. No code of the model runs.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import path_exists, read_json_object, read_small, to_weft_error
+from weft.tekken import TEKKEN, TEKKEN_NAMES, Tekken, read_tekken
 
 TOKENIZER, RANKS, SETTINGS = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -40,21 +42,31 @@ NUM_RESERVED = 256
 MAX_ADDED = 100_000
 
 
+def tokenizer_path(directory: Path) -> Path:
+    """Return the file that defines the tokenizer; tokenizer.json wins. Raises BadCheckpoint, StorageUnavailable."""
+    for name in (TOKENIZER, TEKKEN, RANKS):
+        if path_exists(directory / name):
+            return directory / name
+    what = "copy the one that was published with the model beside its config.json"
+    raise BadCheckpoint(f"{directory} has no {TOKENIZER}, {TEKKEN} or {RANKS}; {what}")
+
+
 def read_tokenizer(directory: Path) -> bytes:
     """Return the content of tokenizer.json. Raises BadCheckpoint naming the file, or StorageUnavailable."""
-    _check_there(directory)
-    path = directory / TOKENIZER
+    path = tokenizer_path(directory)
     try:
-        if path.is_file():
+        if path.name == TOKENIZER:
             return read_small(path)
-        ranks = _read_ranks(directory / RANKS)
+        if path.name == TEKKEN:
+            return json.dumps(_converted_tekken(read_tekken(path))).encode()
+        ranks = _read_ranks(path)
         settings = directory / SETTINGS
         named = read_json_object(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
         return json.dumps(_converted(ranks, {int(number): token for number, token in named.items()})).encode()
     except OSError as error:
-        raise to_weft_error(error, f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}") from error
+        raise to_weft_error(error, f"{path}: not readable") from error
     except (ValueError, AttributeError) as error:
-        raise BadCheckpoint(f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}: {error}") from error
+        raise BadCheckpoint(f"{directory}: {TOKENIZER} cannot be made from {path.name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +80,8 @@ class EndToken:
 def read_special_tokens(directory: Path) -> dict[str, str]:
     """Return the text of each special token by its name, as in `eos_token`.
 
-    As in transformers, tokenizer_config.json wins over special_tokens_map.json. Raises BadCheckpoint or
-    StorageUnavailable.
+    As in transformers, tokenizer_config.json wins over special_tokens_map.json. With tekken.json, fixed names fill the
+    gaps. Raises BadCheckpoint or StorageUnavailable.
     """
     found: dict[str, str] = {}
     for file in (SETTINGS, SPECIAL_TOKENS_MAP):
@@ -79,7 +91,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 found.setdefault(name, text)
-    return found
+    return TEKKEN_NAMES | found if _has_tekken(directory) else found
 
 
 def read_end_token(directory: Path) -> EndToken | None:
@@ -89,7 +101,10 @@ def read_end_token(directory: Path) -> EndToken | None:
 
 
 def _ids_of(directory: Path, text: str) -> tuple[int, ...]:
-    """Look in the short files first: tokenizer.json has up to 30 MB."""
+    """Look in the short files first: tokenizer.json has up to 30 MB. Only tekken.json numbers its own tokens."""
+    if _has_tekken(directory):
+        special = read_tekken(directory / TEKKEN).special
+        return (special.index(text),) if text in special else ()
     added = _settings(directory / SETTINGS).get("added_tokens_decoder")
     for number, token in added.items() if isinstance(added, dict) else ():
         if isinstance(token, dict) and token.get("content") == text and str(number).isdecimal():
@@ -110,6 +125,10 @@ def _id_in(vocabulary: Any, text: str) -> tuple[int, ...]:
     return (number,) if type(number) is int and number >= 0 else ()
 
 
+def _has_tekken(directory: Path) -> bool:
+    return not path_exists(directory / TOKENIZER) and path_exists(directory / TEKKEN)
+
+
 def _settings(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path_exists(path) else {}
 
@@ -119,21 +138,16 @@ def check_tokenizer(directory: Path) -> None:
 
     Raises BadCheckpoint or StorageUnavailable.
     """
-    _check_there(directory)
-    path = directory / TOKENIZER
-    if path.is_file() and "model" not in read_json_object(path):
+    path = tokenizer_path(directory)
+    if path.name == TEKKEN:
+        read_tekken(path)
+    elif path.name == TOKENIZER and "model" not in read_json_object(path):
         raise BadCheckpoint(f"{path}: model is missing; fetch the file again")
-    if not path.is_file():
+    elif path.name == RANKS:
         try:
-            read_small(directory / RANKS)
+            read_small(path)
         except OSError as error:
-            raise to_weft_error(error, f"{directory / RANKS}: not readable") from error
-
-
-def _check_there(directory: Path) -> None:
-    if not any(path_exists(directory / name) for name in (TOKENIZER, RANKS)):
-        what = "copy the one that was published with the model beside its config.json"
-        raise BadCheckpoint(f"{directory} has neither {TOKENIZER} nor {RANKS}; {what}")
+            raise to_weft_error(error, f"{path}: not readable") from error
 
 
 def byte_letters() -> dict[str, int]:
@@ -154,20 +168,48 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _converted(ranks: Mapping[bytes, int], named: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    return {"added_tokens": _added(len(ranks), named), **_described(PATTERN, ranks, ())}
+
+
+def _converted_tekken(tekken: Tekken) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    begin = TEKKEN_NAMES["bos_token"]
+    # Mistral's decoder ignores the file's `is_control` and hides all of these ids.
+    added = [{"id": at, "content": text, **flags, "special": True} for at, text in enumerate(tekken.special)]
+    # A prompt without a template begins with <s>.
+    whole = [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    begins = {
+        "type": "TemplateProcessing",
+        "single": whole,
+        "pair": [*whole, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {begin: {"id": begin, "ids": [tekken.special.index(begin)], "tokens": [begin]}},
+    }
+    described = _described(tekken.pattern, tekken.ranks, tekken.special)
+    return {"added_tokens": added, "post_processor": begins, **described}
+
+
+def _described(pattern: str, ranks: Mapping[bytes, int], first: Sequence[str]) -> dict[str, Any]:
+    """Return all but the added tokens. `first`: special tokens with the ids before the ranks.
+
+    The vocabulary must have them, because the library gives other added tokens the ids after it.
+    """
     letter_of = {byte: letter for letter, byte in byte_letters().items()}
     spelled = {token: "".join(letter_of[byte] for byte in token) for token in ranks}
+    vocabulary = {text: number for number, text in enumerate(first)}
+    vocabulary |= {spelled[token]: len(first) + rank for token, rank in ranks.items()}
+    if len(vocabulary) < len(first) + len(ranks):
+        raise ValueError("special_tokens: a special token is in the vocabulary too")
     model = {
         "type": "BPE",
-        "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+        "vocab": vocabulary,
         "merges": [[spelled[part] for part in pair] for pair in _merges(ranks)],
         # A piece that is a token as a whole needs no merges.
         "ignore_merges": True,
     }
-    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
-        "added_tokens": _added(len(ranks), named),
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, letters]},
         "decoder": letters,
         "model": model,

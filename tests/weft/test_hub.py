@@ -20,6 +20,7 @@ import pytest
 from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE
 
 from tests.weft.hub_server import Hub, Repository, serving
+from tests.weft.tiny_tekken import tiny_tekken
 from weft.cli.layout import free_ports
 from weft.config import model_name
 from weft.file_io import foreign_path
@@ -121,6 +122,18 @@ def test_name_is_organisation_and_repository(tmp_path: Path, monkeypatch: pytest
         assert hub_name(path) is None
     (tmp_path / "Qwen" / "x").mkdir(parents=True)
     assert hub_name("Qwen/x") is None
+
+
+@pytest.mark.parametrize("has_both", [False, True])
+def test_pull_fetches_tekken_without_tokenizer_json(hub: Hub, client: Client, has_both: bool) -> None:
+    files = nano_files() | {"tekken.json": json.dumps(tiny_tekken()).encode()}
+    if not has_both:
+        del files["tokenizer.json"]
+    hub.models[NAME] = Repository(files)
+    snapshot = client.pull()
+    assert (snapshot / "tekken.json").exists() != has_both
+    assert (snapshot / "tokenizer.json").exists() == has_both
+    assert client.pull(HF_HUB_OFFLINE="1") == snapshot
 
 
 def test_missing_directory_that_looks_like_a_name_names_pull() -> None:

@@ -131,5 +131,5 @@ def test_ranks_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, cont
     with pytest.raises(BadCheckpoint, match=reason):
         read_tokenizer(tmp_path)
     (tmp_path / "tiktoken.model").unlink()
-    with pytest.raises(BadCheckpoint, match=r"neither tokenizer\.json nor tiktoken\.model"):
+    with pytest.raises(BadCheckpoint, match=r"no tokenizer\.json, tekken\.json or tiktoken\.model"):
         read_tokenizer(tmp_path)

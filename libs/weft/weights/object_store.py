@@ -36,7 +36,7 @@ SCHEMES = ("s3://", "gs://", "az://")
 WEIGHTS_SUFFIXES = (".safetensors", ".weft", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 NEEDED = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja"),
-    *("tokenizer.json", "tokenizer_config.json", "tiktoken.model"),
+    *("tokenizer.json", "tokenizer_config.json", "tekken.json", "tiktoken.model"),
 )
 """Files that define the model; they are copied even if they are large."""
 REQUEST_SECONDS = "60s"

@@ -18,7 +18,7 @@ from weft.file_io import path_exists, read_small, to_weft_error
 from weft.grammar import Grammars
 from weft.model.config import read_config
 from weft.model.fields import read_json
-from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
+from weft.tokenizer import SETTINGS, read_end_token, read_special_tokens, read_tokenizer, tokenizer_path
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.text.assistant import HARMONY_THOUGHTS, ThoughtTags, find_thought_tags, tag_pieces
@@ -101,7 +101,7 @@ def load_model(
         tokenizer = Tokenizer.from_buffer(content)
         codec = Codec(tokenizer)
     except Exception as error:  # the library raises bare Exception
-        raise BadCheckpoint(f"{directory / TOKENIZER}: {error}") from error
+        raise BadCheckpoint(f"{tokenizer_path(directory)}: {error}") from error
     if (end := read_end_token(directory)) and not end.ids:
         logger.warning("end token ignored, not in the vocabulary model=%s eos_token=%r", name, end.text)
     template, written = _load_template(directory), codec

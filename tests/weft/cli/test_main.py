@@ -78,7 +78,7 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, 
     [
         ("{", "config.json: not readable as JSON"),
         ('{"architectures": ["NoSuchModel"]}', "take a model of these families: Llama, Mistral"),
-        ((SHIPPED / "config.json").read_text(), "has neither tokenizer.json nor tiktoken.model"),
+        ((SHIPPED / "config.json").read_text(), "has no tokenizer.json, tekken.json or tiktoken.model"),
     ],
 )
 def test_a_model_that_nothing_could_serve_is_refused_in_one_line(tmp_path: Path, config: str, reason: str) -> None:
