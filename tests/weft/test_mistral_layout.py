@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.weft.model.test_families import logits_in_chunks
 from tests.weft.tiny_families import TinyFamily, make_family
+from tests.weft.tiny_tekken import tiny_tekken
 from weft.cli.convert import run_convert
 from weft.model.config import read_config
+from weft.tokenizer import read_tokenizer
 from weft.weights.checkpoint import read_checkpoint
 
 
@@ -44,11 +46,12 @@ def test_convert_links_shards_and_small_files(native: Path, tmp_path: Path) -> N
     names = sorted(weights)
     for number, half in enumerate((names[::2], names[1::2]), 1):
         save_file({name: weights[name] for name in half}, native / f"consolidated-0000{number}-of-00002.safetensors")
-    (native / "tekken.json").write_text("{}")
+    (native / "tekken.json").write_text(json.dumps(tiny_tekken()))
     assert run_convert(native, tmp_path / "out") == 0
     checkpoint = read_checkpoint(tmp_path / "out")
     assert {source.entry.name for source in checkpoint.tensors} == {each for each in names if "vision" not in each}
     assert (tmp_path / "out" / "tekken.json").resolve() == native / "tekken.json"
+    assert b"<SPECIAL_3>" in read_tokenizer(tmp_path / "out")
 
 
 def test_fp8_gives_the_logits_of_its_unpacked_weights(tiny: TinyFamily, native: Path, tmp_path: Path) -> None:
