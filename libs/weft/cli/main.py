@@ -397,6 +397,7 @@ def main() -> None:
     ensure_stdio()
     with flush_stdout_on_exit():
         try:
+            os.getcwd()  # MKL of the workers fails without one, in a message that names something else
             app()
         except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR
             typer.secho(f"weft: {error}", fg="red", err=True)
