@@ -73,7 +73,7 @@ def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -
         layer = _LAYER.search(name)
         place = int(layer[1]) if layer else FIRST if kind is TensorKind.EMBEDDING else LAST
         weight = found[place, kind]
-        part, num_items = part_of(name, shapes, how), abs(math.prod(shape))
+        part, num_items = part_of(name, shapes, how), abs(math.prod(shape))  # ANY_LENGTH is -1: one item
         params = num_items * (part.num_values if part else 1)
         weight.params += params
         if not dtype:
