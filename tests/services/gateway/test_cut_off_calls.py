@@ -9,7 +9,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, speaking
-from tests.services.gateway.test_tool_parsers import SCHEMAS
+from tests.services.gateway.tool_answers import SCHEMAS
 from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import ChatChoice
 from weft_services.gateway.mesh.choice_text import ChoiceUpdate

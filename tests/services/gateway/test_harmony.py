@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench, tiny_tokenizer, write_model
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_continued import prompt
-from tests.services.gateway.test_tool_parsers import SCHEMAS, cuts, said
+from tests.services.gateway.test_tool_parsers import cuts, said
+from tests.services.gateway.tool_answers import SCHEMAS
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.chat_template import ChatTemplate

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
-from tests.services.gateway.test_tool_parsers import SCHEMAS, calls, cuts, said
+from tests.services.gateway.test_tool_parsers import calls, cuts, said
+from tests.services.gateway.tool_answers import SCHEMAS
 from weft_services.gateway.text.assistant import AnswerReader, StopScanner, VisibleStops
 from weft_services.gateway.text.parts import Part, PartKind, Parts, overlap
 from weft_services.gateway.text.tool_formats import FORMATS
