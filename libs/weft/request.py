@@ -112,6 +112,42 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request speculates; it never changes the text.
+
+    - `is_enabled`: False generates one token in each step.
+    - `prediction`: tokens that the client expects in the answer, such as a file before an edit.
+    """
+
+    is_enabled: bool = True
+    prediction: tuple[int, ...] = ()
+
+
+SPECULATE = Speculation()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Draft tokens that were verified, those of them that were accepted, and both of the client's prediction alone."""
+
+    verified: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.verified + other.verified,
+            self.accepted + other.accepted,
+            self.predicted + other.predicted,
+            self.predicted_accepted + other.predicted_accepted,
+        )
+
+
+NO_DRAFTS = DraftCounts()
+
+
+@dataclass(frozen=True, slots=True)
 class Retention:
     """How long the shared store may keep a request's KV.
 

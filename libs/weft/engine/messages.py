@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 from weft.errors import WeftError
 from weft.kv.block_pool import FullBlock
 from weft.kv.layer_groups import PageRange
-from weft.request import KEEP, FinishReason, PositionLogprobs, RequestKey, Retention, SamplingParams
+from weft.request import (
+    KEEP,
+    NO_DRAFTS,
+    SPECULATE,
+    DraftCounts,
+    FinishReason,
+    PositionLogprobs,
+    RequestKey,
+    Retention,
+    SamplingParams,
+    Speculation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +78,7 @@ class SequenceSpec:
     - `priority`: higher runs first; a level is worth `weft.engine.wait_queue.LEVEL_SECONDS` of waiting.
     - `observer`: receives the hidden states of the whole prompt, so the engine computes all of it.
     - `retention`: stored with the sequence's full blocks.
+    - `speculation`: whether it drafts, and the client's prediction of the answer.
     """
 
     key: RequestKey
@@ -80,6 +92,7 @@ class SequenceSpec:
     priority: int = 0
     observer: HiddenStateObserver | None = None
     retention: Retention = KEEP
+    speculation: Speculation = SPECULATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +139,17 @@ class PromptCounts:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one sequence, and its end if `finish_reason` is set. `prompt` comes with the first token."""
+    """New tokens of one sequence, and its end if `finish_reason` is set. `prompt` comes with the first token.
+
+    `drafts`: of the step that generated the tokens. The first `drafts.accepted` tokens were drafts.
+    """
 
     key: RequestKey
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt: PromptCounts | None = None
     finish_reason: FinishReason | None = None
+    drafts: DraftCounts = NO_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
