@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -99,6 +101,22 @@ def test_a_row_comes_out_the_same_alone_and_among_others() -> None:
     q, batch = make_batch([(1, 30), (1, 12), (1, 29)], (4, 2), 64, torch.float32)
     alone = PagedBatch(batch.pool, 4, [0, 1], [12], [batch.block_tables[1]])
     assert torch.equal(paged_attention(q[1:2].contiguous(), 1, alone), paged_attention(q, 1, batch)[1:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize(("heads", "dim"), [*SHAPES[:5], ((8, 1), 64), ((40, 1), 32), ((8, 2), 10)])
+def test_decoding_rows_equal_rows_alone(heads: tuple[int, int], dim: int, span: KeySpan, dtype: torch.dtype) -> None:
+    spans = [(3, 9), (16, 30), (1, 5), (20, 21), (9, 24)]
+    q, batch = make_batch(spans, heads, dim, dtype)
+    batch, sinks = replace(batch, decodes=[True, True, True, False, True]), torch.linspace(-2, 2, heads[0])
+    found = paged_attention(q, 1, batch, span, sinks=sinks)
+    for index, (count, context) in enumerate(spans):
+        for row in range(count) if batch.decodes[index] else ():
+            table, at = [batch.block_tables[index]], batch.query_starts[index] + row
+            alone = PagedBatch(batch.pool, heads[0], [0, 1], [context - count + 1 + row], table)
+            expected = paged_attention(q[at : at + 1].contiguous(), 1, alone, span, sinks=sinks)
+            assert torch.equal(found[at : at + 1], expected)
 
 
 def test_a_prompt_comes_out_the_same_whole_and_in_chunks() -> None:

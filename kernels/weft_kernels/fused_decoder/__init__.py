@@ -157,7 +157,8 @@ class FusedDecoder:
         - query_factors: [T, 1, 1] float32, for layers that are scaled.
         - slots: [groups, T] int64. batches: one per group, all of one pool.
 
-        Returns None, and does nothing, if a sequence has so many rows that a prefill chunk is faster.
+        Returns None, and does nothing, if a prompt has so many rows that a prefill chunk is faster, or if the heads of
+        one row are so many.
         """
         rows = [cpu_batch(batches[group], span, is_whole=True) for group, span in self._views]
         if not len(stream) or any(each.chunks for each in rows):

@@ -58,6 +58,9 @@ class PagedBatch:
     context_lens[s] counts all its tokens, these rows included. block_tables[s] covers them and may continue with blocks
     that are not written yet. `pool` [blocks, kv_heads, layers, parts, block_tokens, dim] is contiguous; parts is 2
     for keys and values, or 1 for both in one. Single-row sequences of similar length are fastest next to each other.
+
+    decodes[s]: the rows of sequence s are a token and drafts behind it, as opposed to a prompt's. With the C++ kernels
+    each of them gives the same bits as in a batch where it is the only row of its sequence. Empty: none decodes.
     """
 
     pool: Tensor
@@ -65,6 +68,11 @@ class PagedBatch:
     query_starts: Sequence[int]
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
+    decodes: Sequence[bool] = ()
+
+    def decodes_at(self, index: int) -> bool:
+        """Return True if sequence `index` decodes."""
+        return bool(self.decodes) and self.decodes[index]
 
     @cached_property
     def groups(self) -> list[GatherGroup]:
@@ -87,7 +95,7 @@ class PagedBatch:
         while first < len(self.context_lens):
             end = self._last_of_group(first)
             groups += (
-                [self._decode_group(first, end, span)] if self._is_decode(first) else self._chunk_groups(first, span)
+                [self._decode_group(first, end, span)] if self._has_one_row(first) else self._chunk_groups(first, span)
             )
             first = end
         return groups
@@ -102,18 +110,18 @@ class PagedBatch:
         num_runs = max(len(group.key_rows) for group in self.groups)
         return self.pool.new_empty(self.pool.shape[3], num_runs, self.pool.shape[4] * self.pool.shape[5])
 
-    def _is_decode(self, index: int) -> bool:
+    def _has_one_row(self, index: int) -> bool:
         return self.query_starts[index + 1] - self.query_starts[index] == 1
 
     def _last_of_group(self, first: int) -> int:
         """Join single-row sequences while padding and gathered bytes stay small."""
         longest = self.context_lens[first]
         end = first + 1
-        if not self._is_decode(first):
+        if not self._has_one_row(first):
             return end
         _, kv_heads, _, _, _, dim = self.pool.shape
         is_unbounded = self.pool.is_cuda
-        while end < len(self.context_lens) and self._is_decode(end):
+        while end < len(self.context_lens) and self._has_one_row(end):
             longest = max(longest, self.context_lens[end])
             num_bytes = (end + 1 - first) * longest * kv_heads * dim * self.pool.itemsize
             if not is_unbounded and (num_bytes > GROUP_BYTES or 2 * self.context_lens[end] < longest):

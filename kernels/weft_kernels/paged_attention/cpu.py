@@ -87,15 +87,20 @@ def cpu_batch(batch: PagedBatch, span: KeySpan, is_whole: bool) -> CpuBatch:
 
 
 def make_cpu_batch(batch: PagedBatch, span: KeySpan, lanes: int) -> CpuBatch:
-    """Split a batch: sequences with fewer than `lanes` queries per key head go row by row, others are chunks."""
+    """Split a batch: sequences with fewer than `lanes` queries per key head go row by row, others are chunks.
+
+    The rows of a sequence that decodes are split as one row of it is.
+    """
     ratio = batch.num_heads // batch.pool.shape[1]
     blocks: list[int] = []
     spans: list[tuple[int, int, int, int]] = []
     chunks = []
     sequences = zip(pairwise(batch.query_starts), batch.context_lens, batch.block_tables, strict=True)
-    for (start, end), length, table in sequences:
-        if (end - start) * ratio >= lanes:
-            chunks.append(QueryChunk(start, end - start, length, torch.tensor(table, dtype=torch.int32)))
+    for index, ((start, end), length, table) in enumerate(sequences):
+        size = 1 if batch.decodes_at(index) else end - start
+        if size * ratio >= lanes:
+            own = torch.tensor(table, dtype=torch.int32)
+            chunks += [QueryChunk(row, size, length - (end - size - row), own) for row in range(start, end, size)]
             continue
         places = zip(range(start, end), range(length - end + start, length), strict=True)
         spans += [(row, len(blocks), span.first_visible(at), at + 1) for row, at in places]

@@ -13,7 +13,9 @@ from torch import Tensor
 from weft_kernels.launch import pinned_upload
 from weft_kernels.paged_attention.batch import PagedBatch
 
-# Maximum new rows of a sequence for the decode kernel: one token, and up to seven drafted tokens to verify.
+# Maximum new rows of a sequence for the decode kernel: one token, and up to seven drafted tokens to verify. A sequence
+# with more, and all behind it, run in the prefill kernel. It is as correct, but does not split the keys of a sequence
+# over programs, so a few rows behind a long context are slow.
 MAX_DECODE_ROWS = 8
 
 

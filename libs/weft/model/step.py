@@ -1,8 +1,8 @@
 """One packed batch: the caller's input, what all layers share, and how latent attention computes it.
 
-In latent attention a sequence with few new rows takes its queries to the latent space and its results back. A long
-chunk is cheaper the other way round: every head's keys and values are made once, into a workspace that looks like a
-block pool, and shared by all rows.
+In latent attention a sequence that decodes or has few new rows takes its queries to the latent space and its results
+back. A long chunk is cheaper the other way round: every head's keys and values are made once, into a workspace that
+looks like a block pool, and shared by all rows.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
     """Return the plan of a batch, which every layer uses."""
     starts = batch.query_starts
     counts = [end - start for start, end in pairwise(starts)]
-    few = [index for index, count in enumerate(counts) if count < latent.min_expanded_rows]
-    many = [index for index, count in enumerate(counts) if count >= latent.min_expanded_rows]
+    is_long = [count >= latent.min_expanded_rows and not batch.decodes_at(index) for index, count in enumerate(counts)]
+    few, many = ([index for index, each in enumerate(is_long) if each == wanted] for wanted in (False, True))
     if not many:
         return LatentPlan((torch.arange(starts[-1], device=batch.pool.device), batch))
     shapes = [_workspace_shape(latent, batch, index) for index in many]
@@ -60,8 +60,9 @@ def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedB
     starts = list(accumulate(map(len, rows), initial=0))
     lens = [batch.context_lens[index] for index in indices]
     tables = [batch.block_tables[index] for index in indices]
+    decodes = [batch.decodes_at(index) for index in indices]
     return pinned_upload(torch.cat(rows), batch.pool.device), PagedBatch(
-        batch.pool, batch.num_heads, starts, lens, tables
+        batch.pool, batch.num_heads, starts, lens, tables, decodes
     )
 
 

@@ -98,7 +98,13 @@ def halved(tiny: TinyFamily, dtype: torch.dtype, is_resident: bool) -> Decoder:
     return Decoder(tiny.config, weights, dtype, torch.device("cpu"), is_resident)
 
 
-def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:
+def run(
+    model: Decoder,
+    pool: Tensor,
+    sequences: list[tuple[int, int]],
+    block_tokens: int,
+    decodes: tuple[bool, ...] = (),
+) -> Tensor:
     """Hidden states of sequences with so many rows at the end of so many tokens; pages shuffled, but always alike."""
     config, shuffled = model.config, random.Random(7)
     pages = list(range(1, len(pool)))
@@ -113,7 +119,7 @@ def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_to
         row[:] = torch.tensor([table[i][at // block_tokens] * block_tokens + at % block_tokens for i, at in places])
     starts = list(accumulate((count for count, _ in sequences), initial=0))
     lens = [length for _, length in sequences]
-    batches = [PagedBatch(pool, config.num_heads, starts, lens, table) for table in tables]
+    batches = [PagedBatch(pool, config.num_heads, starts, lens, table, decodes) for table in tables]
     ids = torch.tensor([shuffled.randrange(config.vocab_size) for _ in positions])
     wanted = torch.tensor([end - 1 for end in starts[1:]])
     with torch.inference_mode():
@@ -200,6 +206,16 @@ def test_long_prompts_are_read_as_chunks(tiny: TinyFamily, monkeypatch: pytest.M
     monkeypatch.setattr(DecoderLayer, "forward", refuse)
     with pytest.raises(AssertionError, match="by itself"):
         run(model, pool_of(model, sequences, 16), sequences, 16)
+
+
+def test_many_decoding_rows_run_in_one_call(tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sequences = decoder_of(tiny, torch.float32), [(16, 40), (1, 9), (16, 16)]
+    start = pool_of(model, sequences, 16)
+    model.dense, at_once = None, model.dense
+    expected = run(model, start.clone(), sequences, 16, (True,) * 3)
+    model.dense = at_once
+    monkeypatch.setattr(DecoderLayer, "forward", refuse)
+    assert torch.equal(run(model, start.clone(), sequences, 16, (True,) * 3), expected)
 
 
 def is_known(config: ModelConfig) -> bool:

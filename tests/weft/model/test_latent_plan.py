@@ -30,6 +30,17 @@ def plan_of(*lengths: int) -> LatentPlan:
     return plan_latent(LATENT, PagedBatch(pool, NUM_HEADS, starts, list(lengths), tables))
 
 
+def test_sequences_that_decode_expand_no_keys() -> None:
+    pool = torch.zeros(1, 1, 1, 1, BLOCK_TOKENS, LATENT.kv_rank + LATENT.rope_dim, dtype=torch.bfloat16)
+    batch = PagedBatch(pool, NUM_HEADS, [0, 200, 400], [200, 250], [[0] * 13, [0] * 16], [False, True])
+    plan = plan_latent(LATENT, batch)
+    assert [each.rows for each in plan.expanded] == [slice(0, 200)]
+    assert plan.absorbed is not None
+    rows, absorbed = plan.absorbed
+    assert rows.tolist() == list(range(200, 400))
+    assert list(absorbed.decodes) == [True]
+
+
 def held_bytes(plan: LatentPlan) -> int:
     stores = {each.batch.pool.untyped_storage().data_ptr(): each.batch.pool for each in plan.expanded}
     return sum(pool.untyped_storage().nbytes() for pool in stores.values())
