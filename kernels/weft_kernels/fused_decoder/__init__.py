@@ -24,6 +24,7 @@ _WEIGHTS = (
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias", "output_norm"),
 )
 _PLACES = "view", "group", "place", "rotation", "q_parts", "k_parts", "is_normed_last", "is_scaled"
+_STEP_SIZES = "num_rows", "num_views", "pool_layers", "block_tokens", "has_float_angles", "num_captured"
 _SIZES = "num_layers", "hidden", "num_heads", "kv_heads", "dim", "size", "is_gelu", "has_float_norms"
 
 
@@ -51,8 +52,9 @@ class _Angles(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, LONG) for name in ("num_rows", "num_views", "pool_layers", "block_tokens", "has_float_angles")),
+        *((name, LONG) for name in _STEP_SIZES),
         *((name, POINTER) for name in ("views", "angles", "stream", "out", "pool", "slots", "query_factors")),
+        *((name, POINTER) for name in ("boundaries", "captured")),
     )
 
 
@@ -149,6 +151,7 @@ class FusedDecoder:
         query_factors: Tensor | None,
         slots: Tensor,
         batches: Sequence[PagedBatch],
+        captured: tuple[Sequence[int], Tensor] | None = None,
     ) -> Tensor | None:
         """Return normed hidden states [T, hidden], and write the KV of all rows.
 
@@ -156,6 +159,8 @@ class FusedDecoder:
         - angles: cosine and sine [T, dim] of each rotation, all of stream's dtype or all float32.
         - query_factors: [T, 1, 1] float32, for layers that are scaled.
         - slots: [groups, T] int64. batches: one per group, all of one pool.
+        - captured: boundaries, and memory [T, boundaries, hidden] for copies of the residual stream there. Boundary b
+          is before layer b, the number of layers behind the last one; -1 is the result.
 
         Returns None, and does nothing, if a prompt has so many rows that a prefill chunk is faster, or if the heads of
         one row are so many.
@@ -171,10 +176,21 @@ class FusedDecoder:
         assert stream.is_contiguous()
         views = (_View * len(rows))(*(_View(each.blocks.data_ptr(), each.spans.data_ptr()) for each in rows))
         rotations = (_Angles * len(angles))(*(_Angles(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles))
-        sizes = len(stream), len(rows), pool.shape[2], pool.shape[4], angle_dtype != self._dtype
+        wanted, copies = captured or ((), out)
+        boundaries = (LONG * len(wanted))(*wanted)
+        assert captured is None or (copies.is_contiguous() and copies.dtype == self._dtype)
+        sizes = len(stream), len(rows), pool.shape[2], pool.shape[4], angle_dtype != self._dtype, len(wanted)
         tensors = (each.data_ptr() for each in (stream, out, pool, slots))
         factors = None if query_factors is None else query_factors.data_ptr()
-        step = _Step(*sizes, ctypes.addressof(views), ctypes.addressof(rotations), *tensors, factors)
+        step = _Step(
+            *sizes,
+            ctypes.addressof(views),
+            ctypes.addressof(rotations),
+            *tensors,
+            factors,
+            ctypes.addressof(boundaries),
+            copies.data_ptr(),
+        )
         self._function(ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads())
         return out
 

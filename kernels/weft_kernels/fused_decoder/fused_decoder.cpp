@@ -46,14 +46,17 @@ struct Angles {
     const void *cos, *sin;
 };
 
-// stream [rows, hidden] is overwritten, out is as large; slots [groups, rows]; query_factors [rows].
+// stream [rows, hidden] is overwritten, out is as large; slots [groups, rows]; query_factors [rows]; captured
+// [rows, num_captured, hidden] gets copies of the stream at `boundaries`, where -1 stands for `out`.
 struct Step {
-    long num_rows, num_views, pool_layers, block_tokens, has_float_angles;
+    long num_rows, num_views, pool_layers, block_tokens, has_float_angles, num_captured;
     const View* views;
     const Angles* angles;
     void *stream, *out, *pool;
     const int64_t* slots;
     const float* query_factors;
+    const long* boundaries;
+    void* captured;
 };
 
 namespace {
@@ -213,6 +216,17 @@ const Item* add_and_norm(const Model& m, long rows, Item* pending, const void* o
     return input_norm ? normed : stream;
 }
 
+// Copies x if this boundary is wanted. There is a barrier before it, and one between it and the next write to x.
+template <typename Item>
+void capture(const Model& m, const Step& step, long boundary, const Item* x) {
+    for (long i = 0; i < step.num_captured; i++) {
+        if (step.boundaries[i] != boundary) continue;
+#pragma omp for schedule(static) nowait
+        for (long r = 0; r < step.num_rows; r++)
+            std::copy_n(x + r * m.hidden, m.hidden, (Item*)step.captured + (r * step.num_captured + i) * m.hidden);
+    }
+}
+
 // All threads of a team call this.
 template <typename Item, typename Weight>
 void run_layers(const Model& m, const Step& step, std::vector<Works>& works, const Between<Item>& b) {
@@ -220,12 +234,15 @@ void run_layers(const Model& m, const Step& step, std::vector<Works>& works, con
     const void* output_norm = nullptr;  // of the layer before
     for (const Layer* layer = m.layers; layer < m.layers + m.num_layers; layer++) {
         const Item* x = add_and_norm(m, step.num_rows, pending, output_norm, stream, layer->input_norm, b.normed);
+        capture(m, step, layer - m.layers, stream);
         attend<Item, Weight>(m, *layer, step, works[layer->view], x, b);
         x = add_and_norm(m, step.num_rows, b.pending, layer->attended_norm, stream, layer->mlp_norm, b.normed);
         feed<Item, Weight>(m, *layer, step.num_rows, x, b);
         pending = b.pending, output_norm = layer->output_norm;
     }
     add_and_norm(m, step.num_rows, pending, output_norm, stream, m.norm, (Item*)step.out);
+    capture(m, step, m.num_layers, stream);
+    capture(m, step, -1, (Item*)step.out);
 }
 
 template <typename Item, typename Weight>

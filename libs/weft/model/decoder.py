@@ -13,8 +13,8 @@ from torch.nn import functional
 from weft.model.attention import GroupedAttention, Rotation, norm_rows
 from weft.model.latent import LatentAttention
 from weft.model.loading import CenteredNorm, Loader, Tensors
-from weft.model.spec import Activation, Experts, ModelConfig, Scoring
-from weft.model.step import LayerInputs, TokenBatch, plan_latent
+from weft.model.spec import FINAL, Activation, Experts, ModelConfig, Scoring
+from weft.model.step import Capture, LayerInputs, TokenBatch, plan_latent
 from weft.model.tensors import into_mlp
 from weft_kernels.fused_decoder import FusedLayer, LayerRules, fuse_layers
 from weft_kernels.linear import linear, pack
@@ -279,24 +279,39 @@ class Decoder:
             logits = (logits.float() / cap).tanh() * cap
         return logits.float() if out is None else out.copy_(logits)
 
-    def hidden(self, rows: TokenBatch, batches: Sequence[PagedBatch]) -> Tensor:
-        """Return the normed hidden states [R, hidden] of the rows `logit_rows`; otherwise like `forward`."""
+    def hidden(self, rows: TokenBatch, batches: Sequence[PagedBatch], capture: Capture | None = None) -> Tensor:
+        """Return the normed hidden states [R, hidden] of the rows `logit_rows`; otherwise like `forward`.
+
+        `capture` also receives the residual stream of all rows.
+        """
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
         angles = [rotation.angles(rows.positions, dtype) for rotation in self.rotations]
         temperature = self._temperature(rows.positions)
-        stream, pending = embedding_rows(self.embedding, rows.token_ids).to(self.dtype), None
+        stream = embedding_rows(self.embedding, rows.token_ids).to(self.dtype)
         if self.embedding_scale != 1.0:
             stream = stream * self.embedding_scale
         if self.dense is not None:
-            normed = self.dense.forward(stream, angles, temperature, rows.slots, batches)
+            wanted = None if capture is None else (capture.boundaries, capture.out)
+            normed = self.dense.forward(stream, angles, temperature, rows.slots, batches, wanted)
             if normed is not None:
                 return normed.index_select(0, rows.logit_rows)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
         step = LayerInputs(rows.slots, batches, angles, temperature, latent)
-        for layer in self.layers[:-1]:
-            stream, pending = layer.forward(stream, pending, step)
-        stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)
-        return norm_rows(stream + pending, self.norm, self.config.rms_norm_eps)
+        return self._run_layers(stream, step, rows.logit_rows, capture)
+
+    def _run_layers(self, stream: Tensor, step: LayerInputs, kept: Tensor, capture: Capture | None) -> Tensor:
+        pending, last = None, len(self.layers) - 1
+        is_cut = capture is None or not capture.needs_all_rows(len(self.layers))
+        for index, layer in enumerate(self.layers):
+            if capture is not None:
+                capture.store(index, stream, pending)
+            stream, pending = layer.forward(stream, pending, step, kept if is_cut and index == last else None)
+        whole = stream if pending is None else stream + pending
+        normed = norm_rows(whole, self.norm, self.config.rms_norm_eps)
+        if capture is not None and not is_cut:
+            capture.store(len(self.layers), whole)
+            capture.store(FINAL, normed)
+        return normed if is_cut else normed.index_select(0, kept)
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
         temperature = self.config.temperature

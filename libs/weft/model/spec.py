@@ -10,6 +10,7 @@ from enum import StrEnum
 
 # Latent attention makes keys and values of as many heads at a time as fit, for one sequence.
 WORKSPACE_BYTES = 128 << 20
+FINAL = -1  # the boundary behind the last norm, see `weft.model.step.Capture`
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from weft.model.spec import Latent
+from weft.model.spec import FINAL, Latent
 from weft_kernels.launch import pinned_upload
 from weft_kernels.paged_attention import PagedBatch
 
@@ -90,6 +90,30 @@ class TokenBatch:
     positions: Tensor
     slots: Tensor
     logit_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Copies of the residual stream of all rows, which a draft model reads.
+
+    Boundary b is the stream before layer b, and the number of layers is the stream behind the last one. FINAL is that
+    stream normed, as the output matrix reads it. `out` [T, boundaries, hidden] is contiguous, in the model's dtype.
+    """
+
+    boundaries: tuple[int, ...]
+    out: Tensor
+
+    def needs_all_rows(self, num_layers: int) -> bool:
+        """Return True if the last layer must compute all rows, also those without logits."""
+        return FINAL in self.boundaries or num_layers in self.boundaries
+
+    def store(self, boundary: int, stream: Tensor, pending: Tensor | None = None) -> None:
+        """Copy the sum of `stream` and `pending` [T, hidden], if the boundary is wanted."""
+        if boundary in self.boundaries:
+            whole = stream if pending is None else stream + pending
+            for place, wanted in enumerate(self.boundaries):
+                if wanted == boundary:
+                    self.out[:, place] = whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
 from weft.model.decoder import Decoder, DecoderLayer
 from weft.model.kv_layout import kv_groups
-from weft.model.spec import ModelConfig
-from weft.model.step import TokenBatch
+from weft.model.spec import FINAL, ModelConfig
+from weft.model.step import Capture, TokenBatch
 from weft_kernels.linear.packed12 import Packed12
 from weft_kernels.native import CHOICE
 from weft_kernels.paged_attention import PagedBatch
@@ -104,6 +104,7 @@ def run(
     sequences: list[tuple[int, int]],
     block_tokens: int,
     decodes: tuple[bool, ...] = (),
+    capture: Capture | None = None,
 ) -> Tensor:
     """Hidden states of sequences with so many rows at the end of so many tokens; pages shuffled, but always alike."""
     config, shuffled = model.config, random.Random(7)
@@ -123,7 +124,7 @@ def run(
     ids = torch.tensor([shuffled.randrange(config.vocab_size) for _ in positions])
     wanted = torch.tensor([end - 1 for end in starts[1:]])
     with torch.inference_mode():
-        return model.hidden(TokenBatch(ids, torch.tensor(positions), slots, wanted), batches)
+        return model.hidden(TokenBatch(ids, torch.tensor(positions), slots, wanted), batches, capture)
 
 
 def pool_of(model: Decoder, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:
@@ -152,6 +153,27 @@ def test_all_layers_at_once_are_the_layers_one_by_one(tiny: TinyFamily, dtype: t
         assert torch.equal(*pools)
         assert not torch.equal(pools[0], start.nan_to_num()), "no keys were written"
         assert found[0].isfinite().all()
+
+
+def test_capture_is_the_same_at_once_and_by_layers(tiny: TinyFamily) -> None:
+    """In bfloat16, where every sum is rounded, and with several threads, which copy the rows."""
+    dtype = torch.bfloat16
+    model, sequences, before = decoder_of(tiny, dtype), BATCHES[3], torch.get_num_threads()
+    boundaries = (model.config.num_layers, 0, FINAL, 1, 2)
+    start, shape = pool_of(model, sequences, 8), (6, len(boundaries), model.config.hidden_size)
+    captured, hidden = [torch.full(shape, NAN, dtype=dtype) for _ in range(2)], []
+    try:
+        torch.set_num_threads(3)
+        for out in captured:
+            hidden.append(run(model, start.clone(), sequences, 8, capture=Capture(boundaries, out)))
+            plain = run(model, start.clone(), sequences, 8)
+            assert torch.equal(hidden[-1], plain)
+            model.dense = None
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*captured)
+    assert torch.equal(*hidden)
+    assert torch.equal(captured[0][[1, 2, 5], 2], hidden[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
