@@ -1,0 +1,1 @@
+"""Drafters and the choice of drafts, without an engine."""
