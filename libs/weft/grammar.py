@@ -66,7 +66,7 @@ class Grammars:
                 self._compiled[text] = known
                 while len(self._compiled) > MAX_CACHED:
                     self._compiled.popitem(last=False)
-        return GrammarConstraint(known.deep_copy())
+        return GrammarConstraint(known)
 
     def _compile(self, text: str) -> LLMatcher:
         if len(text) > MAX_GRAMMAR_CHARS:
@@ -81,14 +81,40 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """The position of one sequence in its grammar; implements `weft.engine.history.Constraint`."""
+    """The position of one sequence in its grammar; implements `weft.engine.messages.Constraint`.
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    `start` is a matcher that has consumed nothing; it may be shared and is not changed.
+    """
+
+    def __init__(self, start: LLMatcher) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._accepted: list[int] = []
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance by generated tokens, in order."""
         self._matcher.consume_tokens(list(token_ids))
+        self._accepted += token_ids
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last accepted tokens, and a failure that they or a mask after them caused."""
+        del self._accepted[len(self._accepted) - num_tokens :]
+        if not self._matcher.is_error():
+            self._matcher.rollback(num_tokens)
+            return
+        # A matcher never leaves its error state, so another one takes its place.
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._accepted)
+
+    def valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens, from the first, could be accepted in order."""
+        if self._matcher.is_error():
+            return 0
+        num_valid: int = self._matcher.validate_tokens(list(token_ids))
+        if self._matcher.is_error():  # The look ahead exceeded the limits; plain decoding may never come there.
+            self.rollback(0)
+            return 0
+        return num_valid
 
     def fill(self, words: Any) -> None:
         """Write the token mask to `words`, a contiguous int32 array with one bit a token."""

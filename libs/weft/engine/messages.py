@@ -41,6 +41,12 @@ class Constraint(Protocol):
     def accept(self, token_ids: Items[int]) -> None:
         """Advance by generated tokens, in order. A token that does not fit sets `failure`."""
 
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last accepted tokens, and a `failure` that they or a mask after them set."""
+
+    def valid(self, token_ids: Items[int]) -> int:
+        """Return how many of the tokens, from the first, could be accepted in order. Changes nothing."""
+
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the mask: bit i of word w is 1 if token 32 w + i may come next."""
 

@@ -136,6 +136,11 @@ class AnyToken:
 
     def accept(self, token_ids: Items[int]) -> None: ...
 
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def valid(self, token_ids: Items[int]) -> int:
+        return len(token_ids)
+
     def fill(self, words: NDArray[np.int32]) -> None:
         words.fill(-1)
 

@@ -41,6 +41,14 @@ class EveryThird:
     def accept(self, token_ids: Sequence[int]) -> None:
         self.accepted += token_ids
 
+    def rollback(self, num_tokens: int) -> None:
+        del self.accepted[len(self.accepted) - num_tokens :]
+
+    def valid(self, token_ids: Sequence[int]) -> int:
+        start = len(self.accepted)
+        fitting = [token % 3 == at % 3 and token > 2 for at, token in enumerate(token_ids, start)]
+        return (*fitting, False).index(False)
+
     def fill(self, words: NDArray[np.int32]) -> None:
         for token in allowed_third(len(self.accepted), self._vocab_size):
             words.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
