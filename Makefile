@@ -36,7 +36,7 @@ test: install-dev
 	@scripts/test.sh $(ARGS)
 
 soak: install-dev
-	WEFT_SOAK_STEPS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py tests/weft/engine/test_families.py tests/services/decode/test_families.py $(ARGS)
+	WEFT_SOAK_STEPS=100000 WEFT_SOAK_EXAMPLES=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py tests/weft/engine/test_loop.py tests/weft/engine/test_families.py tests/services/decode/test_families.py $(ARGS)
 
 # --tb=native: Python 3.11 fails to show long tracebacks of nested groups
 chaos: install-dev

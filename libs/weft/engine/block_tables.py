@@ -45,14 +45,14 @@ class BlockTables:
         num_blocks = self._paging.num_blocks(len(sequence.token_ids))
         return sum([self._paging.num_new_pages(group, 0, num_blocks) + num_growing for group in self._groups])
 
-    def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Return the pages that its next token needs beyond those it has."""
-        num_blocks = self._paging.num_blocks(sequence.num_tokens)
+    def num_missing_blocks(self, sequence: Sequence, num_drafts: int = 0) -> int:
+        """Return the pages that its next token and `num_drafts` drafts need beyond those it has."""
+        num_blocks = self._paging.num_blocks(sequence.num_tokens + num_drafts)
         return sum([num_blocks - run.end for run in sequence.page_ranges])
 
-    def append_blocks(self, sequence: Sequence) -> None:
-        """Append the pages of its next token; they must be available."""
-        num_blocks = self._paging.num_blocks(sequence.num_tokens)
+    def append_blocks(self, sequence: Sequence, num_drafts: int = 0) -> None:
+        """Append the pages of its next token and `num_drafts` drafts; they must be available."""
+        num_blocks = self._paging.num_blocks(sequence.num_tokens + num_drafts)
         for group, run in enumerate(sequence.page_ranges):
             if num_blocks > run.end:
                 sequence.page_ranges[group] = self._extend(run, num_blocks - run.end)
@@ -67,6 +67,14 @@ class BlockTables:
             is_short = run.end < self._paging.num_blocks(sequence.num_tokens)
             if is_short or self._paging.first(group, self._visible_from(sequence, group)) > run.first:
                 self._shift_window(sequence, group, run.end)
+
+    def release_unused(self, sequence: Sequence) -> None:
+        """Release the pages behind the last token, which rejected drafts do not need any more."""
+        num_blocks = self._paging.num_blocks(sequence.num_tokens)
+        for group, run in enumerate(sequence.page_ranges):
+            if run.end > num_blocks:
+                self._pool.release(run.within(num_blocks, run.end).blocks)
+                sequence.page_ranges[group] = run.within(run.first, num_blocks)
 
     def map_received(self, sequence: Sequence, num_hit: int) -> None:
         """After received KV, map the pages behind the `num_hit` cached blocks to the positions that they hold."""

@@ -33,6 +33,7 @@ class EngineConfig:
       `mixed_tokens`. One longer chunk runs alone.
     - `burst_tokens`: maximum prompt tokens of a step that computes a burst (see `weft.engine.wait_queue`), but at
       least `chunk_tokens`.
+    - `max_drafts`: maximum drafts of one sequence in one step.
     - `max_waiting`: maximum sequences that wait for admission.
     - `steps_ahead`: 1 plans and launches a step while the previous one runs, 0 after it. The tokens are the same.
     - `decode_graphs`: replay steps in which every sequence decodes; see `weft.engine.executor`.
@@ -54,6 +55,7 @@ class EngineConfig:
     shared_tokens: int = 0
     burst_tokens: int = 0
     max_num_seqs: int = 64
+    max_drafts: int = 7
     max_waiting: int = 8192
     steps_ahead: int = 0
     decode_graphs: bool = False

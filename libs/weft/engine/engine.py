@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from weft.engine.config import EngineConfig, set_thread_niceness
+from weft.engine.drafting.drafter import Speculator
 from weft.engine.loop import CommandQueue, EngineLoop, Runner
 from weft.engine.messages import (
     EngineLoad,
@@ -41,12 +42,13 @@ class Engine:
         config: EngineConfig,
         listener: Callable[[StepOutput], None],
         clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
     ) -> None:
         self._runner = runner
         self._config = config
         self._listener = listener
         self._clock = clock
-        self._loop = EngineLoop(runner, config, listener, clock)
+        self._loop = EngineLoop(runner, config, listener, clock, speculator)
         self._commands = CommandQueue(config.max_waiting)
         self.watchdog = StepWatchdog(clock)
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)

@@ -85,7 +85,7 @@ class StepInput:
       tokens that the previous step sampled.
     - `logit_rows` [R]: rows to compute logits for, one for each sampled position.
     - `hidden_rows` [H]: rows that an observer wants the hidden states of.
-    - `starts` [S + 1]: first row of each chunk. `lens` [G][S], `tables` [G][S]: contexts, see `PagedBatch`.
+    - `starts` [S + 1]: first row of each chunk. `decodes` [S], `lens` [G][S], `tables` [G][S]: see `PagedBatch`.
     - `new_pages`: pages that this step begins and does not fill. They must be zeroed first, because attention reads
       the rest of the page under a mask, and numbers of the last owner may be NaN.
     """
@@ -94,6 +94,7 @@ class StepInput:
     pending_tokens: list[tuple[int, int]]
     logit_rows: list[int]
     starts: list[int]
+    decodes: list[bool]
     lens: list[list[int]]
     tables: list[Tables]
     hidden_rows: list[int]
@@ -152,7 +153,9 @@ class ModelExecutor:
         fill_pending(rows[0])
         wanted = self._copier.upload(np.array(step.logit_rows + step.hidden_rows, dtype=np.int64))
         contexts = zip(group_heads(self._model.config), step.lens, step.tables, strict=True)
-        batches = [PagedBatch(self.pool, heads, step.starts, lens, tables) for heads, lens, tables in contexts]
+        batches = [
+            PagedBatch(self.pool, heads, step.starts, lens, tables, step.decodes) for heads, lens, tables in contexts
+        ]
         batch = TokenBatch(rows[0], rows[1], rows[2:], wanted)
         if not step.hidden_rows:
             return self._model.forward(batch, batches), None

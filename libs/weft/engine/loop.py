@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weft.engine.config import EngineConfig
+from weft.engine.drafting.drafter import DecodeStep, DraftOutcome, DraftSource, Proposal, Speculator
 from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFailed, StepOutput, TokenDelta
 from weft.engine.sequence import Sequence, SequenceState
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler, report_progress
 from weft.errors import EngineFailed, Overloaded, WeftError
 from weft.kv.block_pool import BlockPool, FullBlock, OffloadQueue, tenant_tag
 from weft.kv.layer_groups import page_key
-from weft.request import FinishReason, PositionLogprobs, RequestKey
+from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, RequestKey
 
 Command = Callable[[], None]
 
@@ -85,15 +86,52 @@ class CommandQueue:
             self._changed.notify()
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Tokens that a sequence gains in a step, and why it ends with them, if it does.
+
+    `num_drafts`: leading tokens that were drafts. `num_rows`: rows of the step that count.
+    """
+
+    token_ids: Items[int]
+    logprobs: tuple[PositionLogprobs, ...]
+    reason: FinishReason | None
+    failure: WeftError | None
+    num_drafts: int
+
+    @property
+    def num_rows(self) -> int:
+        """A failed row yields no token, but it counts."""
+        return len(self.token_ids) + (self.failure is not None)
+
+    @property
+    def computed(self) -> Items[int]:
+        """The tokens that have KV from the same step: accepted drafts that are not the last token."""
+        return self.token_ids[: self.num_rows - 1]
+
+    @property
+    def sampled(self) -> Items[int]:
+        """The other token; empty if its row failed."""
+        return self.token_ids[self.num_rows - 1 :]
+
+    def draft_counts(self, drafts: Proposal) -> DraftCounts:
+        """Return the counts of a step with these drafts."""
+        predicted = [draft.source is DraftSource.PREDICTION for draft in drafts]
+        return DraftCounts(len(drafts), self.num_drafts, sum(predicted), sum(predicted[: self.num_drafts]))
+
+
 class Postprocessor:
     """Updates sequences and the block pool after each step. Token counts are totals since the start."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, scheduler: StepScheduler) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, scheduler: StepScheduler, speculator: Speculator | None = None
+    ) -> None:
         self.num_generated_tokens = 0
         self.num_computed_prompt_tokens = 0
         self._config = config
         self._pool = pool
         self._scheduler = scheduler
+        self._speculator = speculator
         self._offers = OffloadQueue(pool, config.max_pinned if config.pin_sealed else 0)
 
     def apply(
@@ -104,22 +142,48 @@ class Postprocessor:
         events: StepOutput,
     ) -> None:
         """Apply a finished step. `results` holds the tokens of each chunk, one for each of its sampled positions."""
-        for chunk, tokens in zip(chunks, results, strict=True):
-            sequence = chunk.sequence
-            if not self._scheduler.on_step_done(chunk):
-                continue
-            if not sequence.has_emitted:
-                sequence.compute_seconds += seconds
-                self.num_computed_prompt_tokens += chunk.num_tokens
-            self.seal(sequence, events)
-            self._scheduler.block_tables.release_out_of_window(sequence)
-            report_progress(sequence, events)
-            if tokens:
-                self.accept(sequence, tokens, events)
+        outcomes = [self._finish(*each, seconds, events) for each in zip(chunks, results, strict=True)]
+        decoding = [chunk for chunk in chunks if chunk.is_decode]
+        if self._speculator is None or not decoding:
+            return
+        num_rows = sum(chunk.num_tokens for chunk in decoding)
+        step = DecodeStep(
+            outcomes=[outcome for chunk, outcome in zip(chunks, outcomes, strict=True) if chunk.is_decode],
+            num_rows=num_rows,
+            num_prompt_rows=sum(chunk.num_tokens for chunk in chunks) - num_rows,
+            context_tokens=sum(chunk.start + row for chunk in decoding for row in range(1, chunk.num_tokens + 1)),
+            seconds=seconds,
+        )
+        self._speculator.on_step(step)
 
-    def accept(self, sequence: Sequence, tokens: Items[SampledToken], events: StepOutput) -> None:
-        """Append the next tokens of a sequence, in order. Tokens after one that ends it are dropped."""
-        prompt = None if sequence.has_emitted else sequence.prompt_counts()
+    def _finish(
+        self, chunk: ScheduledChunk, tokens: Items[SampledToken], seconds: float, events: StepOutput
+    ) -> DraftOutcome:
+        """Apply a finished chunk."""
+        sequence = chunk.sequence
+        kept = self._keep(sequence, tokens, chunk.draft_ids)
+        if not self._scheduler.on_step_done(chunk, kept.num_rows):
+            return DraftOutcome(sequence, (), 0, 0)
+        if not sequence.has_emitted:
+            sequence.compute_seconds += seconds
+            self.num_computed_prompt_tokens += chunk.num_tokens
+        sequence.token_ids += kept.computed
+        self.seal(sequence, events)
+        self._scheduler.block_tables.release_out_of_window(sequence)
+        report_progress(sequence, events)
+        if tokens:
+            self._append(sequence, kept, chunk.drafts, events)
+        return DraftOutcome(sequence, chunk.drafts, kept.num_drafts, len(kept.token_ids))
+
+    def accept(self, sequence: Sequence, token: SampledToken, events: StepOutput) -> None:
+        """Append the next token of a sequence that was sampled elsewhere."""
+        self._append(sequence, self._keep(sequence, (token,), []), (), events)
+
+    def _keep(self, sequence: Sequence, tokens: Items[SampledToken], drafts: list[int]) -> KeptTokens:
+        """Choose the tokens to keep: as long as the draft before each of them equals the token before it.
+
+        Nothing follows a failed row or a token that ends the sequence.
+        """
         ids: list[int] = []
         logprobs: list[PositionLogprobs] = []
         reason: FinishReason | None = None
@@ -127,27 +191,37 @@ class Postprocessor:
         for token in tokens:
             if (failure := token.failure) is not None:
                 break
-            reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id)
-            sequence.token_ids.append(token.token_id)
+            reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id, len(ids))
             ids.append(token.token_id)
             if token.logprobs:
                 logprobs.append(token.logprobs)
-            if reason is not None:
+            if reason is not None or ids != drafts[: len(ids)]:
                 break
-        if ids:
+        num_drafts = len(ids) - (ids != drafts[: len(ids)])
+        return KeptTokens(ids, tuple(logprobs), reason, failure, num_drafts)
+
+    def _append(self, sequence: Sequence, kept: KeptTokens, drafts: Proposal, events: StepOutput) -> None:
+        """Append the sampled token, emit all tokens, and end the sequence if they do."""
+        prompt = None if sequence.has_emitted else sequence.prompt_counts()
+        sequence.token_ids += kept.sampled
+        if kept.token_ids:
             if sequence.is_prefill:
                 self._scheduler.hold(sequence)  # the worker that decodes counts this token
             else:
-                self.num_generated_tokens += len(ids)
-            events.deltas.append(TokenDelta(sequence.spec.key, tuple(ids), tuple(logprobs), prompt, reason))
-        if failure is not None:
-            events.failures.append(SequenceFailed(sequence.spec.key, failure))
-        if failure is not None or reason is not None:
+                self.num_generated_tokens += len(kept.token_ids)
+            counts = kept.draft_counts(drafts) if drafts else NO_DRAFTS
+            ids = tuple(kept.token_ids)
+            events.deltas.append(TokenDelta(sequence.spec.key, ids, kept.logprobs, prompt, kept.reason, counts))
+        if kept.failure is not None:
+            events.failures.append(SequenceFailed(sequence.spec.key, kept.failure))
+        if kept.failure is not None or kept.reason is not None:
             self._scheduler.remove(sequence)
+        elif drafts:
+            self._scheduler.block_tables.release_unused(sequence)
 
-    def end_with(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Return why the sequence ends with that token next; None if it continues."""
-        return sequence.end_with(token_id, self._config.eos_token_ids, self._config.context_tokens)
+    def end_with(self, sequence: Sequence, token_id: int, num_ahead: int = 0) -> FinishReason | None:
+        """Return why the sequence ends with that token after `num_ahead` others; None if it continues."""
+        return sequence.end_with(token_id, self._config.eos_token_ids, self._config.context_tokens, num_ahead)
 
     def seal(self, sequence: Sequence, events: StepOutput) -> None:
         """Publish the blocks that have become complete, and report those that should be copied."""
@@ -211,14 +285,15 @@ class EngineLoop:
         config: EngineConfig,
         listener: Callable[[StepOutput], None],
         clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
     ) -> None:
         self._runner = runner
         self._config = config
         self._listener = listener
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
-        self._scheduler = StepScheduler(config, self._pool)
-        self._postprocessor = Postprocessor(config, self._pool, self._scheduler)
+        self._scheduler = StepScheduler(config, self._pool, speculator)
+        self._postprocessor = Postprocessor(config, self._pool, self._scheduler, speculator)
         self._events = StepOutput()  # of the next output
         self._in_flight: deque[StepInFlight] = deque()
         self._finished_at = 0.0
@@ -237,11 +312,14 @@ class EngineLoop:
                 self._emit(0.0)  # peers can start transfers while the step computes
             began_at = self._clock()
             self._in_flight.append(StepInFlight(chunks, self._runner.launch(chunks), began_at))
-        is_due = len(self._in_flight) > (self._config.steps_ahead if chunks else 0)
+        # The next step needs the tokens of one with drafts, and the pages that rejected drafts release.
+        is_ahead = bool(chunks) and not any(chunk.drafts for chunk in chunks)
+        is_due = len(self._in_flight) > (self._config.steps_ahead if is_ahead else 0)
         if is_due:
             self._finish_step()
         elif not chunks and (self._events.has_events or self._measure() != self.load):
             self._emit(0.0)
+        self._scheduler.forget_ended()
         # A finished step may have freed blocks for a waiting sequence, so it does not count as idle.
         return not chunks and not is_due
 
@@ -265,7 +343,7 @@ class EngineLoop:
         if sequence is None or sequence.state is not SequenceState.RESERVED or sequence.has_emitted:
             return
         if self._postprocessor.end_with(sequence, first.token_id) is None:
-            self._postprocessor.accept(sequence, [SampledToken(first.token_id, first.logprobs)], self._events)
+            self._postprocessor.accept(sequence, SampledToken(first.token_id, first.logprobs), self._events)
 
     def complete_kv(self, key: RequestKey, num_ready: int, first: FirstToken | None, suspects: tuple[int, ...]) -> None:
         sequence = self._scheduler.live.get(key)
@@ -278,7 +356,7 @@ class EngineLoop:
         self._postprocessor.seal(sequence, self._events)
         report_progress(sequence, self._events)
         if first is not None and not sequence.num_pending:
-            self._postprocessor.accept(sequence, [SampledToken(first.token_id, first.logprobs)], self._events)
+            self._postprocessor.accept(sequence, SampledToken(first.token_id, first.logprobs), self._events)
 
     def cancel(self, key: RequestKey) -> None:
         sequence = self._scheduler.live.get(key)

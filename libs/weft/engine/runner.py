@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
+from weft.engine.drafting.drafter import Speculator
 from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES, DeviceCopier, ModelExecutor, StepInput, Tables
 from weft.engine.messages import PoolMemory, StepOutput
@@ -52,6 +53,7 @@ class StepInputBuilder:
                 token_ids.append(0)
             else:
                 token_ids += sequence.token_ids[start:end]
+                token_ids += chunk.draft_ids
             positions += range(start, end)
             for run, of_group in zip(sequence.page_ranges, slots, strict=True):
                 of_group += self._slots(run, start, end)
@@ -71,6 +73,7 @@ class StepInputBuilder:
             pending_tokens=pending_tokens,
             logit_rows=logit_rows,
             starts=starts,
+            decodes=[chunk.is_decode for chunk in chunks],
             lens=[each[0] for each in contexts],
             tables=[each[1] for each in contexts],
             hidden_rows=hidden_rows,
@@ -121,9 +124,10 @@ class ModelRunner:
     def launch(self, chunks: Items[ScheduledChunk]) -> LaunchedStep:
         """Begin to compute the KV of all chunks and their samples, after all steps launched before.
 
-        Single tokens come first and are sorted by context length, because attention groups neighbours.
+        Single tokens come first, then tokens with drafts. Both are sorted by context length, because attention groups
+        neighbours.
         """
-        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].num_tokens > 1, -chunks[i].start))
+        order = sorted(range(len(chunks)), key=lambda i: _launch_order(chunks[i]))
         ordered = [chunks[i] for i in order]
         spans: Spans = [(0, 0)] * len(chunks)
         num_rows = 0
@@ -136,7 +140,7 @@ class ModelRunner:
         logits, hidden = self.executor.forward(step, self._sampler.last)
         if hidden is not None:
             self._notify_observers([chunk for chunk in chunks if chunk.has_observer], hidden)
-        rows = [SampledPosition(chunk.sequence, at) for chunk in chunks for at in chunk.sampled_positions]
+        rows = [row for chunk in chunks for row in _sampled_positions(chunk)]
         shaped, failures = self._processor.apply(rows, logits)
         params = [row.sequence.spec.sampling for row in rows]
         return self._sampler.launch(logits, shaped, params, [row.position for row in rows], spans, failures)
@@ -145,6 +149,15 @@ class ModelRunner:
         for chunk, rows in zip(chunks, torch.split(hidden, [chunk.num_tokens for chunk in chunks]), strict=True):
             if (observer := chunk.sequence.spec.observer) is not None:
                 observer.observe(chunk.start, rows, self.executor.logits)
+
+
+def _launch_order(chunk: ScheduledChunk) -> tuple[bool, bool, int]:
+    return chunk.num_tokens > 1, not chunk.drafts, -chunk.start
+
+
+def _sampled_positions(chunk: ScheduledChunk) -> list[SampledPosition]:
+    drafts = tuple(chunk.draft_ids)
+    return [SampledPosition(chunk.sequence, at, drafts[:i]) for i, at in enumerate(chunk.sampled_positions)]
 
 
 def build_engine(
@@ -157,14 +170,16 @@ def build_engine(
     listener: Callable[[StepOutput], None],
     is_resident: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    speculator: Speculator | None = None,
 ) -> Engine:
     """Build an engine that is not started. dtype: "float32" or "bfloat16", for weights, activations and KV.
 
-    `is_resident`: see `Decoder`. Tensors of another dtype or device are copied; `weights` is not kept.
+    `is_resident`: see `Decoder`. `speculator`: without one, sequences never draft. Tensors of another dtype or device
+    are copied; `weights` is not kept.
     Raises BadCheckpoint for missing tensors.
     """
     model = Decoder(model_config, weights, DTYPES[dtype], torch.device(device), is_resident)
-    return assemble(model, dtype, engine_config, listener, clock)
+    return assemble(model, dtype, engine_config, listener, clock, speculator=speculator)
 
 
 def assemble(
@@ -173,7 +188,9 @@ def assemble(
     config: EngineConfig,
     listener: Callable[[StepOutput], None],
     clock: Callable[[], float] = time.monotonic,
+    *,
+    speculator: Speculator | None = None,
 ) -> Engine:
     """Build an engine around a loaded model. This thread must not use the model afterwards."""
     release_threads()
-    return Engine(ModelRunner(model, config, dtype, model.device), config, listener, clock)
+    return Engine(ModelRunner(model, config, dtype, model.device), config, listener, clock, speculator)

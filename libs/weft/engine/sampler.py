@@ -32,11 +32,13 @@ Places = list[tuple[int, int]]
 class SampledPosition(NamedTuple):
     """A row of logits: the sequence, and the position at which the sampled token will stand.
 
-    If `sequence.needs_host_tokens`, the host must know all tokens before `position`.
+    `drafts`: the drafts right before `position`, not accepted yet. The row before it has all but the last of them.
+    If `sequence.needs_host_tokens`, the host must know all tokens before the drafts.
     """
 
     sequence: Sequence
     position: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def changes_logits(self) -> bool:
@@ -85,9 +87,10 @@ class LogitsProcessor:
         indices: list[NDArray[np.int64]] = []
         tokens: list[NDArray[np.int64]] = []
         counts: list[NDArray[np.float32]] = []
-        for index, (sequence, position) in enumerate(rows):
+        for index, (sequence, position, drafts) in enumerate(rows):
             if sequence.spec.sampling.has_penalties:
-                ids, times = sequence.token_history().count(sequence.token_ids, position)
+                history = sequence.token_history()
+                ids, times = history.count(sequence.token_ids, position - len(drafts), drafts)
                 indices.append(np.full(len(ids), index))
                 tokens.append(ids)
                 counts.append(times)
@@ -122,16 +125,27 @@ class LogitsProcessor:
         for index, row in enumerate(rows):
             if row.sequence.spec.constraint is None:
                 continue
-            constraint = row.sequence.token_history().advance(row.sequence.token_ids, row.position)
+            constraint = self._constraint(row)
             mask, failure = self._mask(constraint, self._early_ends(row))
             if failure is None:
                 indices.append(index)
                 masks.append(mask)
             else:
                 failures[index] = failure
+            is_last = index + 1 == len(rows) or rows[index + 1].sequence is not row.sequence
+            if is_last and row.drafts:
+                constraint.rollback(len(row.drafts))
         if not indices:
             return (None, None), failures
         return (self._upload(np.array(indices)), self._upload(np.stack(masks))), failures
+
+    def _constraint(self, row: SampledPosition) -> Constraint:
+        """Return the constraint after it has accepted all tokens before the row, its drafts included."""
+        history, token_ids = row.sequence.token_history(), row.sequence.token_ids
+        constraint = history.advance(token_ids, row.position - len(row.drafts))
+        if row.drafts:
+            constraint.accept(row.drafts[-1:])  # the row before has left it after the earlier ones
+        return constraint
 
     def _mask(self, constraint: Constraint, ends: set[int]) -> tuple[NDArray[np.int32], str | None]:
         """Return the grammar's mask without `ends`, and the grammar's failure if it has one.

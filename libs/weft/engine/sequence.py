@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -34,12 +35,27 @@ class TokenHistory:
         self._token_ids = array("q")  # each token once
         self._counts = array("f")  # how often the token at the same place was generated
 
-    def count(self, token_ids: Items[int], end: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the distinct tokens of `token_ids[:end]`, and how often each was generated."""
+    def count(
+        self, token_ids: Items[int], end: int, drafts: Items[int] = ()
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the distinct tokens of `token_ids[:end]` and `drafts`, and how often each was generated.
+
+        Drafts count as generated in this result only.
+        """
         for position in range(self._num_seen, end):
             self._note(token_ids[position], position >= self._num_prompt)
         self._num_seen = max(self._num_seen, end)
-        return np.array(self._token_ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
+        ids, counts = np.array(self._token_ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
+        if not drafts:
+            return ids, counts
+        fresh: list[int] = []
+        for token in drafts:
+            if token in self._places:
+                counts[self._places[token]] += 1
+            else:
+                fresh.append(token)
+        extra = Counter(fresh)
+        return np.append(ids, list(extra)).astype(np.int64), np.append(counts, list(extra.values())).astype(np.float32)
 
     def advance(self, token_ids: Items[int], end: int) -> Constraint:
         """Return the constraint after it has accepted the generated tokens of `token_ids[:end]`."""
@@ -192,14 +208,23 @@ class Sequence:
         """Return the prompt tokens that another sequence with the same prompt may take from a cache."""
         return reusable_blocks(self.num_prompt, block_tokens) * block_tokens
 
-    def end_with(self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int) -> FinishReason | None:
-        """Return why the sequence ends with `token_id` next; None if it continues."""
+    def end_with(
+        self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int, num_ahead: int = 0
+    ) -> FinishReason | None:
+        """Return why the sequence ends with `token_id` next; None if it continues.
+
+        `num_ahead`: tokens before it that are not appended yet.
+        """
         sampling = self.spec.sampling
         if token_id in sampling.stop_token_ids or (not self.ignores_eos and token_id in eos_token_ids):
             return FinishReason.STOP
-        if self.num_generated + 1 >= sampling.max_tokens or len(self.token_ids) + 1 >= context_tokens:
+        if self.num_tokens_left(context_tokens) <= num_ahead + 1:
             return FinishReason.LENGTH
         return None
+
+    def num_tokens_left(self, context_tokens: int) -> int:
+        """Return how many more tokens `max_tokens` and the context allow."""
+        return min(self.spec.sampling.max_tokens - self.num_generated, context_tokens - len(self.token_ids))
 
     def expect_tokens(self, count: int, context_tokens: int) -> None:
         """Record that a launched step samples `count` tokens."""

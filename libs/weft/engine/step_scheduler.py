@@ -8,9 +8,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 from weft.engine.block_tables import BlockTables
 from weft.engine.config import EngineConfig
+from weft.engine.draft_planner import DraftPlanner
+from weft.engine.drafting.drafter import Proposal, Speculator
 from weft.engine.messages import PromptProgress, Reserved, StepOutput
 from weft.engine.sequence import Sequence, SequenceState
 from weft.engine.wait_queue import WaitQueue, burst_step, is_burst, prefill_priority
@@ -24,14 +27,27 @@ from weft.request import PositionLogprobs, RequestKey
 class ScheduledChunk:
     """Tokens [start, start + num_tokens) of a sequence, computed in one step.
 
-    `num_samples`: number of rows, at the chunk's end, that sample a token. It is 0 inside a prompt, and 1 at a prompt's
-    end and while decoding. The first token may still be pending: the step in flight samples it.
+    - `num_samples`: number of rows, at the chunk's end, that sample a token. It is 0 inside a prompt, and 1 at a
+      prompt's end and while decoding without drafts. The first token may still be pending: the step in flight samples
+      it.
+    - `drafts`: the chunk's tokens behind the first one. Every row then samples a token.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     num_samples: int
+    drafts: Proposal = ()
+
+    @property
+    def draft_ids(self) -> list[int]:
+        """Token ids of the drafts."""
+        return [draft.token_id for draft in self.drafts]
+
+    @property
+    def is_decode(self) -> bool:
+        """True for the token, and drafts behind it, of a sequence that decodes."""
+        return self.num_samples == self.num_tokens and not self.sequence.is_prefill
 
     @property
     def sampled_positions(self) -> range:
@@ -57,7 +73,7 @@ class SampledToken:
 class StepScheduler:
     """Owns all sequences. `running` is sorted by queue key, like the wait queue; see `weft.engine.wait_queue`."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, speculator: Speculator | None = None) -> None:
         self.live: dict[RequestKey, Sequence] = {}
         self.wait_queue = WaitQueue()
         self.running: list[Sequence] = []
@@ -66,6 +82,8 @@ class StepScheduler:
         self._config = config
         self._pool = pool
         self.block_tables = BlockTables(config.paging, pool)
+        self._drafts = DraftPlanner(speculator, config, pool, self.block_tables) if speculator else None
+        self._ended: list[Sequence] = []  # sequences that the speculator has not forgotten yet
 
     def add(self, sequence: Sequence) -> None:
         self.live[sequence.spec.key] = sequence
@@ -78,12 +96,25 @@ class StepScheduler:
         del self.live[sequence.spec.key]
         if not sequence.has_step_in_flight:
             self.block_tables.release(sequence)
+        if self._drafts is not None:
+            self._ended.append(sequence)
 
-    def on_step_done(self, chunk: ScheduledChunk) -> bool:
-        """Account for a finished chunk. Returns False if the sequence has ended meanwhile."""
+    def forget_ended(self) -> None:
+        """Let the speculator forget the sequences that have ended. It must have seen their last steps."""
+        if self._drafts is not None and self._ended:
+            self._ended = self._drafts.forget(self._ended)
+
+    def on_step_done(self, chunk: ScheduledChunk, num_kept: int) -> bool:
+        """Account for a finished chunk. Returns False if the sequence has ended meanwhile.
+
+        `num_kept`: rows of a chunk with drafts that stand before the first rejected draft.
+        """
         sequence = chunk.sequence
-        sequence.num_computed += chunk.num_tokens
+        sequence.num_computed += num_kept if chunk.drafts else chunk.num_tokens
         sequence.num_expected -= chunk.num_samples
+        if chunk.drafts:
+            sequence.num_launched = sequence.num_computed
+            sequence.last_token_pending = False
         if sequence.state is not SequenceState.ENDED:
             return True
         if not sequence.has_step_in_flight:
@@ -127,6 +158,8 @@ class StepScheduler:
         """
         if not is_drained and any(each.num_expected and each.needs_host_tokens for each in self.running):
             return None
+        if self._drafts is not None and not is_drained and self._drafts.is_due(self.running):
+            return None
         num_running = len(self.running)
         for sequence in list(self.running):
             # An earlier iteration of this loop may have preempted it.
@@ -139,7 +172,7 @@ class StepScheduler:
         if has_room and not self._admit(events, now, is_drained):
             return None
         self._extend_prompts()  # a preemption may have freed more blocks than were needed
-        return self._build_chunks(now)
+        return self._build_chunks(now, is_drained)
 
     @property
     def num_reserved(self) -> int:
@@ -164,16 +197,16 @@ class StepScheduler:
                 if sequence.is_prefilling:
                     self.block_tables.release_out_of_window(sequence)
 
-    def _build_chunks(self, now: float) -> list[ScheduledChunk]:
+    def _build_chunks(self, now: float, is_drained: bool) -> list[ScheduledChunk]:
         """Choose the chunks of the next step. From here on the step counts as in flight."""
         single = [sequence for sequence in self.running if sequence.is_decoding]
         prompts = (sequence for sequence in self.running if sequence.is_prefilling)
         others = sorted(prompts, key=lambda sequence: prefill_priority(sequence, now), reverse=True)
         if is_burst(self._config, single, others, now):
             capacities = {prompt: self.block_tables.capacity_tokens(prompt) - prompt.num_launched for prompt in others}
-            if chunks := [self._chunk(*each, now) for each in burst_step(self._config, capacities)]:
+            if chunks := [self._chunk(*each, now=now) for each in burst_step(self._config, capacities)]:
                 return chunks
-        chunks = [self._chunk(sequence, 1, now) for sequence in single]
+        parts: list[tuple[Sequence, int]] = []
         budget, shared = self._config.prompt_budgets(is_mixed=bool(single))
         for sequence in others:
             num_tokens = min(
@@ -181,12 +214,18 @@ class StepScheduler:
             )
             if num_tokens > 0:
                 budget = min(budget, shared) - num_tokens  # the first prompt waits for the others too
-                chunks.append(self._chunk(sequence, num_tokens, now))
-        return chunks
+                parts.append((sequence, num_tokens))
+        proposals: list[Proposal] = [()] * len(single)
+        if self._drafts is not None and single and is_drained:
+            proposals = self._drafts.plan(single, sum(num_tokens for _, num_tokens in parts), self._num_growing)
+        decoding = [self._chunk(*each, now=now) for each in zip(single, repeat(1), proposals)]
+        return decoding + [self._chunk(*each, now=now) for each in parts]
 
-    def _chunk(self, sequence: Sequence, num_tokens: int, now: float) -> ScheduledChunk:
-        chunk = ScheduledChunk(sequence, sequence.num_launched, num_tokens, int(num_tokens == sequence.num_pending))
-        sequence.num_launched += num_tokens
+    def _chunk(self, sequence: Sequence, num_tokens: int, drafts: Proposal = (), *, now: float) -> ScheduledChunk:
+        """Return a chunk of the next `num_tokens` tokens and drafts behind them."""
+        num_samples = int(num_tokens == sequence.num_pending) + len(drafts)
+        chunk = ScheduledChunk(sequence, sequence.num_launched, num_tokens + len(drafts), num_samples, drafts)
+        sequence.num_launched += chunk.num_tokens
         if chunk.num_samples:
             if not sequence.num_generated:
                 sequence.started_at = now

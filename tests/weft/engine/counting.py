@@ -75,10 +75,8 @@ class CountingRunner:
     def launch(self, chunks: Items[ScheduledChunk]) -> Counted:
         """Note what a device would be given."""
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
-        generating = [
-            chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.num_samples and not chunk.sequence.is_prefill
-        ]
-        pieces = [chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1]
+        generating = [chunk for chunk in chunks if chunk.is_decode]
+        pieces = [chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1 and not chunk.drafts]
         alone, shared = self.config.prompt_budgets(is_mixed=bool(generating))
         assert sum(pieces) <= (alone if generating else self.config.max_step_tokens)
         if any(chunk.sequence.is_prefill for chunk in chunks):
@@ -117,6 +115,7 @@ class Counted:
         for chunk, runs, text in self.chunks:
             if chunk.start == len(text):
                 text.append(last[chunk.sequence])
+            text += chunk.draft_ids
             for group, run in enumerate(runs):
                 runner.write(group, run, text, range(chunk.start, chunk.start + chunk.num_tokens))
         for chunk, runs, text in self.chunks:
@@ -124,7 +123,8 @@ class Counted:
             for group, run in enumerate(runs):
                 for position in range(chunk.start, end):
                     runner.check(group, run, text, range(runner.config.spans[group].first(position), position + 1))
-            assert chunk.num_samples == (end == len(text))
-            if chunk.num_samples:
-                runner.last[chunk.sequence] = next_token(text)
-            self.sampled.append((SampledToken(next_token(text)),) * chunk.num_samples)
+            assert chunk.num_samples == (end == len(text)) + len(chunk.drafts)
+            tokens = [next_token(text[:end]) for end in range(len(text) - chunk.num_samples + 1, len(text) + 1)]
+            if tokens:
+                runner.last[chunk.sequence] = tokens[-1]
+            self.sampled.append(tuple(SampledToken(token) for token in tokens))

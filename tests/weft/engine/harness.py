@@ -14,6 +14,7 @@ import torch
 
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
+from weft.engine.drafting.drafter import Speculator
 from weft.engine.messages import (
     EngineLoad,
     FirstToken,
@@ -29,7 +30,7 @@ from weft.engine.runner import build_engine
 from weft.kv.block_pool import FullBlock
 from weft.kv.layer_groups import PageRange
 from weft.model.kv_layout import kv_groups
-from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
+from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, RequestKey, SamplingParams
 
 DEADLINE_SECONDS = 30.0
 # where engines run whose test names no device: "cuda" for tests that look at no byte of the pool themselves
@@ -47,6 +48,7 @@ class Heard:
     reserved: Reserved | None = None
     progress: list[PromptProgress] = field(default_factory=list)
     failure: SequenceFailed | None = None
+    drafts: DraftCounts = NO_DRAFTS
 
     @property
     def num_cached(self) -> int:
@@ -60,7 +62,14 @@ class Driver:
 
     steps_ahead = 0
 
-    def __init__(self, tiny: Tiny, dtype: str = "float32", device: str = DEVICE, **limits: Any) -> None:
+    def __init__(
+        self,
+        tiny: Tiny,
+        dtype: str = "float32",
+        device: str = DEVICE,
+        speculator: Speculator | None = None,
+        **limits: Any,
+    ) -> None:
         settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
         settings["spans"] = kv_groups(tiny.config).spans
         settings["steps_ahead"] = self.steps_ahead
@@ -80,6 +89,7 @@ class Driver:
             device=device,
             engine_config=self.config,
             listener=self._listen,
+            speculator=speculator,
         )
 
     def __enter__(self) -> Driver:
@@ -170,6 +180,7 @@ class Driver:
             heard.logprobs += delta.logprobs
             heard.counts = delta.prompt or heard.counts
             heard.reason = delta.finish_reason
+            heard.drafts += delta.drafts
 
 
 def hand_over(source: Driver, lent: tuple[PageRange, ...], target: Driver, reserved: Reserved, num_tokens: int) -> int:

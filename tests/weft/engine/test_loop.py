@@ -5,6 +5,7 @@ Once for a model whose layers all see everything, once for groups that see a win
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from tests.weft.engine.counting import BOUNDED, CONFIG, WINDOWS, CountingRunner, next_token
+from tests.weft.engine.scripted import ScriptedSpeculator
 from weft.engine.loop import EngineLoop
 from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
@@ -29,12 +31,15 @@ from weft.engine.wait_queue import MAX_FIRST_TOKENS
 from weft.kv.layer_groups import AttentionSpan, PageRange
 from weft.request import FinishReason, RequestKey, SamplingParams
 
+NUM_DRAFTING = int(os.environ.get("WEFT_SOAK_EXAMPLES", "20"))
+
 
 class LoopMachine(RuleBasedStateMachine):
     """Clients, peers and transfers in random order."""
 
     config = CONFIG
     steps_ahead = 0
+    share_right: float | None = None  # of drafts; None: nothing drafts
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +48,9 @@ class LoopMachine(RuleBasedStateMachine):
         more = 7 * self.steps_ahead * self.config.paging.is_bounded
         self.config = replace(self.config, steps_ahead=self.steps_ahead, num_blocks=self.config.num_blocks + more)
         self.runner = CountingRunner(self.config)
-        self.loop = EngineLoop(self.runner, self.config, self.hear, lambda: self.now)
+        share = self.share_right
+        self.speculator = None if share is None else ScriptedSpeculator(foresee, share, is_varied=True)
+        self.loop = EngineLoop(self.runner, self.config, self.hear, lambda: self.now, self.speculator)
         self.specs: dict[RequestKey, SequenceSpec] = {}
         self.texts: dict[RequestKey, list[int]] = {}
         self.reserved: dict[RequestKey, Reserved] = {}
@@ -202,6 +209,15 @@ class LoopMachine(RuleBasedStateMachine):
         load = self.loop.load
         assert load.free_blocks + load.cached_blocks == self.config.num_blocks
         assert (load.num_running, load.num_waiting, load.active_tokens, load.queued_prefill_tokens) == (0, 0, 0, 0)
+        assert self.speculator is None or not self.speculator.known
+
+
+def foresee(sequence: Sequence, count: int) -> list[int]:
+    """The next tokens of a sequence."""
+    tokens = list(sequence.token_ids)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(sequence.token_ids) :]
 
 
 class WindowsMachine(LoopMachine):
@@ -220,6 +236,16 @@ class BoundedMachine(LoopMachine):
 def test_whatever_comes_in_whatever_order_all_ends_well(machine: type[LoopMachine], steps_ahead: int) -> None:
     bounds = settings(max_examples=120, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(type(machine.__name__, (machine,), {"steps_ahead": steps_ahead}), settings=bounds)
+
+
+@pytest.mark.parametrize("share_right", [0.7] if NUM_DRAFTING < 100 else [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("machine", [LoopMachine, WindowsMachine, BoundedMachine])
+def test_sequences_end_well_in_any_order_when_they_draft(
+    machine: type[LoopMachine], share_right: float, steps_ahead: int
+) -> None:
+    bounds = settings(max_examples=NUM_DRAFTING, stateful_step_count=40, deadline=None)
+    fields = {"steps_ahead": steps_ahead, "share_right": share_right}
+    run_state_machine_as_test(type(machine.__name__, (machine,), fields), settings=bounds)
 
 
 def test_a_prompt_whose_pages_another_holds_stands_still_until_they_are_back() -> None:

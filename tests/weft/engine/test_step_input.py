@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.executor import DeviceCopier, ModelExecutor, StepInput
-from weft.engine.loop import Postprocessor
-from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
+from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner, StepInputBuilder
 from weft.engine.sequence import Sequence
-from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler
-from weft.kv.block_pool import BlockPool
+from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 from weft.kv.layer_groups import PageRange
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
-from weft.request import FinishReason, RequestKey, SamplingParams
+from weft.request import RequestKey, SamplingParams
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 14, 3, 77, 21, 40, 8, 8, 30, 61, 2, 19, 55, 6, 90, 33]
@@ -40,6 +38,12 @@ class OddTokens:
 
     def accept(self, token_ids: Any) -> None:
         self.num_accepted += len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_accepted -= num_tokens
+
+    def valid(self, token_ids: Any) -> int:
+        return len(token_ids)
 
     def fill(self, words: NDArray[np.int32]) -> None:
         words.fill(0x55555555 if self.num_accepted % 2 else -1431655766)
@@ -155,20 +159,3 @@ def test_a_second_executor_repeats_steps_from_numbers(grouped: Tiny) -> None:
             sequence.token_ids.append(int(sampled[0]))
         sampled, start = logits.argmax(-1), start + num_tokens
     torch.testing.assert_close(follower.pool[:3], leader.pool[:3], atol=0, rtol=0)
-
-
-def test_accept_emits_one_delta_and_drops_tokens_behind_the_end() -> None:
-    config = EngineConfig(num_blocks=9, block_tokens=4, vocab_size=100, max_context_tokens=40, eos_token_ids=(7,))
-    pool = BlockPool(config.num_blocks)
-    scheduler = StepScheduler(config, pool)
-    postprocessor = Postprocessor(config, pool, scheduler)
-    spec = SequenceSpec(RequestKey("one"), (1, 2, 3), SamplingParams(9), SequenceMode.GENERATE)
-    sequence, events = Sequence(spec, [1, 2, 3], 0.0), StepOutput()
-    scheduler.add(sequence)
-    (chunk,) = scheduler.schedule(events, 0.0, is_drained=True) or []
-    assert (chunk.num_samples, list(chunk.sampled_positions), sequence.num_expected) == (1, [3], 1)
-    postprocessor.apply([chunk], [[SampledToken(token) for token in (11, 12, 7, 13)]], 0.1, events)
-    (delta,) = events.deltas
-    assert (delta.token_ids, delta.finish_reason) == ((11, 12, 7), FinishReason.STOP)
-    assert postprocessor.num_generated_tokens == 3
-    assert not scheduler.live

@@ -1,0 +1,151 @@
+"""Drafts change the number of steps, and nothing else: text, logprobs and sealed blocks are those without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.weft.engine.harness import Driver, Heard
+from tests.weft.engine.scripted import ScriptedSpeculator, reader_of
+from tests.weft.engine.test_logits_processor import EveryThird
+from tests.weft.tiny_llama import Tiny
+from weft.engine.config import EngineConfig
+from weft.engine.loop import Postprocessor
+from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
+from weft.engine.sequence import Sequence
+from weft.engine.step_scheduler import SampledToken, StepScheduler
+from weft.errors import ModelFailed
+from weft.kv.block_pool import BlockPool
+from weft.request import NO_DRAFTS, FinishReason, RequestKey, SamplingParams
+
+PROMPT = list(range(3, 43))
+NUM_TOKENS = 40
+END = 63
+SIZES: dict[str, Any] = {"eos_token_ids": (END,), "block_tokens": 4, "num_blocks": 256}
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"num_logprobs": 2},
+    "temperature": {"temperature": 0.7, "seed": 5, "num_logprobs": 0},
+    "top-p": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": -7},
+    "min-p": {"temperature": 0.8, "min_p": 0.02, "seed": 2**63 + 1},
+    "frequency": {"frequency_penalty": 1.5, "num_logprobs": 1},
+    "presence": {"presence_penalty": 2.0, "temperature": 0.7, "seed": 2},
+    "repetition": {"repetition_penalty": 1.8},
+    "bias": {"logit_bias": ((7, 9.0), (90, -100.0)), "temperature": 1.0, "seed": 4},
+    "min_tokens": {"ignore_eos": False, "min_tokens": 21, "logit_bias": ((END, 1000.0),), "eos": True},
+    "grammar": {"temperature": 1.0, "seed": 9, "num_logprobs": 1, "constraint": EveryThird},
+    "grammar and penalties": {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "constraint": EveryThird},
+}
+# share of right drafts, and whether their number varies
+DRAFTERS = {"right": (1.0, False), "random": (0.0, False), "mixed": (0.8, True)}
+Texts = dict[str, Heard]
+
+
+def prompt_of(name: str) -> list[int]:
+    """Prompts end at different places in a block. They are so short that all chunks of them give the same bits."""
+    index = list(CASES).index(name)
+    return [90 - index, *PROMPT[: 2 + index % 5]]
+
+
+def submit(driver: Driver, name: str, num_tokens: int = NUM_TOKENS) -> RequestKey:
+    fields = {key: value for key, value in CASES[name].items() if key != "eos"}
+    if "constraint" in fields:
+        fields["constraint"] = EveryThird(driver.config.vocab_size)
+    return driver.submit(name, prompt_of(name), num_tokens, **fields)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_of: Callable[[str], Tiny]) -> Texts:
+    """Each case alone, without drafts."""
+    with Driver(tiny_of("grouped"), **SIZES) as driver:
+        return {name: driver.wait_end(submit(driver, name)) for name in CASES}
+
+
+def scripted(plain: Texts, drafter: str) -> ScriptedSpeculator:
+    share_right, is_varied = DRAFTERS[drafter]
+    texts = {name: prompt_of(name) + heard.tokens for name, heard in plain.items()}
+    return ScriptedSpeculator(reader_of(texts), share_right, is_varied)
+
+
+def assert_equal(heard: Heard, expected: Heard) -> None:
+    assert (heard.tokens, heard.reason) == (expected.tokens, expected.reason)
+    assert heard.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_change_no_text_in_a_batch(grouped: Tiny, plain: Texts, drafter: str) -> None:
+    speculator = scripted(plain, drafter)
+    with Driver(grouped, **SIZES, chunk_tokens=16, speculator=speculator) as driver:
+        keys = [submit(driver, name) for name in CASES]
+        long = driver.submit("long", list(range(100)), 5)  # its chunks run next to drafts
+        for key in keys:
+            assert_equal(driver.wait_end(key), plain[key.request_id])
+        driver.wait_end(long)
+        driver.assert_all_blocks_are_back()
+        counts = sum((driver.heard[key].drafts for key in keys), NO_DRAFTS)
+    assert (counts.verified, counts.accepted) == (speculator.num_verified, speculator.num_accepted)
+    assert 0 < counts.predicted < counts.verified
+    assert not speculator.known
+    if drafter == "right":
+        assert counts.verified == counts.accepted > 3 * sum(len(step.outcomes) for step in speculator.steps)
+        assert counts.predicted == counts.predicted_accepted
+    else:
+        assert counts.accepted < counts.verified
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_change_no_text_of_a_sequence_alone(grouped: Tiny, plain: Texts, name: str) -> None:
+    with Driver(grouped, **SIZES, speculator=scripted(plain, "mixed")) as driver:
+        assert_equal(driver.wait_end(submit(driver, name)), plain[name])
+        assert driver.heard[RequestKey(name)].drafts.accepted
+
+
+FAILED = SampledToken(12, failure=ModelFailed("non-finite logits"))
+# drafts, what the rows sample, and what the sequence gains: tokens, accepted drafts, whether it fails
+STEPS: dict[str, tuple[tuple[int, ...], tuple[int | SampledToken, ...], tuple[int, ...], int, bool]] = {
+    "all right": ((12, 13), (12, 13, 14), (12, 13, 14), 2, False),
+    "first wrong": ((12, 13), (20, 13, 14), (20,), 0, False),
+    "second wrong": ((12, 13), (12, 20, 14), (12, 20), 1, False),
+    "end accepted": ((12, END, 14), (12, END, 14, 15), (12, END), 2, False),
+    "end sampled": ((12, 13, 14), (12, END, 14, 15), (12, END), 1, False),
+    "failed row not reached": ((12, 12), (20, FAILED, 14), (20,), 0, False),
+    "failed row reached": ((12, 12), (12, FAILED, 14), (12,), 1, True),
+    "first row failed": ((12, 12), (FAILED, 12, 14), (), 0, True),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_keeps_tokens_up_to_the_first_wrong_draft(name: str) -> None:
+    drafts, sampled, gained, num_accepted, fails = STEPS[name]
+    config = EngineConfig(num_blocks=9, block_tokens=2, vocab_size=100, max_context_tokens=40, eos_token_ids=(END,))
+    pool, events = BlockPool(config.num_blocks), StepOutput()
+    speculator = ScriptedSpeculator(lambda sequence, count: drafts[:count])
+    scheduler = StepScheduler(config, pool, speculator)
+    postprocessor = Postprocessor(config, pool, scheduler, speculator)
+    spec = SequenceSpec(RequestKey("one"), (1, 2, 3), SamplingParams(9), SequenceMode.GENERATE)
+    sequence = Sequence(spec, [1, 2, 3], 0.0)
+    scheduler.add(sequence)
+    for tokens in ((11,), sampled):
+        (chunk,) = scheduler.schedule(events, 0.0, is_drained=True) or []
+        results = [each if isinstance(each, SampledToken) else SampledToken(each) for each in tokens]
+        postprocessor.apply([chunk], [results], 0.1, events)
+    assert len(chunk.drafts) == len(drafts)
+    assert sequence.token_ids == [1, 2, 3, 11, *gained]
+    assert sum((delta.token_ids for delta in events.deltas), ()) == (11, *gained)
+    assert bool(events.failures) == fails
+    assert (speculator.num_verified, speculator.num_accepted) == (len(drafts), num_accepted)
+    assert [outcome.num_tokens for step in speculator.steps for outcome in step.outcomes] == [len(gained)]
+    if gained:
+        assert events.deltas[-1].drafts.accepted == num_accepted
+        assert (events.deltas[-1].finish_reason is FinishReason.STOP) == (END in gained)
+    # The last token has no KV yet, unless the sequence failed at the row behind it.
+    num_computed = len(sequence.token_ids) - (not fails)
+    assert sequence.num_computed == sequence.num_launched == num_computed
+    assert sequence.num_sealed == num_computed // 2
+    has_ended = fails or END in gained
+    # The page of the sampled token may be missing yet, and there is none behind it.
+    assert len(pool._refs) in ((0,) if has_ended else (-(-num_computed // 2), -(-len(sequence.token_ids) // 2)))
+    assert bool(scheduler.live) == (not has_ended)
+    scheduler.forget_ended()
+    assert bool(speculator.known) == (not has_ended)
