@@ -21,9 +21,12 @@ from weft_kernels.rope_kv import HeadTransform, rope_kv
 class GroupedAttention:
     """qkv: [(heads + 2 kv_heads) dim, hidden]. Queries and keys are reordered so that a head's halves are pairs."""
 
-    def __init__(self, config: ModelConfig, index: int, root: str, loader: Loader) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, root: str, loader: Loader, place: tuple[int, int] | None = None
+    ) -> None:
+        """`place`: group and place of the layer's KV, if it is not the one that `kv_groups` gives a model's layer."""
         self.config = config
-        self.group, self.index = kv_groups(config).places[index]
+        self.group, self.index = place or kv_groups(config).places[index]
         self.layer = config.layers[index]
         self.span = KeySpan(self.layer.window, self.layer.chunk)
         self.num_heads = config.num_heads_with(self.layer.window)

@@ -32,11 +32,14 @@ class LatentAttention:
     [heads, kv_rank, value] takes results from it, or makes values of it.
     """
 
-    def __init__(self, config: ModelConfig, index: int, root: str, loader: Loader) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, root: str, loader: Loader, place: tuple[int, int] | None = None
+    ) -> None:
+        """`place`: group and place of the layer's KV, if it is not the one that `kv_groups` gives a model's layer."""
         assert config.latent is not None
         self.config = config
         self.latent: Latent = config.latent
-        self.group, self.index = kv_groups(config).places[index]
+        self.group, self.index = place or kv_groups(config).places[index]
         latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
         self.q_down = loader.linear(root + "q_a_proj") if latent.q_rank else None
         self.q_norm = loader.norm(root + "q_a_layernorm") if latent.q_rank else None

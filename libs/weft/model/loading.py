@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.errors import BadCheckpoint
 from weft.model.quantization import is_packed, is_shape, stored_dtypes, stored_parts
 from weft.model.spec import ModelConfig, Packing
-from weft.model.tensors import expected_tensors, is_ignored, stored_name
+from weft.model.tensors import Shapes, expected_tensors, is_ignored, stored_name
 from weft.model.unpacking import PackedModule, unpack_mxfp4
 from weft_kernels.linear import PackedWeight, pack
 from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, stack
@@ -92,36 +92,38 @@ class Loader:
         device: torch.device,
         is_resident: bool = False,
         slices: Mapping[str, ShardSlice] | None = None,
+        expected: tuple[Shapes, Shapes] | None = None,
     ) -> None:
         """With `is_resident`, matrices take the form that `weft_kernels.packed.as_f12` gives them, or on a CPU
         `weft_kernels.linear.pack`.
 
         `config` and `weights` are those of the whole model. `slices` names the tensors of which only a part is loaded,
         a linear weight as `<module>.weight` in every format. FP8 is cut at blocks, INT4 at words and groups. F12 and
-        12-bit CPU panels are packed after the cut, so they can be cut anywhere.
+        12-bit CPU panels are packed after the cut, so they can be cut anywhere. `expected`: the tensors as they are
+        stored and as they would be without quantization, if these are not the whole model of `config`.
 
         Raises BadCheckpoint if a tensor is missing, has another shape, or is not part of the model.
         """
-        expected = expected_tensors(config)
-        for name, shape in expected.items():
+        shapes, plain = expected or (expected_tensors(config), expected_tensors(replace(config, quantization=None)))
+        for name, shape in shapes.items():
             if name not in weights:
                 raise BadCheckpoint(f"tensor {name} is missing")
             if not is_shape(tuple(weights[name].shape), shape):
                 raise BadCheckpoint(f"tensor {name} has shape {list(weights[name].shape)}, expected {list(shape)}")
-            if DTYPE_NAMES.get(weights[name].dtype) not in stored_dtypes(name, expected, config.quantization):
+            if DTYPE_NAMES.get(weights[name].dtype) not in stored_dtypes(name, shapes, config.quantization):
                 raise BadCheckpoint(f"tensor {name} has dtype {weights[name].dtype}, which it cannot be stored in")
         for name in weights:
-            if name not in expected and not is_ignored(name, config):
+            if name not in shapes and not is_ignored(name, config):
                 raise BadCheckpoint(f"tensor {name} is not part of a {config.architecture}")
         self._slices = dict(slices or {})
-        self._shapes = expected_tensors(replace(config, quantization=None)) if config.quantization else expected
+        self._shapes = plain
         for name, part in self._slices.items():
             if name not in self._shapes:
                 raise ValueError(f"slice of {name}: {config.architecture} has no such tensor; use a full name")
             part.check(name, self._shapes[name])
         self._weights = weights
         self.config = config
-        self._unread = set(expected)
+        self._unread = set(shapes)
         self.dtype = dtype
         self.device = device
         self.is_resident = is_resident

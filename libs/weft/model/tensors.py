@@ -51,11 +51,23 @@ def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
     shapes: Shapes = {}
     for name in filter(None, names):
         shapes |= _norms(config, root + name)
-    shapes |= _latent(config, attention, config.latent) if config.latent else _grouped(config, attention, layer)
+    shapes |= attention_tensors(config, attention, layer, config.hidden_size)
     mlp = f"{root}{config.mlp_name}."
     if layer.has_experts and config.experts:
         return shapes | _experts(config, mlp, config.experts)
-    return shapes | _mlp(config, mlp, config.intermediate_size) | _mlp_biases(config, mlp)
+    return shapes | mlp_tensors(config, mlp)
+
+
+def attention_tensors(config: ModelConfig, root: str, layer: LayerSpec, num_inputs: int) -> Shapes:
+    """Return the tensors of a layer's attention; `num_inputs` is the width of what it reads."""
+    if config.latent:
+        return _latent(config, root, config.latent, num_inputs)
+    return _grouped(config, root, layer, num_inputs)
+
+
+def mlp_tensors(config: ModelConfig, root: str) -> Shapes:
+    """Return the tensors of a dense MLP."""
+    return _mlp(config, root, config.intermediate_size) | _mlp_biases(config, root)
 
 
 def _norms(config: ModelConfig, name: str) -> Shapes:
@@ -63,20 +75,21 @@ def _norms(config: ModelConfig, name: str) -> Shapes:
     return {f"{name}.{part}": (config.hidden_size,) for part in parts}
 
 
-def _linear(config: ModelConfig, name: str, num_out: int, num_in: int) -> Shapes:
+def linear_tensors(config: ModelConfig, name: str, num_out: int, num_in: int) -> Shapes:
+    """Return the tensors of one linear module."""
     module = stored_name(name, config)
     shapes = packed_shapes(module + ".weight", (num_out, num_in), config.quantization)
     return {name + stored.removeprefix(module): shape for stored, shape in shapes.items()}
 
 
-def _grouped(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
+def _grouped(config: ModelConfig, root: str, layer: LayerSpec, num_inputs: int) -> Shapes:
     num_heads, gate = config.num_heads_with(layer.window), config.attention_gate
     hidden, q_size = config.hidden_size, num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     shapes: Shapes = {}
     parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
     for name, size in (("qkv_proj", q_size + 2 * kv_size),) if config.is_qkv_fused else parts:
-        shapes |= _linear(config, root + name, size, hidden)
+        shapes |= linear_tensors(config, root + name, size, num_inputs)
         if config.has_qkv_bias:
             shapes[f"{root}{name}.bias"] = (size,)
     if config.head_norm in (HeadNorm.WEIGHTED, HeadNorm.LAST):
@@ -84,34 +97,34 @@ def _grouped(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
     if config.head_norm is HeadNorm.WIDE:
         shapes |= {root + "q_norm.weight": (q_size,), root + "k_norm.weight": (kv_size,)}
     if gate is not None:
-        shapes |= _linear(config, root + gate.name, num_heads if gate.is_per_head else q_size, hidden)
+        shapes |= linear_tensors(config, root + gate.name, num_heads if gate.is_per_head else q_size, num_inputs)
     shapes |= {root + "o_proj.bias": (hidden,)} if config.has_output_bias else {}
     shapes |= {root + "sinks": (num_heads,)} if config.has_sinks else {}
-    return shapes | _linear(config, root + "o_proj", hidden, q_size)
+    return shapes | linear_tensors(config, root + "o_proj", hidden, q_size)
 
 
-def _latent(config: ModelConfig, root: str, latent: Latent) -> Shapes:
+def _latent(config: ModelConfig, root: str, latent: Latent, num_inputs: int) -> Shapes:
     hidden, heads = config.hidden_size, config.num_heads
     q_size = heads * (latent.nope_dim + latent.rope_dim)
     shapes: Shapes = {}
     if latent.q_rank:
-        shapes |= _linear(config, root + "q_a_proj", latent.q_rank, hidden)
+        shapes |= linear_tensors(config, root + "q_a_proj", latent.q_rank, num_inputs)
         shapes[root + "q_a_layernorm.weight"] = (latent.q_rank,)
-        shapes |= _linear(config, root + "q_b_proj", q_size, latent.q_rank)
+        shapes |= linear_tensors(config, root + "q_b_proj", q_size, latent.q_rank)
     else:
-        shapes |= _linear(config, root + "q_proj", q_size, hidden)
-    shapes |= _linear(config, root + "kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, hidden)
+        shapes |= linear_tensors(config, root + "q_proj", q_size, num_inputs)
+    shapes |= linear_tensors(config, root + "kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, num_inputs)
     shapes[root + "kv_a_layernorm.weight"] = (latent.kv_rank,)
-    shapes |= _linear(config, root + "kv_b_proj", heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
-    return shapes | _linear(config, root + "o_proj", hidden, heads * latent.value_dim)
+    shapes |= linear_tensors(config, root + "kv_b_proj", heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    return shapes | linear_tensors(config, root + "o_proj", hidden, heads * latent.value_dim)
 
 
 def _mlp(config: ModelConfig, root: str, size: int) -> Shapes:
     hidden = config.hidden_size
     shapes: Shapes = {}
     for name in into_mlp(config):
-        shapes |= _linear(config, root + name, 2 * size if name == "gate_up_proj" else size, hidden)
-    return shapes | _linear(config, root + "down_proj", hidden, size)
+        shapes |= linear_tensors(config, root + name, 2 * size if name == "gate_up_proj" else size, hidden)
+    return shapes | linear_tensors(config, root + "down_proj", hidden, size)
 
 
 def into_mlp(config: ModelConfig) -> tuple[str, ...]:
@@ -152,8 +165,9 @@ def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
         gate, up, down = experts.projections
         for index in range(count):
             expert = f"{root}experts.{index}."
-            shapes |= _linear(config, expert + gate, size, hidden) | _linear(config, expert + up, size, hidden)
-            shapes |= _linear(config, expert + down, hidden, size)
+            for name in (gate, up):
+                shapes |= linear_tensors(config, expert + name, size, hidden)
+            shapes |= linear_tensors(config, expert + down, hidden, size)
     if experts.shared_gate:
         shapes[f"{root}{experts.shared_gate}.weight"] = (1, hidden)
     if experts.shared_size:

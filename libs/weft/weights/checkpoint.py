@@ -72,7 +72,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise BadCheckpoint(f"{directory}: no such directory")
     origin = origin_of(directory)
     config = read_config(directory)
-    found = _find_tensors(directory, origin)
+    found = find_tensors(directory, origin)
     tensors = _select(directory, config, found)
     head = found.get(stored_name(config.prefix + "lm_head.weight", config)) if config.is_tied else None
     state, name = source_id(directory, tensors, head), _digest([str(directory)])
@@ -133,7 +133,7 @@ def files_state(directory: Path) -> str:
     return _digest(parts)
 
 
-def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
+def find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
     """Choose between two sets of weights as transformers does: the single file first, then the files of the index."""
     names = origin.names()
     if (single := _stored_name(SINGLE_FILE, names)) in names:

@@ -1,0 +1,1 @@
+"""Recorded draft heads of published code, and the script that records them."""

@@ -1,0 +1,58 @@
+"""Draft heads of five formats give the numbers of the projects that publish them, see `eagle/record.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.weft.model.eagle.heads import PRODUCERS, read_head
+from weft.model.draft import DraftRows
+from weft.model.eagle import EagleHead
+from weft_kernels.paged_attention import PagedBatch
+
+PROMPT, BLOCK_TOKENS = 12, 4
+
+
+class Slots:
+    """The head's own small pool, in pages that are in no order. Row k of a sequence lies in slot k of its pages."""
+
+    def __init__(self, model: EagleHead, num_rows: int) -> None:
+        config = model.config
+        self.table = [(3 * page + 1) % 7 for page in range(-(-num_rows // BLOCK_TOKENS))]
+        shape = 7, config.num_kv_heads, 1, config.kv_parts, BLOCK_TOKENS, config.head_dim
+        self.pool = torch.full(shape, float("nan"))
+        self.pool[self.table] = 0
+        self.num_heads = config.num_heads
+
+    def rows(self, tokens: Tensor, first: int) -> tuple[DraftRows, list[PagedBatch]]:
+        places = torch.arange(first, first + len(tokens))
+        slots = torch.tensor(self.table)[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
+        batch = PagedBatch(self.pool, self.num_heads, [0, len(tokens)], [first + len(tokens)], [self.table])
+        return DraftRows(tokens, places + 1, slots[None]), [batch]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, PROMPT])
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_head_gives_the_numbers_of_its_project(name: str, chunk: int, tmp_path: Path) -> None:
+    head = read_head(name)
+    model, recorded = head.model(tmp_path), head.recorded
+    tokens, states = recorded["tokens"], list[Tensor]()
+    assert model.draft.producer is PRODUCERS[name]
+    assert model.boundaries == (2, 6, 9)
+    with torch.inference_mode():
+        fused = model.fuse(recorded["features"])
+        slots = Slots(model, len(tokens))
+        for first in range(0, PROMPT, chunk):
+            part = slice(first, min(first + chunk, PROMPT))
+            states.append(model.forward(fused[part], *slots.rows(tokens[part], first)))
+        for step in range(PROMPT, len(tokens)):
+            token = model.target_ids(model.logits(states[-1][-1:]).argmax(-1))
+            assert token.tolist() == [int(tokens[step])]
+            states.append(model.forward(states[-1][-1:], *slots.rows(token, step)))
+        logits = model.logits(torch.cat(states))
+    for found, expected in ((fused, "fused"), (torch.cat(states), "states"), (logits, "logits")):
+        scale = float(recorded[expected].std())
+        torch.testing.assert_close(found / scale, recorded[expected] / scale, rtol=1e-5, atol=1e-5)
