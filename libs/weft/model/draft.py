@@ -58,6 +58,8 @@ class DraftModel(Protocol):
     """Sizes of its layer, and so of its keys and values; `config.layers` has one entry."""
     boundaries: tuple[int, ...]
     """Where it reads the target's residual stream, see `weft.model.step.Capture`."""
+    place: tuple[int, int]
+    """Group of layers, and place in the group, of its keys and values in the pool."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the first state of each row from the target's states [T, boundaries, hidden] of the token before."""

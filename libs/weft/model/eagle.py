@@ -21,16 +21,13 @@ from weft_kernels.rms_norm import add_rms_norm
 
 
 class EagleHead:
-    """See `weft.model.draft.DraftModel`. Attention reads the normed embedding and the normed state side by side.
-
-    `place`: group of layers and place in it of its keys and values in the pool.
-    """
+    """See `weft.model.draft.DraftModel`. Attention reads the normed embedding and the normed state side by side."""
 
     def __init__(
         self, draft: DraftConfig, weights: Tensors, target: DraftTarget, place: tuple[int, int] = (0, 0)
     ) -> None:
         """`weights` has the tensors of the head's files. Raises BadCheckpoint for tensors that do not fit `draft`."""
-        self.draft, self.config, self.boundaries = draft, draft.layer, draft.boundaries
+        self.draft, self.config, self.boundaries, self.place = draft, draft.layer, draft.boundaries, place
         own = {name: tensor for name, tensor in weights.items() if name not in (MAP, MASK)}
         expected = draft_tensors(draft), draft_tensors(replace(draft, layer=replace(draft.layer, quantization=None)))
         loader = Loader(draft.layer, own, target.dtype, target.device, target.is_resident, expected=expected)
