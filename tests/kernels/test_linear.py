@@ -59,6 +59,21 @@ def test_rows_and_inputs_that_are_taken_in_several_turns(way: str, dtype: torch.
             assert torch.equal(out[40:43], linear(x[40:43], packed))
 
 
+@pytest.mark.parametrize("is_resident", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("isa", ISAS)
+def test_row_equals_product_of_one_row(
+    isa: str, dtypes: tuple[torch.dtype, torch.dtype], is_resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 1 to 256 rows: some counts are packed, tiled, unpacked and widened in other ways than one row."""
+    monkeypatch.setenv(CHOICE, isa)
+    torch.manual_seed(2)
+    weight, x = pack(torch.randn(75, 523).to(dtypes[1]), dtypes[0], is_resident), torch.randn(256, 523).to(dtypes[0])
+    alone = torch.cat([linear(row[None], weight) for row in x])
+    for num_rows in (*range(2, 17), 25, 64, 130, 256):
+        assert torch.equal(linear(x[:num_rows], weight), alone[:num_rows])
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 130), inputs=st.integers(1, 700), outputs=st.integers(1, 90), seed=st.integers(0, 99))
 @pytest.mark.parametrize("name", ISAS)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft_kernels.activations import sigmoid
 from weft_kernels.linear import PackedWeight, linear, pack
 from weft_kernels.packed import Matrix, Stored, on_device, stack
+from weft_kernels.silu_mul import silu_mul
 
 
 def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
@@ -37,7 +39,7 @@ class ClampedSwiGlu:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the activation, in the dtype of `gate`."""
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * (gate * self.alpha).sigmoid())
+        return (up + 1) * (gate * sigmoid(gate * self.alpha))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExper
         if count:
             rows = slice(first, first + count)
             biases = [each[expert] for each in experts.biases] if experts.biases else [None, None]
-            gate, up = linear(into[rows], experts.gate_up[expert], biases[0]).chunk(2, dim=-1)
-            middle = experts.swiglu(gate, up) if experts.swiglu else functional.silu(gate) * up
+            gate_up = linear(into[rows], experts.gate_up[expert], biases[0])
+            middle = experts.swiglu(*gate_up.chunk(2, dim=-1)) if experts.swiglu else silu_mul(gate_up)
             out[rows] = linear(middle, experts.down[expert], biases[1])
             first += count
     if not is_on_input:

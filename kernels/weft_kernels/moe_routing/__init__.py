@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft_kernels.activations import sigmoid
+
 # Keeps the sum of the weights above 0.
 LEAST_SUM = 1e-20
 
@@ -29,7 +31,7 @@ class RoutingConfig:
 
 def route_reference(logits: Tensor, bias: Tensor | None, rule: RoutingConfig) -> tuple[Tensor, Tensor]:
     logits = logits.float()
-    scores = logits.softmax(-1) if rule.is_softmax else logits.sigmoid()
+    scores = logits.softmax(-1) if rule.is_softmax else sigmoid(logits)
     # Scores may round to the same value; the larger logit still wins.
     candidates = logits if bias is None else _of_best_groups(scores + bias, rule)
     chosen = candidates.topk(rule.top_k, dim=-1).indices

@@ -38,6 +38,7 @@ KERNELS = SourceSet(
     root=ROOT,
     sources=(
         "fused_decoder/fused_decoder.cpp",
+        "head_product/head_product.cpp",
         "kv_write/kv_write.cpp",
         "linear/amx.cpp",
         "linear/linear.cpp",

@@ -12,6 +12,7 @@ from weft.model.kv_layout import kv_groups
 from weft.model.loading import CenteredNorm, Loader
 from weft.model.spec import HeadNorm, ModelConfig, Rope
 from weft.model.step import LayerInputs
+from weft_kernels.activations import sigmoid, softplus
 from weft_kernels.linear import linear
 from weft_kernels.paged_attention import KeySpan, paged_attention
 from weft_kernels.rms_norm import rms_norm
@@ -87,7 +88,7 @@ class GroupedAttention:
         if gate is None or self.gate is None:
             return attended
         values = linear(x, self.gate).view(len(x), self.num_heads, -1)
-        return attended * (functional.softplus(values) if gate.is_softplus else values.sigmoid())
+        return attended * (softplus(values) if gate.is_softplus else sigmoid(values))
 
     def _norm_in_place(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """Norm queries and keys with weights of one head, or of all heads together."""

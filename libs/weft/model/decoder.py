@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from weft.model.loading import CenteredNorm, Loader, Tensors
 from weft.model.spec import FINAL, Activation, Experts, ModelConfig, Scoring
 from weft.model.step import Capture, LayerInputs, TokenBatch, plan_latent
 from weft.model.tensors import into_mlp
+from weft_kernels.activations import gelu, gelu_tanh, sigmoid, silu
 from weft_kernels.fused_decoder import FusedLayer, LayerRules, fuse_layers
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import ClampedSwiGlu, moe, pack_experts
@@ -59,9 +59,9 @@ class Mlp:
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: functional.silu,
-    Activation.GELU: functional.gelu,
-    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.SILU: silu,
+    Activation.GELU: gelu,
+    Activation.GELU_TANH: gelu_tanh,
     Activation.RELU2: lambda x: functional.relu(x).square(),
 }
 
@@ -104,7 +104,7 @@ class MixtureOfExperts:
         if self.shared is None:
             return out
         shared = self.shared.forward(x)
-        return out + (shared if self.shared_gate is None else linear(x, self.shared_gate).sigmoid() * shared)
+        return out + (shared if self.shared_gate is None else sigmoid(linear(x, self.shared_gate)) * shared)
 
 
 def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[Stored, Stored]]:

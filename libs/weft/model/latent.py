@@ -14,6 +14,7 @@ from weft.model.kv_layout import kv_groups
 from weft.model.loading import Loader
 from weft.model.spec import Latent, ModelConfig
 from weft.model.step import ExpandedSequence, LayerInputs
+from weft_kernels.head_product import head_product
 from weft_kernels.latent_attention import latent_attention
 from weft_kernels.latent_kv import latent_kv
 from weft_kernels.linear import linear
@@ -86,10 +87,9 @@ class LatentAttention:
     def _absorbed(self, plain: Tensor, rotated: Tensor, batch: PagedBatch) -> Tensor:
         """Attend in latent space: project the queries to it and the results back."""
         latent = self.latent
-        absorbed = torch.bmm(plain.transpose(0, 1), self.to_latent).transpose(0, 1)
-        q = torch.cat((absorbed, rotated), dim=-1)
+        q = torch.cat((head_product(plain, self.to_latent), rotated), dim=-1)
         attended = latent_attention(q, self.index, batch, latent.kv_rank, latent.scale)
-        return torch.bmm(attended.transpose(0, 1), self.to_value).transpose(0, 1)
+        return head_product(attended, self.to_value)
 
     def _expanded(self, q: Tensor, pool: Tensor, expansion: ExpandedSequence) -> Tensor:
         """Attend with keys and values expanded from the latent vectors of a whole context, some heads at a time."""
