@@ -135,17 +135,19 @@ class DecoderLayer:
     Each result is added to the residual stream in the pass of the next norm.
     """
 
-    def __init__(self, config: ModelConfig, index: int, loader: Loader) -> None:
-        root = f"{config.prefix}model.layers.{index}."
+    def __init__(
+        self, config: ModelConfig, index: int, loader: Loader, root: str, place: tuple[int, int] | None = None
+    ) -> None:
+        """`root` stands before the names of its tensors; `place`: see `GroupedAttention`."""
         self.config, self.eps, self.scale = config, config.rms_norm_eps, config.residual_scale
         norms = config.norms
         names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
         weights = [loader.layer_norm(root + name) if name else None for name in names]
         self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm = weights
         self.attention: GroupedAttention | LatentAttention = (
-            LatentAttention(config, index, root + "self_attn.", loader)
+            LatentAttention(config, index, root + "self_attn.", loader, place)
             if config.latent
-            else GroupedAttention(config, index, root + "self_attn.", loader)
+            else GroupedAttention(config, index, root + "self_attn.", loader, place)
         )
         mlp = f"{root}{config.mlp_name}."
         has_experts = config.layers[index].has_experts and config.experts
@@ -246,7 +248,8 @@ class Decoder:
         self.embedding = loader.table(config.prefix + "model.embed_tokens.weight")
         # In the model's dtype, as it was trained: Gemma's factor rounds in bfloat16.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
+        roots = [f"{config.prefix}model.layers.{index}." for index in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, index, loader, root) for index, root in enumerate(roots)]
         self.norm = loader.layer_norm(config.prefix + "model.norm")
         self.head = loader.pack(self.embedding) if config.is_tied else loader.linear(config.prefix + "lm_head")
         rules = LayerRules(

@@ -28,7 +28,7 @@ def model_tensors(config: ModelConfig) -> Shapes:
     root = config.prefix + "model."
     shapes: Shapes = {root + "embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index, layer in enumerate(config.layers):
-        shapes |= _layer(config, f"{root}layers.{index}.", layer)
+        shapes |= layer_tensors(config, f"{root}layers.{index}.", layer)
     shapes |= _norms(config, root + "norm")
     if not config.is_tied:
         shapes[config.prefix + "lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -45,7 +45,8 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     return is_head or is_scale or name.endswith("rotary_emb.inv_freq") or name.startswith(config.ignored)
 
 
-def _layer(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
+def layer_tensors(config: ModelConfig, root: str, layer: LayerSpec) -> Shapes:
+    """Return the tensors of a decoder layer."""
     norms, attention = config.norms, root + "self_attn."
     names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
     shapes: Shapes = {}
