@@ -85,8 +85,8 @@ class Grammar:
 class SamplingParams:
     """How tokens are sampled. Temperature 0 is greedy; `num_logprobs` None returns no logprobs.
 
-    `seed` and the absolute position key the noise. Penalties, `min_tokens` and `grammar` depend only on prompt and
-    generated tokens. So a sequence that migrates keeps its text.
+    `seed`, the absolute position and the token key the noise. Penalties, `min_tokens` and `grammar` depend only on
+    prompt and generated tokens. So a sequence that migrates keeps its text.
     """
 
     max_tokens: int

@@ -111,13 +111,14 @@ def sampling_launches() -> Launches:
     names = {"temperature": f32, "top_k": i64, "top_p": f64, "min_p": f32, "seeds": i64, "positions": i64}
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
     rows = SamplingRows(**columns, has_top_k=False, has_top_p=False)
-    logits = torch.empty(2, 128_256)
+    logits, token_ids = torch.empty(2, 128_256), torch.ones(128_256, dtype=torch.int32)
     slices = slices_of(128_256)
     return {
-        "sampling": (sampling, "_draw", lambda: sampling.sample_kernel(logits, rows)),
+        "sampling": (sampling, "race_in_slices", lambda: sampling.sample_kernel(logits, rows)),
+        "sampling, drafts": (sampling, "race_in_slices", lambda: sampling.sample_kernel(logits, rows, token_ids)),
+        "sampling, winners": (sampling, "pick_winners", lambda: sampling.sample_kernel(logits, rows)),
         "sampling, best": (sampling, "_tops", lambda: sampling.sample_kernel(logits, rows)),
-        "sampling, sums": (sampling, "_sums", lambda: sampling.sample_kernel(logits, rows)),
-        "sampling, sums of all": (sampling, "_sums", lambda: sampling._sums_of(slices, None)),
+        "sampling, sums": (sampling, "_sums", lambda: sampling._sums_of(slices)),
         "sampling, one slice": (
             top_k_p_search,
             "_digit",

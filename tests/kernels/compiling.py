@@ -42,9 +42,9 @@ class Recorder:
 
     def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
         constants.pop("launch_pdl", None)
+        chosen = {name: constants.pop(name, None) for name in ("maxnreg", "enable_fp_fusion")}
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        if max_regs := constants.pop("maxnreg", None):
-            options["maxnreg"] = max_regs
+        options |= {name: value for name, value in chosen.items() if value is not None}
         names = [param.name for param in self.kernel.params]
         values = {**dict(zip(names, args, strict=False)), **constants}
         signature, aligned = {}, {}
@@ -73,6 +73,7 @@ class Recorder:
         built = triton.compile(source, target=TARGET, options=options)
         cubin, is_gluon = built.asm["cubin"], self.kernel.is_gluon()
         self.figures = {"shared": built.metadata.shared, **_resources(cubin), **(_products(cubin) if is_gluon else {})}
+        self.figures["fused"] = built.asm["ptx"].count("fma.rn.f32")
 
 
 @cache

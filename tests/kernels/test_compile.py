@@ -40,6 +40,7 @@ def test_all_launches_compile_for_an_h200() -> None:
     assert len(figures) >= 14
     assert max(each["shared"] for each in figures.values()) <= 227 * 1024
     assert {name for name, each in figures.items() if each["STACK"] > 0} <= {"prefill, latent"}
+    assert figures["sampling"]["fused"] == figures["sampling, drafts"]["fused"] == 0  # noise must equal that of a CPU
 
 
 @pytest.mark.timeout(600)

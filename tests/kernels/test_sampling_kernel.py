@@ -1,4 +1,4 @@
-"""The sampling kernel draws the reference's tokens: same filters, same noise, same order."""
+"""The sampling kernel draws the reference's tokens: same filters, same noise bit for bit, same order of equals."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from tests.kernels.test_sampling import make_rows
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from weft_kernels import sampling
-from weft_kernels.sampling import SamplingRows, top_k_p_search
+from weft_kernels.sampling import SamplingRows, race_kernel, top_k_p_search
 from weft_kernels.sampling.kernel import sample_kernel
+from weft_kernels.sampling.noise import gumbels
 from weft_kernels.sampling.reference import sample_reference
 
 # numpy, which the interpreter computes with, warns where floats overflow or are NaN; here they shall.
@@ -44,10 +48,32 @@ def _few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top_k_p_search, "BLOCK_ITEMS", 2048)
 
 
-def run(logits: Tensor, rows: SamplingRows) -> Tensor:
+def run(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None = None) -> Tensor:
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
     moved = replace(rows, **{name: getattr(rows, name).to(DEVICE) for name in names})
-    return sample_kernel(logits.to(DEVICE), moved).cpu()
+    return sample_kernel(logits.to(DEVICE), moved, None if token_ids is None else token_ids.to(DEVICE)).cpu()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_noise(p_noise: Tensor, seed: int, position: int, token: int, SIZE: tl.constexpr) -> None:
+    o_item = tl.arange(0, SIZE)
+    b_noise = race_kernel._gumbels(tl.cast(seed, tl.int64), tl.cast(position, tl.int64), (token + o_item).to(tl.uint32))
+    tl.store(p_noise + o_item, b_noise)
+
+
+@pytest.mark.parametrize(("seed", "position", "token"), [(0, 0, 0), (-5, 2**40, 250_000), (2**62, -1, 2**31 - 4096)])
+def test_noise_has_the_bits_of_the_reference(seed: int, position: int, token: int) -> None:
+    noise = torch.empty(4096, device=DEVICE)
+    store_noise[(1,)](noise, seed, position, token, SIZE=4096, enable_fp_fusion=False)
+    expected = gumbels(torch.tensor([seed]), torch.tensor([position]), torch.arange(token, token + 4096))[0]
+    assert torch.equal(noise.cpu(), expected)
+
+
+def test_drafts_are_those_of_the_reference() -> None:
+    params = list(PARAMS.values())
+    logits = torch.randn(len(params), 5000, generator=torch.Generator().manual_seed(6)) * 4
+    rows, token_ids = make_rows(params, [2] * len(params), [9] * len(params)), torch.arange(5000, dtype=torch.int32) * 7
+    assert torch.equal(run(logits, rows, token_ids), sample_reference(logits, rows, token_ids))
 
 
 @pytest.mark.parametrize("num_items", [3, 997, 5000])
@@ -127,4 +153,4 @@ def test_a_whole_vocabulary_on_the_device() -> None:
     logits = torch.randn(len(params), 128_256, generator=torch.Generator().manual_seed(2)) * 4
     rows = make_rows(params, list(range(len(params))), [3] * len(params))
     agreed = (run(logits, rows) == sample_reference(logits, rows)).double().mean()
-    assert agreed > 0.97  # exp rounds differently: a boundary of the CDF may move by 1e-7
+    assert agreed > 0.97  # exp rounds differently: the threshold of a top-p may move by 1e-7

@@ -46,6 +46,7 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_fused_decoder_f32_bf16": [POINTER, POINTER, INT],
     "weft_fused_decoder_bf16_bf16": [POINTER, POINTER, INT],
     "weft_fused_decoder_f32_packed12": [POINTER, POINTER, INT],
+    "weft_race": [POINTER, LONG, LONG, LONG, *[POINTER] * 6, INT],
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
 # Each exists for float32 and bfloat16: weft_NAME_f32, weft_NAME_bf16.

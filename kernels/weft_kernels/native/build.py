@@ -50,6 +50,7 @@ KERNELS = SourceSet(
         "rms_norm/rms_norm.cpp",
         "rope/rope.cpp",
         "rope_kv/rope_kv.cpp",
+        "sampling/race.cpp",
         "silu_mul/silu_mul.cpp",
     ),
     headers=(

@@ -5,26 +5,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft_kernels.native import native
 from weft_kernels.sampling.reference import SamplingRows as SamplingRows
-from weft_kernels.sampling.reference import draw
+from weft_kernels.sampling.reference import floors, race
 
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
-    """Return one token per row, [R] int64: argmax for greedy rows, else the token where the CDF passes hash(seed,
-    position).
+    """Return one token per row, [R] int64: argmax for greedy rows, else the token that wins the race.
 
-    logits: [R, V] float32. The distribution is softmax(logits / temperature), cut by top-k, then top-p, then min-p, and
-    summed in vocabulary order. A row's token depends only on its own logits and parameters. Without `rows` all are
-    greedy.
+    logits: [R, V] float32. Tokens race that top-k, then top-p, then min-p keep of softmax(logits / temperature). The
+    largest sum of logit / temperature and noise wins; the noise is a function of seed, position and token. A row's
+    token depends only on its own logits and parameters. Without `rows` all are greedy.
     """
+    return _sample(logits, rows, None)
+
+
+def sample_drafts(logits: Tensor, rows: SamplingRows | None, token_ids: Tensor) -> Tensor:
+    """Return one token of the target per row of a draft model's logits, [R] int64.
+
+    token_ids: [V] int32, strictly rising: the target's token of each column. The draft of a position races with the
+    noise that the target's sample gets there, so both choose the same token if their distributions are close.
+    """
+    return _sample(logits, rows, token_ids)
+
+
+def _sample(logits: Tensor, rows: SamplingRows | None, token_ids: Tensor | None) -> Tensor:
     assert logits.ndim == 2
-    if not logits.is_cuda:
-        return argmax(logits) if rows is None else sample_on_cpu(logits, rows)
     if rows is None:
-        return logits.argmax(-1)
+        return _named(logits.argmax(-1) if logits.is_cuda else argmax(logits), token_ids)
+    if not logits.is_cuda:
+        return sample_on_cpu(logits, rows, token_ids)
     from weft_kernels.sampling.kernel import sample_kernel
 
-    return sample_kernel(logits, rows)
+    return sample_kernel(logits, rows, token_ids)
+
+
+def _named(places: Tensor, token_ids: Tensor | None) -> Tensor:
+    return places if token_ids is None else token_ids[places].long()
 
 
 def max_logits(logits: Tensor) -> Tensor:
@@ -59,13 +76,42 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tens
 GROUP_ITEMS = 1 << 18
 
 
-def sample_on_cpu(logits: Tensor, rows: SamplingRows) -> Tensor:
-    drawn, size = (rows.temperature > 0).nonzero()[:, 0], max(1, GROUP_ITEMS // logits.shape[1])
+def sample_on_cpu(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None = None) -> Tensor:
+    drawn, size = (rows.temperature > 0).nonzero()[:, 0], _group_rows(logits, rows)
     if len(drawn) == len(logits) <= size:
-        return draw(logits, rows)
-    tokens = argmax(logits)
+        return _draw(logits, rows, token_ids)
+    tokens = _named(argmax(logits), token_ids)
     for some in torch.split(drawn, size):
-        tokens[some] = draw(logits[some], rows.select(some))
+        tokens[some] = _draw(logits[some], rows.select(some), token_ids)
+    return tokens
+
+
+def _group_rows(logits: Tensor, rows: SamplingRows) -> int:
+    """Return how many rows are drawn at once, which bounds temporary memory; the native race needs none."""
+    if native() is not None and not (rows.has_top_k or rows.has_top_p):
+        return len(logits)
+    return max(1, GROUP_ITEMS // logits.shape[1])
+
+
+def _draw(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None) -> Tensor:
+    library = native()
+    if library is None:
+        return race(logits, rows, token_ids)
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    lowest, tokens = floors(logits, rows), torch.empty(len(logits), dtype=torch.int64)
+    library.weft_race(
+        logits.data_ptr(),
+        *logits.shape,
+        logits.stride(0),
+        rows.temperature.data_ptr(),
+        lowest.data_ptr(),
+        rows.seeds.data_ptr(),
+        rows.positions.data_ptr(),
+        None if token_ids is None else token_ids.data_ptr(),
+        tokens.data_ptr(),
+        torch.get_num_threads(),
+    )
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""Sampling without a sort: one program per slice of a row, then one per row that finds the slice of its token."""
+"""Sampling without a sort: thresholds of top-k and top-p by slices of a row, then the race between its tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft_kernels.sampling.race_kernel import pick_winners, race_in_slices
 from weft_kernels.sampling.reference import SamplingRows
 from weft_kernels.sampling.top_k_p_search import ALL, SLICE_ITEMS, Slices, cut, row_top, scores
 
 
-def sample_kernel(logits: Tensor, rows: SamplingRows) -> Tensor:
+def sample_kernel(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None = None) -> Tensor:
+    """Return the token of each row; `token_ids` [V] int32 as in `sample_drafts`."""
     _check(logits, rows)
     num_rows, num_items = logits.shape
     device, num_slices = logits.device, triton.cdiv(num_items, SLICE_ITEMS)
@@ -26,24 +28,29 @@ def sample_kernel(logits: Tensor, rows: SamplingRows) -> Tensor:
     if rows.has_top_k:
         slices = cut(slices, rows.top_k, None)
     if rows.has_top_p:
-        slices = cut(slices, rows.top_p, _sums_of(slices, None))
-    sums = _sums_of(slices, rows.min_p)
-    _draw[(num_rows,)](
+        slices = cut(slices, rows.top_p, _sums_of(slices))
+    values, ids = torch.empty_like(tops), places if token_ids is None else token_ids
+    race_in_slices[slices.grid](
         logits,
         tops,
-        places,
-        sums,
         rows.temperature,
         slices.limits,
         rows.min_p,
         rows.seeds,
         rows.positions,
-        tokens,
+        ids,
+        values,
+        places,
         logits.stride(0),
         num_items,
         num_slices,
+        HAS_TOKEN_IDS=token_ids is not None,
         **slices.sizes,
         num_warps=8,
+        enable_fp_fusion=False,
+    )
+    pick_winners[(num_rows,)](
+        values, places, ids, tokens, num_items, num_slices, HAS_TOKEN_IDS=token_ids is not None, **slices.sizes
     )
     return tokens
 
@@ -59,7 +66,7 @@ def _check(logits: Tensor, rows: SamplingRows) -> None:
         assert column.device == logits.device
 
 
-def _sums_of(slices: Slices, min_p: Tensor | None) -> Tensor:
+def _sums_of(slices: Slices) -> Tensor:
     """Return [R, S] float64: the remaining mass exp(score) of each slice."""
     sums = torch.empty(slices.grid, dtype=torch.float64, device=slices.logits.device)
     _sums[slices.grid](
@@ -67,12 +74,10 @@ def _sums_of(slices: Slices, min_p: Tensor | None) -> Tensor:
         slices.tops,
         slices.temperature,
         slices.limits,
-        slices.temperature if min_p is None else min_p,
         sums,
         slices.logits.stride(0),
         slices.num_items,
         sums.shape[1],
-        HAS_FLOOR=min_p is not None,
         **slices.sizes,
         num_warps=8,
     )
@@ -102,40 +107,15 @@ def _tops(
 
 
 @triton.jit
-def _masses(
-    p_row: tl.tensor,
-    o_item: tl.tensor,
-    num_items: tl.tensor,
-    top: tl.tensor,
-    temperature: tl.tensor,
-    limit: tl.tensor,
-    floor: tl.tensor,
-) -> tl.tensor:
-    """exp(score) in fp64, 0 for items past the limit or below the floor."""
-    b_score = scores(p_row, o_item, num_items, top, temperature)
-    b_key = (0.0 - b_score).to(tl.int32, bitcast=True)
-    return tl.where((b_key <= limit) & (b_score >= floor), tl.exp(b_score), 0.0).to(tl.float64)
-
-
-@triton.jit
-def _floor(p_min_p: tl.tensor, i_row: tl.tensor) -> tl.tensor:
-    """Return the smallest score that min-p keeps."""
-    min_p = tl.load(p_min_p + i_row)
-    return tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
-
-
-@triton.jit
 def _sums(
     p_logits: tl.tensor,
     p_tops: tl.tensor,
     p_temperature: tl.tensor,
     p_limits: tl.tensor,
-    p_min_p: tl.tensor,
     p_sums: tl.tensor,
     stride: tl.tensor,
     num_items: tl.tensor,
     num_slices: tl.tensor,
-    HAS_FLOOR: tl.constexpr,
     SLICE: tl.constexpr,
     BLOCK_SLICES: tl.constexpr,
 ) -> None:
@@ -143,69 +123,10 @@ def _sums(
     i_slice = tl.program_id(1)
     temperature = tl.load(p_temperature + i_row)
     if temperature > 0.0:
-        floor = _floor(p_min_p, i_row) if HAS_FLOOR else float("-inf")
         limit = tl.load(p_limits + i_row)
         top = row_top(p_tops, i_row, num_slices, BLOCK_SLICES)
         o_item = i_slice * SLICE + tl.arange(0, SLICE)
-        b_mass = _masses(p_logits + i_row * stride, o_item, num_items, top, temperature, limit, floor)
+        b_score = scores(p_logits + i_row * stride, o_item, num_items, top, temperature)
+        b_key = (0.0 - b_score).to(tl.int32, bitcast=True)
+        b_mass = tl.where(b_key <= limit, tl.exp(b_score), 0.0).to(tl.float64)
         tl.store(p_sums + i_row * num_slices + i_slice, tl.sum(b_mass, 0))
-
-
-@triton.jit
-def _mix(word: tl.tensor) -> tl.tensor:
-    """One round of splitmix64, as in `weft_kernels.sampling.reference`."""
-    word = word + 0x9E3779B97F4A7C15
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
-    return word ^ (word >> 31)
-
-
-@triton.jit
-def _uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    word = _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
-    return (word >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
-
-
-@triton.jit
-def _draw(
-    p_logits: tl.tensor,
-    p_tops: tl.tensor,
-    p_places: tl.tensor,
-    p_sums: tl.tensor,
-    p_temperature: tl.tensor,
-    p_limits: tl.tensor,
-    p_min_p: tl.tensor,
-    p_seeds: tl.tensor,
-    p_positions: tl.tensor,
-    p_tokens: tl.tensor,
-    stride: tl.tensor,
-    num_items: tl.tensor,
-    num_slices: tl.tensor,
-    SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
-) -> None:
-    i_row = tl.program_id(0).to(tl.int64)
-    o_slice = tl.arange(0, BLOCK_SLICES)
-    m_slice = o_slice < num_slices
-    temperature = tl.load(p_temperature + i_row)
-    top = row_top(p_tops, i_row, num_slices, BLOCK_SLICES)
-    if temperature > 0.0:
-        b_sum = tl.load(p_sums + i_row * num_slices + o_slice, mask=m_slice, other=0.0)
-        b_end = tl.cumsum(b_sum, 0)
-        target = _uniform(tl.load(p_seeds + i_row), tl.load(p_positions + i_row)) * tl.sum(b_sum, 0)
-        # The first slice that ends beyond the target; rounding must not select a slice without mass.
-        i_last = tl.max(tl.where(b_sum > 0.0, o_slice, 0), 0)
-        i_slice = tl.min(tl.where((b_end > target) & (b_sum > 0.0), o_slice, i_last), 0)
-        before = tl.sum(tl.where(o_slice < i_slice, b_sum, 0.0), 0)
-        o_item = i_slice * SLICE + tl.arange(0, SLICE)
-        limit, floor = tl.load(p_limits + i_row), _floor(p_min_p, i_row)
-        b_mass = _masses(p_logits + i_row * stride, o_item, num_items, top, temperature, limit, floor)
-        # A token of mass 0 is never chosen.
-        m_hit = (b_mass > 0.0) & (before + tl.cumsum(b_mass, 0) > target)
-        hit = tl.min(tl.where(m_hit, o_item, num_items), 0)
-        token = tl.where(hit < num_items, hit, tl.max(tl.where(b_mass > 0.0, o_item, 0), 0))
-    else:
-        b_top = tl.load(p_tops + i_row * num_slices + o_slice, mask=m_slice, other=float("-inf"))
-        b_place = tl.load(p_places + i_row * num_slices + o_slice, mask=m_slice, other=num_items)
-        token = tl.min(tl.where((b_top == top) & m_slice, b_place, num_items - 1), 0)
-    tl.store(p_tokens + i_row, token.to(tl.int64))

@@ -1,4 +1,4 @@
-"""Meaning of sampling: the filters in the order of transformers, then inverse-CDF in the order of the vocabulary."""
+"""Meaning of sampling: the filters in the order of transformers, then a race between the tokens that are left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+
+from weft_kernels.sampling.noise import gumbels
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,69 +37,57 @@ class SamplingRows:
         return SamplingRows(self.temperature[places], top_k, top_p, *others, *cuts)
 
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-
-
-def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return [R] float64 in [0, 1) from two splitmix64 rounds of seeds and positions [R] int64; all 64 seed bits
-    count."""
-    return _shift(_mix(_mix(seeds) + positions * _GOLDEN), 11).double() * 2.0**-53
-
-
-def _mix(word: Tensor) -> Tensor:
-    word = word + _GOLDEN
-    word = (word ^ _shift(word, 30)) * _MIX_1
-    word = (word ^ _shift(word, 27)) * _MIX_2
-    return word ^ _shift(word, 31)
-
-
-def _shift(word: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's shift keeps the sign."""
-    return torch.bitwise_and(word >> bits, (1 << (64 - bits)) - 1)
-
-
 NEVER = float("-inf")
 
 
-def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
-    return torch.where(rows.temperature > 0, draw(logits, rows), logits.argmax(-1))
+def sample_reference(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None = None) -> Tensor:
+    best = logits.argmax(-1)
+    greedy = best if token_ids is None else token_ids[best].long()
+    return torch.where(rows.temperature > 0, race(logits, rows, token_ids), greedy)
 
 
-def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Return a token of each row, [R] int64; for greedy rows an arbitrary one."""
-    cdf = filtered_scores(logits, rows).softmax(-1).cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1]
-    # Keep the target strictly below the total after rounding, so that a token of probability 0 is never chosen.
-    target = torch.minimum(
-        uniforms(rows.seeds, rows.positions) * total, torch.nextafter(total, torch.zeros_like(total))
-    )
-    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+def race(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None = None) -> Tensor:
+    """Return the token of each row, [R] int64, with the largest sum of score and noise; the lowest of equal ones.
+
+    For greedy rows the token is arbitrary. `token_ids` [V] int32: see `sample_drafts`.
+    """
+    tokens = torch.arange(logits.shape[-1], device=logits.device) if token_ids is None else token_ids.long()
+    scores = filtered_scores(logits, rows)
+    return tokens[(scores + gumbels(rows.seeds, rows.positions, tokens)).argmax(-1)]
 
 
 def filtered_scores(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Return [R, V] logits over temperature; -inf for tokens that a filter drops. Greedy rows use temperature 1."""
+    scores = _scores(logits, rows)
+    return scores.masked_fill(scores < floors(logits, rows)[:, None], NEVER)
+
+
+def floors(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Return [R] float32: the lowest score that the filters of each row keep."""
+    floor = torch.log(rows.min_p)  # ln 0 = -inf drops nothing
+    if rows.has_top_k or rows.has_top_p:
+        floor = torch.maximum(floor, _worst_kept(_scores(logits, rows), rows))
+    return floor
+
+
+def _scores(logits: Tensor, rows: SamplingRows) -> Tensor:
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     # Relative to the best logit: a tiny temperature gives -inf for the others, never inf - inf.
-    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    if rows.has_top_k or rows.has_top_p:
-        scores = _top_k_then_p(scores, rows)
-    floor = torch.log(rows.min_p)[:, None]  # ln 0 = -inf drops nothing
-    return scores.masked_fill(scores < floor, NEVER)
+    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
-def _top_k_then_p(scores: Tensor, rows: SamplingRows) -> Tensor:
+def _worst_kept(scores: Tensor, rows: SamplingRows) -> Tensor:
+    """Return [R]: the lowest score that top-k, then top-p keep. Scores that tie with it stay."""
     ordered = _sorted_values(scores)  # worst first
     num_kept = torch.where(rows.top_k > 0, rows.top_k, scores.shape[-1]).clamp_max(scores.shape[-1])
     worst_kept = ordered.gather(-1, scores.shape[-1] - num_kept[:, None])
-    ordered = ordered.masked_fill(ordered < worst_kept, NEVER)
-    is_tail = ordered.softmax(-1).cumsum(-1) <= (1.0 - rows.top_p).float()[:, None]
-    is_tail &= (rows.top_p < 1.0)[:, None]
-    is_tail[:, -1] = False
-    # Use a threshold instead of positions: tokens that tie with the last kept one stay, independent of sort order.
-    worst_kept = torch.maximum(worst_kept, ordered.masked_fill(is_tail, float("inf")).amin(-1, keepdim=True))
-    return scores.masked_fill(scores < worst_kept, NEVER)
+    if rows.has_top_p:
+        ordered = ordered.masked_fill(ordered < worst_kept, NEVER)
+        is_tail = ordered.softmax(-1).cumsum(-1) <= (1.0 - rows.top_p).float()[:, None]
+        is_tail &= (rows.top_p < 1.0)[:, None]
+        is_tail[:, -1] = False
+        worst_kept = torch.maximum(worst_kept, ordered.masked_fill(is_tail, float("inf")).amin(-1, keepdim=True))
+    return worst_kept[:, 0]
 
 
 def _sorted_values(scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sampled text depends on seed and position alone; logprobs are the model's own."""
+"""Noise of sampled text depends on seed, position and token alone; logprobs are the model's own."""
 
 from __future__ import annotations
 

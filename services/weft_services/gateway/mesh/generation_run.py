@@ -1,7 +1,7 @@
 """One client request on the mesh: places its sequences, migrates them when workers fail, and merges their updates.
 
-A migration sends the generated tokens along as part of the prompt. Sampling is keyed on (seed, position), so the text
-continues exactly as it would have. Only this module retries, because only it knows what the client has received.
+A migration sends the generated tokens along as part of the prompt. Noise is keyed on (seed, position, token), so the
+text continues exactly as it would have. Only this module retries, because only it knows what the client has received.
 """
 
 from __future__ import annotations
