@@ -24,6 +24,7 @@ import torch
 from tests.weft.engine.harness import Driver
 from tests.weft.engine.late import LateRunner
 from tests.weft.engine.poison import Poison
+from tests.weft.engine.scripted import ScriptedSpeculator, reader_of
 from tests.weft.engine.soak_texts import FAMILIES, MAX_NEW, Live, Text, make_texts
 from tests.weft.engine.test_logits_processor import EveryThird
 from tests.weft.tiny_families import make_family
@@ -37,6 +38,7 @@ from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, RequestKey
 
 NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
+NUM_DRAFTING_STEPS = NUM_STEPS // 3
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12  # blocks for each group of layers
 STUCK_SECONDS, TOLD_STEPS = 60.0, 10_000
 # prompts are computed by how long they have waited: the engine's time passes with its looks at the clock
@@ -65,7 +67,10 @@ def crowded(tiny: Tiny) -> EngineConfig:
 class Chaos:
     """Asks for everything that an engine can be asked for, at random, and checks what it says."""
 
-    def __init__(self, tiny: Tiny, texts: list[Text], poison: Poison, seed: int) -> None:
+    def __init__(
+        self, tiny: Tiny, texts: list[Text], poison: Poison, seed: int, share_right: float | None = None
+    ) -> None:
+        """`share_right`: of drafts; None: nothing drafts."""
         self.random = random.Random(seed)
         self.texts = texts
         self.live: dict[RequestKey, Live] = {}
@@ -76,6 +81,8 @@ class Chaos:
         self.errors: list[str] = []
         self.is_over = threading.Event()
         self.vocab_size = tiny.config.vocab_size
+        self.whole: dict[str, tuple[int, ...]] = {}  # prompts with their texts, by request
+        self.speculator = None if share_right is None else ScriptedSpeculator(reader_of(self.whole), share_right, True)
         looks = count()
         self.engine = build_engine(
             tiny.config,
@@ -85,6 +92,7 @@ class Chaos:
             engine_config=crowded(tiny),
             listener=self.hear,
             clock=lambda: LOOK_SECONDS * next(looks),
+            speculator=self.speculator,
         )
         if isinstance(self.engine._runner, LateRunner):
             self.engine._runner.free = self.engine._loop._pool._free
@@ -202,6 +210,7 @@ class Chaos:
             resumed_tokens=num_resumed,
             constraint=EveryThird(self.vocab_size) if text.is_constrained else None,
         )
+        self.whole[key.request_id] = (*text.prompt, *text.expected)
         self.live[key] = Live(text, spec)
         self.counts["begun"] += 1
         self.counts[kind] += 1
@@ -279,15 +288,43 @@ def test_poisoned_blocks_show_nowhere_on_a_device_that_is_late(
     soak(name, steps_ahead, tmp_path, monkeypatch)
 
 
-def soak(name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(120 + NUM_STEPS)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama2"])
+def test_poisoned_blocks_show_nowhere_while_drafting(
+    name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soak(name, steps_ahead, tmp_path, monkeypatch, share_right=0.7)
+
+
+@pytest.mark.timeout(120 + NUM_STEPS)
+@pytest.mark.parametrize("steps_ahead", [1], indirect=True)
+@pytest.mark.parametrize("name", LATE_FAMILIES)
+def test_poisoned_blocks_show_nowhere_when_late_and_drafting(
+    name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "ModelRunner", LateRunner)
+    soak(name, steps_ahead, tmp_path, monkeypatch, share_right=0.7)
+
+
+def soak(
+    name: str,
+    steps_ahead: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    share_right: float | None = None,
+) -> None:
     tiny = make_family(name, tmp_path, **FAMILIES[name])
     texts = make_texts(tiny)
     poison = Poison(monkeypatch)
-    chaos = Chaos(tiny, texts, poison, seed=1)
-    chaos.run(NUM_STEPS)
+    chaos = Chaos(tiny, texts, poison, seed=1, share_right=share_right)
+    num_steps = NUM_STEPS if share_right is None else NUM_DRAFTING_STEPS
+    chaos.run(num_steps)
     print(f"{name}, {steps_ahead} steps ahead: {dict(chaos.counts)}, {poison.num_poisoned} blocks poisoned")
     load = chaos.engine.load
     assert (load.active_blocks, load.quarantined_blocks, load.active_tokens) == (0, 0, 0)
     for kind in ("ended", "cancelled", "preempted", "foretold", "handed over", "suspect", "stopped"):
         assert chaos.counts[kind], f"nothing was {kind}"
-    assert poison.num_poisoned > NUM_STEPS / 10
+    assert poison.num_poisoned > num_steps / 10
+    if chaos.speculator is not None:
+        assert 0 < chaos.speculator.num_accepted < chaos.speculator.num_verified
+        assert not chaos.speculator.known

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
 
-from tests.weft.engine.harness import Driver, Heard
+from tests.weft.engine.harness import Driver, Heard, handed_off
 from tests.weft.engine.scripted import ScriptedSpeculator, reader_of
 from tests.weft.engine.test_logits_processor import EveryThird
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
+from weft.engine.draft_planner import ASK_STEPS
+from weft.engine.drafting.drafter import DraftRequest, Proposal
 from weft.engine.loop import Postprocessor
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import SampledToken, StepScheduler
 from weft.errors import ModelFailed
 from weft.kv.block_pool import BlockPool
-from weft.request import NO_DRAFTS, FinishReason, RequestKey, SamplingParams
+from weft.request import NO_DRAFTS, FinishReason, RequestKey, SamplingParams, Speculation
 
 PROMPT = list(range(3, 43))
 NUM_TOKENS = 40
@@ -99,6 +102,138 @@ def test_drafts_change_no_text_of_a_sequence_alone(grouped: Tiny, plain: Texts, 
     with Driver(grouped, **SIZES, speculator=scripted(plain, "mixed")) as driver:
         assert_equal(driver.wait_end(submit(driver, name)), plain[name])
         assert driver.heard[RequestKey(name)].drafts.accepted
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+def test_stop_token_ends_the_sequence_at_any_place_of_a_step(grouped: Tiny, plain: Texts, place: int) -> None:
+    prompt, text = prompt_of("greedy"), plain["greedy"].tokens
+    stop = text[9 + place]
+    assert stop not in text[: 9 + place]
+    ends: dict[str, Any] = {"pin_sealed": True, "max_pinned": 64, **SIZES}
+    for fields in ({"stop_token_ids": (stop,)}, {"ignore_eos": False}):
+        heard: list[Heard] = []
+        sealed: list[list[bytes]] = []
+        for speculator in (None, scripted(plain, "right")):
+            with Driver(grouped, speculator=speculator, **{**ends, "eos_token_ids": (stop,)}) as driver:
+                heard.append(driver.generate(prompt, NUM_TOKENS, "greedy", num_logprobs=2, **fields))
+                sealed.append([block.block_key for block in driver.sealed])
+        assert_equal(heard[1], heard[0])
+        assert (heard[1].tokens, heard[1].reason) == (text[: 10 + place], FinishReason.STOP)
+        assert sealed[1] == sealed[0]
+
+
+def test_max_tokens_and_context_end_a_sequence_that_drafts(grouped: Tiny, plain: Texts) -> None:
+    prompt, text = prompt_of("greedy"), plain["greedy"].tokens
+    with Driver(grouped, speculator=scripted(plain, "right"), **SIZES) as driver:
+        for num_tokens in range(1, 19):
+            heard = driver.generate(prompt, num_tokens, "greedy", generation=num_tokens)
+            assert (heard.tokens, heard.reason) == (text[:num_tokens], FinishReason.LENGTH)
+    for num_tokens in range(5, 14):
+        room = len(prompt) + num_tokens
+        with Driver(grouped, speculator=scripted(plain, "right"), **SIZES, max_context_tokens=room) as driver:
+            heard = driver.generate(prompt, NUM_TOKENS, "greedy")
+            assert (heard.tokens, heard.reason) == (text[:num_tokens], FinishReason.LENGTH)
+            assert heard.drafts.accepted == heard.drafts.verified > 0
+
+
+def test_drafts_change_no_text_behind_a_prefix_hit(grouped: Tiny) -> None:
+    """Prompts of all lengths modulo a block, computed once without drafts and then found."""
+    prompts = {str(length): PROMPT[:length] for length in range(9, 14)}
+    texts: dict[str, list[int]] = {}
+    speculator = ScriptedSpeculator(reader_of(texts), share_right=0.8, is_varied=True)
+    with Driver(grouped, speculator=speculator, **SIZES) as driver:
+        for name, prompt in prompts.items():
+            off = Speculation(is_enabled=False)
+            expected = driver.generate(prompt, 24, name, temperature=0.7, seed=3, num_logprobs=1, speculation=off)
+            assert expected.drafts == NO_DRAFTS
+            texts[name] = prompt + expected.tokens
+            found = driver.generate(prompt, 24, name, generation=1, temperature=0.7, seed=3, num_logprobs=1)
+            assert found.num_cached == (len(prompt) - 1) // 4 * 4
+            assert found.drafts.accepted
+            assert_equal(found, expected)
+            # The answer's own blocks, sealed while it drafted, continue another one.
+            start = prompt + found.tokens[:11]
+            rest = driver.generate(start, 24, name, generation=2, temperature=0.7, seed=3, resumed_tokens=11)
+            assert rest.num_cached == (len(start) - 1) // 4 * 4
+            assert found.tokens[:11] + rest.tokens == expected.tokens
+        driver.assert_all_blocks_are_back()
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature", "frequency", "grammar"])
+def test_drafts_change_no_text_behind_a_hand_off(grouped: Tiny, plain: Texts, name: str) -> None:
+    fields = {**CASES[name], "num_logprobs": None, "constraint": None}
+    with Driver(grouped, **SIZES) as alone:
+        expected = alone.generate(prompt_of(name), NUM_TOKENS, name, **fields).tokens
+    speculator = ScriptedSpeculator(reader_of({name: prompt_of(name) + expected}), share_right=0.8, is_varied=True)
+    with Driver(grouped, **SIZES) as source, Driver(grouped, **SIZES, speculator=speculator) as target:
+        heard = handed_off(source, target, prompt_of(name), NUM_TOKENS, name, **fields)
+        target.assert_all_blocks_are_back()
+    assert heard.tokens == expected
+    assert heard.drafts.accepted
+
+
+@pytest.mark.parametrize("num_blocks", [12, 18])
+def test_drafts_change_no_text_under_preemption(
+    grouped: Tiny, plain: Texts, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sequences with room for one or less than two."""
+    preempted: list[Sequence] = []
+    preempt = StepScheduler._preempt
+
+    def noted(self: StepScheduler, sequence: Sequence) -> None:
+        preempted.append(sequence)
+        preempt(self, sequence)
+
+    monkeypatch.setattr(StepScheduler, "_preempt", noted)
+    names = ["temperature", "frequency", "grammar and penalties"]
+    speculator = scripted(plain, "mixed")
+    with Driver(grouped, **{**SIZES, "num_blocks": num_blocks}, speculator=speculator) as driver:
+        keys = [submit(driver, name) for name in names]
+        for key in keys:
+            assert driver.wait_end(key).tokens == plain[key.request_id].tokens
+        driver.assert_all_blocks_are_back()
+    assert preempted
+    assert speculator.num_accepted
+
+
+@pytest.mark.parametrize("num_spare", range(4))
+def test_drafts_take_only_pages_beyond_the_reserve(num_spare: int) -> None:
+    """Two sequences whose next drafts begin a page, where so many pages are free beyond one for each of them."""
+    config = EngineConfig(num_blocks=4 + num_spare, block_tokens=4, vocab_size=100, max_context_tokens=16, max_drafts=5)
+    pool, events = BlockPool(config.num_blocks), StepOutput()
+    speculator = ScriptedSpeculator(lambda sequence, count: [1] * count)
+    scheduler = StepScheduler(config, pool, speculator)
+    postprocessor = Postprocessor(config, pool, scheduler, speculator)
+    for name in ("one", "two"):
+        spec = SequenceSpec(RequestKey(name), (1, 2, 3), SamplingParams(9), SequenceMode.GENERATE)
+        scheduler.add(Sequence(spec, [1, 2, 3], 0.0))
+    chunks = scheduler.schedule(events, 0.0, is_drained=True) or []
+    postprocessor.apply(chunks, [[SampledToken(50)]] * 2, 0.1, events)
+    chunks = scheduler.schedule(events, 0.0, is_drained=True) or []
+    assert [len(chunk.drafts) for chunk in chunks] == [[0, 0], [4, 0], [5, 0], [5, 4]][num_spare]
+    assert pool.num_available == 2
+    # All drafts are wrong: the pages go back, but for those of the tokens to come.
+    postprocessor.apply(chunks, [[SampledToken(60)] * chunk.num_samples for chunk in chunks], 0.1, events)
+    assert sum(len(run.blocks) for each in scheduler.running for run in each.page_ranges) == 2 + [0, 1, 1, 2][num_spare]
+
+
+def test_the_loop_ahead_asks_rarely_while_nothing_is_proposed(
+    grouped: Tiny, plain: Texts, steps_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    propose = ScriptedSpeculator.propose
+
+    def noted(self: ScriptedSpeculator, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
+        asked.append(len(requests[0].sequence.token_ids))
+        return propose(self, requests, num_prompt_rows)
+
+    monkeypatch.setattr(ScriptedSpeculator, "propose", noted)
+    with Driver(grouped, speculator=ScriptedSpeculator(reader_of({})), **SIZES) as driver:
+        assert_equal(driver.generate(prompt_of("greedy"), NUM_TOKENS, "greedy", num_logprobs=2), plain["greedy"])
+    # When the second token is scheduled, the loop ahead does not know the first one.
+    first = len(prompt_of("greedy")) + 1
+    expected = range(first + steps_ahead, first + NUM_TOKENS - 1, ASK_STEPS if steps_ahead else 1)
+    assert asked == list(expected)
 
 
 FAILED = SampledToken(12, failure=ModelFailed("non-finite logits"))
