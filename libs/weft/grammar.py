@@ -6,6 +6,7 @@ The gateway compiles to reject grammars that cannot be served. Workers compile t
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,7 +19,10 @@ from weft.errors import BadCheckpoint, InvalidRequest
 from weft.tokenizer import read_tokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024
-MAX_CACHED = 64
+# A grammar that drafts has two twins.
+MAX_CACHED = 3 * 64
+# item and key separators of JSON as models write it
+SEPARATORS = ((", ", ": "), (",", ":"))
 # At most about 10 ms of work a step and 30 ms a compilation; a step of a normal grammar takes well under 1 ms.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=60_000,
@@ -51,11 +55,24 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, text: str) -> GrammarConstraint:
-        """Return a constraint at its start.
+    def compile(self, text: str, with_twins: bool = False) -> GrammarConstraint:
+        """Return a constraint at its start. With twins, it knows more tokens that are forced.
 
         Raises InvalidRequest for a grammar that is too long, UnusableGrammar when the compiler rejects it.
         """
+        start = self._cached(text)
+        return GrammarConstraint(start, self._twins(text) if with_twins else ())
+
+    def _twins(self, text: str) -> list[LLMatcher]:
+        twins: list[LLMatcher] = []
+        for twin in twin_texts(text):
+            try:
+                twins.append(self._cached(twin))
+            except InvalidRequest:
+                continue
+        return twins
+
+    def _cached(self, text: str) -> LLMatcher:
         with self._lock:
             known = self._compiled.get(text)
             if known is not None:
@@ -66,7 +83,7 @@ class Grammars:
                 self._compiled[text] = known
                 while len(self._compiled) > MAX_CACHED:
                     self._compiled.popitem(last=False)
-        return GrammarConstraint(known)
+        return known
 
     def _compile(self, text: str) -> LLMatcher:
         if len(text) > MAX_GRAMMAR_CHARS:
@@ -83,13 +100,15 @@ class Grammars:
 class GrammarConstraint:
     """The position of one sequence in its grammar; implements `weft.engine.messages.Constraint`.
 
-    `start` is a matcher that has consumed nothing; it may be shared and is not changed.
+    `start` is a matcher that has consumed nothing; it may be shared and is not changed. `twins` are such matchers of
+    narrower grammars, which allow the text that a model probably writes.
     """
 
-    def __init__(self, start: LLMatcher) -> None:
+    def __init__(self, start: LLMatcher, twins: Sequence[LLMatcher] = ()) -> None:
         self._start = start
         self._matcher = start.deep_copy()
         self._accepted: list[int] = []
+        self._forced = _ForcedTokens(twins, start)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance by generated tokens, in order."""
@@ -116,6 +135,10 @@ class GrammarConstraint:
             return 0
         return num_valid
 
+    def forced(self) -> list[int]:
+        """Return tokens that a twin forces next. The grammar itself may allow others, or refuse them."""
+        return self._forced.following(self._accepted)
+
     def fill(self, words: Any) -> None:
         """Write the token mask to `words`, a contiguous int32 array with one bit a token."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -126,6 +149,49 @@ class GrammarConstraint:
         if not self._matcher.is_error():
             return None
         return f"the answer's grammar cannot be followed any further: {first_line(self._matcher.get_error())}"
+
+
+class _ForcedTokens:
+    """Follows the twins of a grammar while they allow the text, and the grammar itself after that."""
+
+    def __init__(self, twins: Sequence[LLMatcher], start: LLMatcher) -> None:
+        self._unused = [twins, (start,)]
+        self._matchers: list[LLMatcher] = []
+        self._num_followed = 0
+
+    def following(self, accepted: list[int]) -> list[int]:
+        """Return the only tokens that can follow all `accepted` ones; empty if there is a choice."""
+        while not self._follow(accepted) and self._unused:
+            self._matchers = [start.deep_copy() for start in self._unused.pop(0)]
+            self._num_followed = 0
+        for matcher in self._matchers:
+            if token_ids := matcher.compute_ff_tokens():
+                return list(token_ids)
+        return []
+
+    def _follow(self, accepted: list[int]) -> bool:
+        added = accepted[self._num_followed :]
+        if added:
+            self._matchers = [matcher for matcher in self._matchers if matcher.consume_tokens(added)]
+        self._num_followed = len(accepted)
+        return bool(self._matchers)
+
+
+def twin_texts(text: str) -> list[str]:
+    """Return a grammar with each of SEPARATORS instead of free white space in JSON. Empty for one without JSON."""
+    try:
+        parts = json.loads(text)["grammars"]
+        schemas = [part["json_schema"] for part in parts if "json_schema" in part]
+        options = [dict(schema.get("x-guidance", {})) for schema in schemas]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []  # Lark, or not in the gateway's form
+    texts: list[str] = []
+    for item, key in SEPARATORS if schemas else ():
+        for schema, kept in zip(schemas, options, strict=True):
+            fixed = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+            schema["x-guidance"] = {"lenient": kept.get("lenient", False)} | fixed
+        texts.append(json.dumps({"grammars": parts}))
+    return texts
 
 
 def hash_tokenizer(tokenizer_json: bytes) -> str:

@@ -47,6 +47,9 @@ class Constraint(Protocol):
     def valid(self, token_ids: Items[int]) -> int:
         """Return how many of the tokens, from the first, could be accepted in order. Changes nothing."""
 
+    def forced(self) -> list[int]:
+        """Return tokens that probably come next, because the constraint leaves few others. They may be invalid."""
+
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the mask: bit i of word w is 1 if token 32 w + i may come next."""
 

@@ -17,7 +17,16 @@ from typing import Generic, TypeVar
 
 from weft import metrics
 from weft.engine.engine import Engine
-from weft.engine.messages import Constraint, EngineLoad, PromptProgress, Reserved, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.messages import (
+    Constraint,
+    EngineLoad,
+    PromptProgress,
+    Reserved,
+    SequenceMode,
+    SequenceSpec,
+    StepOutput,
+    TokenDelta,
+)
 from weft.errors import Incompatible, InvalidRequest, PeerLost, WeftError
 from weft.fleet_types import NO_ENGINE_TIME, PrefixCacheStats, TransferStats, WorkerStats
 from weft.grammar import Grammars
@@ -253,7 +262,9 @@ class EngineClient(Generic[SequenceT]):
 
         Raises InvalidRequest, Incompatible, Overloaded or EngineFailed.
         """
-        self._engine.submit(replace(spec, constraint=await self._grammars.compile(spec.sampling.grammar)))
+        may_draft = spec.speculation.is_enabled and spec.mode is SequenceMode.GENERATE
+        constraint = await self._grammars.compile(spec.sampling.grammar, with_twins=may_draft)
+        self._engine.submit(replace(spec, constraint=constraint))
         sequence.is_submitted = True
 
     def close(self) -> None:
@@ -304,27 +315,27 @@ class GrammarCompiler:
         self._grammars: Grammars | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    async def compile(self, grammar: Grammar | None) -> Constraint | None:
-        """Return the constraint of a grammar; None for None.
+    async def compile(self, grammar: Grammar | None, with_twins: bool) -> Constraint | None:
+        """Return the constraint of a grammar; None for None. `with_twins`: its tokens are drafted.
 
         Raises InvalidRequest if it does not compile, Incompatible if it was made for another tokenizer.
         """
         if grammar is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._open, grammar)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._open, grammar, with_twins)
 
     def close(self) -> None:
         """Cancel compilations that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _open(self, grammar: Grammar) -> Constraint:
+    def _open(self, grammar: Grammar, with_twins: bool) -> Constraint:
         if self._load is None:
             raise Incompatible("this worker has no tokenizer; set WEFT_MODEL to the model's directory")
         if self._grammars is None:
             self._grammars = self._load()
         if self._grammars.tokenizer_hash != grammar.tokenizer_hash:
             raise Incompatible("the grammar was made for another tokenizer.json than this worker's")
-        return self._grammars.compile(grammar.text)
+        return self._grammars.compile(grammar.text, with_twins)
 
 
 class StatsRecorder:

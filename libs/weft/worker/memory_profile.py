@@ -141,6 +141,9 @@ class AnyToken:
     def valid(self, token_ids: Items[int]) -> int:
         return len(token_ids)
 
+    def forced(self) -> list[int]:
+        return []
+
     def fill(self, words: NDArray[np.int32]) -> None:
         words.fill(-1)
 

@@ -49,6 +49,9 @@ class EveryThird:
         fitting = [token % 3 == at % 3 and token > 2 for at, token in enumerate(token_ids, start)]
         return (*fitting, False).index(False)
 
+    def forced(self) -> list[int]:
+        return []
+
     def fill(self, words: NDArray[np.int32]) -> None:
         for token in allowed_third(len(self.accepted), self._vocab_size):
             words.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))

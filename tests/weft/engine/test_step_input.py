@@ -45,6 +45,9 @@ class OddTokens:
     def valid(self, token_ids: Any) -> int:
         return len(token_ids)
 
+    def forced(self) -> list[int]:
+        return []
+
     def fill(self, words: NDArray[np.int32]) -> None:
         words.fill(0x55555555 if self.num_accepted % 2 else -1431655766)
 

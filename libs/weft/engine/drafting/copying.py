@@ -104,6 +104,18 @@ class CopyIndex:
         self.num_indexed = position
         return self._longest(last, before) if last else NO_MATCH
 
+    def find_after(self, drafts: Items[int]) -> TextMatch:
+        """Return the best match of the text with `drafts` behind it. They are not added."""
+        tail = [*self._token_ids[-MAX_MATCH:], *drafts]
+        if len(tail) < MIN_MATCH:
+            return NO_MATCH
+        first, second, third = tail[-MIN_MATCH:]
+        slot = ((first * FIRST ^ second * SECOND ^ third * THIRD) >> 4) & self._mask
+        places = [place for place in (self._last[slot], self._before[slot]) if place]
+        matches = [TextMatch(place, match_length(self._token_ids, place, tail)) for place in places]
+        best = max(matches, key=lambda match: match.length, default=NO_MATCH)
+        return best if best.length >= MIN_MATCH else NO_MATCH
+
     def copy(self, match: TextMatch) -> list[int]:
         """Return the tokens that continue a match. At the end of the text, they repeat the text since the match."""
         copied = self._token_ids[match.place : match.place + match.num_copied]

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from itertools import takewhile
 
 from weft.engine.drafting.acceptance import AcceptanceRates, Records, SourceRecord
-from weft.engine.drafting.copying import NO_MATCH, CopyIndex, PredictionReader
+from weft.engine.drafting.copying import NO_MATCH, CopyIndex, PredictionReader, TextMatch
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, DraftOrder, StepCosts
 from weft.engine.drafting.draft_stats import DraftStats, OffReason, SourceStats
 from weft.engine.drafting.drafter import DecodeStep, DraftOutcome, DraftRequest, DraftSource, DraftToken, Proposal
@@ -52,20 +52,47 @@ class _Drafter:
         return self._index.num_indexed
 
     def propose(self, limit: int, max_indexed: int) -> Proposal:
-        """Return drafts of the sequence's next tokens, before any end token."""
+        """Return drafts of the sequence's next tokens, before any end token. Its grammar accepts all of them."""
         copied = self._index.find(max_indexed)
         predicted = NO_MATCH if self._reader is None else self._reader.find()
-        if not (copied.length or predicted.length):
+        constraint = self._sequence.spec.constraint
+        if constraint is None and not (copied.length or predicted.length):
             return ()
-        if self._reader is not None and predicted.length >= copied.length:
-            source, grade, token_ids = DraftSource.PREDICTION, predicted.grade, self._reader.copy(predicted)
-        else:
-            source, grade, token_ids = DraftSource.COPY, copied.grade, self._index.copy(copied)
+        drafts: list[DraftToken] = []
+        if predicted.length >= copied.length:
+            drafts = self._drafts(DraftSource.PREDICTION, predicted, self._reader)
+        if not drafts:
+            drafts = self._drafts(DraftSource.COPY, copied, self._index)
+        if constraint is not None:
+            drafts = self._fitting(drafts, limit)
+        return tuple(takewhile(lambda draft: draft.token_id not in self._ends, drafts[:limit]))
+
+    def _drafts(
+        self, source: DraftSource, match: TextMatch, text: CopyIndex | PredictionReader | None
+    ) -> list[DraftToken]:
+        """Return the tokens that continue a match, unless the source is shut."""
+        if not match.length or text is None or self._is_shut(source):
+            return []
+        return [DraftToken(token_id, source, match.grade) for token_id in text.copy(match)]
+
+    def _is_shut(self, source: DraftSource) -> bool:
         record = self.records.get(source)
-        if record is not None and record.is_shut(len(self._sequence.token_ids)):
-            return ()
-        kept = takewhile(lambda token_id: token_id not in self._ends, token_ids[:limit])
-        return tuple([DraftToken(token_id, source, grade) for token_id in kept])
+        return record is not None and record.is_shut(len(self._sequence.token_ids))
+
+    def _fitting(self, drafts: list[DraftToken], limit: int) -> list[DraftToken]:
+        """Put tokens that the grammar forces before the drafts, and end before one that it refuses."""
+        sequence = self._sequence
+        constraint = sequence.token_history().advance(sequence.token_ids, len(sequence.token_ids))
+        forced = [] if self._is_shut(DraftSource.GRAMMAR) else constraint.forced()[:limit]
+        if forced:
+            is_continued = [draft.token_id for draft in drafts[: len(forced)]] == forced
+            others = drafts[len(forced) :] if is_continued else self._copied_after(forced)
+            drafts = [*(DraftToken(token_id, DraftSource.GRAMMAR) for token_id in forced), *others]
+        drafts = drafts[:limit]
+        return drafts[: constraint.valid([draft.token_id for draft in drafts])] if drafts else drafts
+
+    def _copied_after(self, forced: list[int]) -> list[DraftToken]:
+        return self._drafts(DraftSource.COPY, self._index.find_after(forced), self._index)
 
 
 class _SourceCounts:
