@@ -1,16 +1,31 @@
 """The draft head's training pass draws the same distributions as drafting token by token."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-from training.weft_nano_draft.head import DraftHead, HeadShape
+from training.weft_nano_draft.head import DraftHead, HeadShape, read_head, write_head
 from training.weft_nano_draft.unroll import draftable, unroll
+from transformers import LlamaConfig
+
+from weft.model.draft import DraftRows, DraftTarget
+from weft.model.eagle import EagleHead
+from weft.model.spec import LayerSpec, ModelConfig, Rope
+from weft.weights.draft_checkpoint import read_draft_checkpoint
+from weft_kernels.linear import pack
+from weft_kernels.paged_attention import PagedBatch
 
 NUM_STEPS = 4
 SHAPE = HeadShape(16, 24, 4, 2, 4, 1e-5, 100.0, (0, 1, 2))
 
 
-def draft_one_by_one(head: DraftHead, embedding: Tensor, token_ids: Tensor, features: Tensor, start: int) -> Tensor:
+def draft_one_by_one(
+    head: DraftHead, embedding: Tensor, token_ids: Tensor, features: tuple[Tensor, ...] | Tensor, start: int
+) -> Tensor:
     """Return the logits of each draft step after position `start`, from a key list that grows token by token."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -64,3 +79,49 @@ def test_drafts_never_leave_an_answer() -> None:
     # Row k holds token k + 1 and predicts token k + 2.
     assert first.tolist() == [[True, True, False, False, True, False, False]]
     assert second.tolist() == [[True, False, False, False, False, False, False]]
+
+
+TARGET = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    layers=(LayerSpec(),) * 6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-5,
+    rope=Rope(100.0),
+    max_positions=64,
+    is_tied=True,
+    eos_token_ids=(),
+    dtype="float32",
+)
+
+
+@pytest.mark.parametrize("boundaries", [(0, 2, 6), (1, 3, 5)])
+def test_engine_drafts_as_the_trainer_does(boundaries: tuple[int, ...], tmp_path: Path) -> None:
+    """Two rows of features and three drafts, from the files that the trainer writes."""
+    torch.manual_seed(2)
+    embedding, token_ids = torch.randn(32, 16).bfloat16().float(), torch.randint(32, (NUM_STEPS + 2,))
+    features = torch.randn(NUM_STEPS + 1, 3, 16)
+    write_head(
+        DraftHead(replace(SHAPE, boundaries=boundaries)),
+        LlamaConfig(vocab_size=32, hidden_size=16, num_attention_heads=4),
+        tmp_path,
+    )
+    trained = read_head(tmp_path)
+    draft = read_draft_checkpoint(tmp_path, TARGET).config
+    assert trained.shape.boundaries == draft.boundaries == boundaries
+    target = DraftTarget(embedding, pack(embedding, torch.float32), torch.float32, torch.device("cpu"))
+    engine = EagleHead(draft, load_file(tmp_path / "model.safetensors"), target)
+    pool, found = torch.zeros(1, 2, 1, 2, 8, 4), []
+    with torch.inference_mode():
+        expected = draft_one_by_one(trained, embedding, token_ids, features.unbind(1), start=1)
+        state = engine.fuse(features[:2])
+        for step in range(NUM_STEPS):
+            places = torch.arange(2) if step == 0 else torch.tensor([step + 1])
+            batch = PagedBatch(pool, 4, [0, len(places)], [step + 2], [[0]])
+            state = engine.forward(state, DraftRows(token_ids[places + 1], places + 1, places[None]), [batch])[-1:]
+            found.append(engine.logits(state))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)

@@ -148,7 +148,12 @@ def write_head(head: DraftHead, target: LlamaConfig, out: Path) -> None:
         "pad_token_id": target.pad_token_id,
         "fc_norm": True,
         "norm_output": True,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(boundaries), "use_aux_hidden_state": True},
+        "eagle_config": {
+            # SpecForge's ids name layers and mean the stream behind each, so no id stands for boundary 0.
+            "eagle_aux_hidden_state_layer_ids": [boundary - 1 for boundary in boundaries] if min(boundaries) else None,
+            "boundaries": list(boundaries),
+            "use_aux_hidden_state": True,
+        },
         "torch_dtype": "bfloat16",
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -166,7 +171,9 @@ def read_head(path: Path) -> DraftHead:
     """Read a head that `write_head` wrote, in float32."""
     config = json.loads((path / "config.json").read_text())
     sizes = {name: config[name] for name in HeadShape.__dataclass_fields__ if name != "boundaries"}
-    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    head = DraftHead(HeadShape(**sizes, boundaries=tuple(ids)))
+    eagle = config["eagle_config"]
+    # Files without `boundaries` are older, and have these as their ids.
+    boundaries = eagle.get("boundaries") or eagle["eagle_aux_hidden_state_layer_ids"]
+    head = DraftHead(HeadShape(**sizes, boundaries=tuple(boundaries)))
     head.load_state_dict({name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()})
     return head

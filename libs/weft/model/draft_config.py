@@ -90,12 +90,13 @@ def draft_config_of(fields: Fields, stored: Stored, target: ModelConfig) -> Draf
     layer = _read_layer(fields, producer, root, stored)
     is_fused = eagle.boolean("use_aux_hidden_state", True) or "fc.weight" in stored
     layer_ids = tuple(_layer_ids(fields, eagle)) if is_fused else ()
+    said = tuple(eagle.integers("boundaries", []))  # heads of Weft's trainer leave nothing to guess
     config = DraftConfig(
         producer=producer,
         layer=layer,
         root=root,
         layer_ids=layer_ids,
-        boundaries=default_reading(producer, layer_ids, target.num_layers, is_fused),
+        boundaries=said or default_reading(producer, layer_ids, target.num_layers, is_fused),
         feature_size=fields.integer("target_hidden_size", layer.hidden_size),
         is_fused=is_fused,
         feature_norm=_feature_norm(fields, eagle),
@@ -109,8 +110,8 @@ def draft_config_of(fields: Fields, stored: Stored, target: ModelConfig) -> Draf
         has_output=f"{OUTPUT}.weight" in stored,
     )
     if not all(FINAL <= each <= target.num_layers for each in config.boundaries):
-        what = f"{list(layer_ids)}, but the target has {target.num_layers} layers; take its own head"
-        raise fields.error("eagle_aux_hidden_state_layer_ids", what)
+        what = f"{list(said or layer_ids)}, but the target has {target.num_layers} layers; take its own head"
+        raise eagle.error("boundaries" if said else "eagle_aux_hidden_state_layer_ids", what)
     _check_sizes(fields, config, target)
     _check_tensors(fields, config, stored)
     return config

@@ -146,6 +146,14 @@ def test_config_follows_fields_and_tensors(tmp_path: Path) -> None:
     assert (shared.has_embedding, shared.has_output, shared.vocab_size) == (False, False, TARGET.vocab_size)
 
 
+def test_named_boundaries_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Weft's own trainer names them, next to ids that mean the same to SpecForge's readers."""
+    config = read_changed("specforge", eagle_flag(boundaries=[1, 3, 12]), tmp_path)
+    assert config.boundaries == (1, 3, 12)
+    with pytest.raises(BadCheckpoint, match=r"eagle_config.boundaries: \[1, 3, 13\], but the target has 12 layers"):
+        read_changed("specforge", eagle_flag(boundaries=[1, 3, 13]), tmp_path)
+
+
 def test_head_of_the_final_state_has_no_fusion(tmp_path: Path) -> None:
     def change(head: Head) -> None:
         head.config["eagle_config"].update(use_aux_hidden_state=False)
