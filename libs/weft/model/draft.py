@@ -81,15 +81,15 @@ class DraftModel(Protocol):
 class DraftAngles:
     """Makes the inputs of the layer with its own rotation."""
 
-    def __init__(self, config: ModelConfig, target: DraftTarget) -> None:
-        self._latent = config.latent
+    def __init__(self, config: ModelConfig, target: DraftTarget, group: int) -> None:
+        self._latent, self._group = config.latent, group
         head_dim = config.latent.rope_dim if config.latent else config.head_dim
         self._rotation = Rotation(config.rope, config.rotated_dim, head_dim, target.device)
         self._dtype = torch.float32 if config.is_rotated_wide else target.dtype
 
     def inputs(self, rows: DraftRows, batches: Sequence[PagedBatch]) -> LayerInputs:
         angles = self._rotation.angles(rows.positions - 1, self._dtype)
-        latent = plan_latent(self._latent, batches[0]) if self._latent else None
+        latent = plan_latent(self._latent, batches[self._group]) if self._latent else None
         return LayerInputs(rows.slots, batches, [angles], None, latent)
 
 

@@ -33,13 +33,13 @@ def original_boundaries(num_layers: int) -> Boundaries:
     return 2, num_layers // 2, num_layers - 3
 
 
-def default_reading(producer: Producer, layer_ids: Boundaries, num_layers: int, is_fused: bool) -> Boundaries:
+def default_reading(producer: Producer, layer_ids: Boundaries, num_layers: int, is_final: bool) -> Boundaries:
     """Return the most likely boundaries of a head.
 
     Ids that give the original boundaries in one of the two ways mean these for every producer. The number of layers
-    is no index of a layer, so ids that contain it are boundaries.
+    is no index of a layer, so ids that contain it are boundaries. `is_final`: the file names the normed state alone.
     """
-    if not is_fused:
+    if is_final:
         return (FINAL,)
     original, outputs = original_boundaries(num_layers), tuple(each + 1 for each in layer_ids)
     if not layer_ids or original in (layer_ids, outputs):

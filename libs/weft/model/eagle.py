@@ -44,7 +44,7 @@ class EagleHead:
         self.packed = tuple(loader.packed)
         offsets = weights[MAP].to(target.device) if draft.has_map else None
         self.ids = None if offsets is None else vocabulary_map(offsets, draft.target_vocab_size)
-        self._angles = DraftAngles(self.config, target)
+        self._angles = DraftAngles(self.config, target, place[0])
 
     def fuse(self, features: Tensor) -> Tensor:
         parts, eps = features, self.config.rms_norm_eps

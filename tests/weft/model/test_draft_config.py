@@ -154,13 +154,15 @@ def test_named_boundaries_are_taken_as_they_are(tmp_path: Path) -> None:
         read_changed("specforge", eagle_flag(boundaries=[1, 3, 13]), tmp_path)
 
 
-def test_head_of_the_final_state_has_no_fusion(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_head_of_the_final_state_has_one_feature(is_fused: bool, tmp_path: Path) -> None:
     def change(head: Head) -> None:
         head.config["eagle_config"].update(use_aux_hidden_state=False)
-        drop(head, "fc.weight")
+        fusion = head.tensors.pop("fc.weight")
+        head.tensors.update({"fc.weight": fusion[:, :64].contiguous()} if is_fused else {})
 
     config = read_changed("modelopt", change, tmp_path)
-    assert (config.is_fused, config.boundaries) == (False, (FINAL,))
+    assert (config.is_fused, config.boundaries) == (is_fused, (FINAL,))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_head_of_the_final_state_has_no_fusion(tmp_path: Path) -> None:
 def test_ids_become_boundaries_by_producer(
     producer: Producer, layer_ids: tuple[int, ...], num_layers: int, expected: tuple[int, ...]
 ) -> None:
-    assert default_reading(producer, layer_ids, num_layers, is_fused=True) == expected
+    assert default_reading(producer, layer_ids, num_layers, is_final=False) == expected
 
 
 def test_readings_are_all_meanings_once() -> None:

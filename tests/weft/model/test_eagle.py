@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.weft.model.eagle.heads import PRODUCERS, read_head
+from tests.weft.model.packers import FORMATS, pack
 from weft.model.draft import DraftRows
 from weft.model.eagle import EagleHead
 from weft_kernels.paged_attention import PagedBatch
@@ -56,3 +57,24 @@ def test_head_gives_the_numbers_of_its_project(name: str, chunk: int, tmp_path: 
     for found, expected in ((fused, "fused"), (torch.cat(states), "states"), (logits, "logits")):
         scale = float(recorded[expected].std())
         torch.testing.assert_close(found / scale, recorded[expected] / scale, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("modelopt", "modelopt-fp8"), ("kimi", "modelopt-nvfp4")])
+def test_quantized_head_is_that_of_its_unpacked_weights(name: str, kind: str, tmp_path: Path) -> None:
+    packed, plain = read_head(name), read_head(name)
+    skipped = "lm_head", "layers.0.self_attn.q_b_proj"  # the latter has no whole groups of inputs
+    packed.config["quantization_config"] = {**FORMATS[kind], "ignore": list(skipped)}
+    for key, tensor in plain.tensors.items():
+        if tensor.ndim == 2 and not key.startswith(skipped):
+            parts, plain.tensors[key] = pack(key.removesuffix(".weight"), tensor.float(), FORMATS[kind])
+            del packed.tensors[key]
+            packed.tensors |= parts
+    states = []
+    for kind_of, head in (("packed", packed), ("plain", plain)):
+        (tmp_path / kind_of).mkdir()
+        model, recorded = head.model(tmp_path / kind_of), head.recorded
+        slots = Slots(model, PROMPT)
+        with torch.inference_mode():
+            fused = model.fuse(recorded["features"])
+            states.append(model.forward(fused, *slots.rows(recorded["tokens"][:PROMPT], 0)))
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4 * float(states[1].std()))
