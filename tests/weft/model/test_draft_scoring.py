@@ -29,7 +29,7 @@ from weft.model.tensors import expected_tensors
 from weft.weights.draft_checkpoint import read_draft_checkpoint
 from weft_kernels.paged_attention import PagedBatch
 
-SIZE, LAYERS, NUM_TOKENS = 64, 6, 65
+SIZE, LAYERS, NUM_TOKENS, PROMPT = 64, 6, 65, 9
 RIGHT = 2  # the boundary at which the stream is one token ahead; the output is two ahead
 CYCLE = torch.randperm(SIZE, generator=torch.Generator().manual_seed(9))
 CONFIG = replace(TARGET, vocab_size=SIZE, intermediate_size=SIZE, layers=(LayerSpec(),) * LAYERS)
@@ -60,8 +60,9 @@ def target() -> Decoder:
 
 @pytest.fixture(scope="module")
 def text(target: Decoder) -> ScoringText:
-    """A text that the target itself goes on with, with the states at all boundaries."""
+    """A prompt of which the target predicts nothing, and its own answer, with the states at all boundaries."""
     ids, positions = CYCLE[2 * torch.arange(NUM_TOKENS) % SIZE], torch.arange(NUM_TOKENS)
+    ids[: PROMPT - 1] = CYCLE[7 * torch.arange(PROMPT - 1) % SIZE]
     boundaries = (*range(LAYERS + 1), FINAL)
     states, pool = torch.empty(NUM_TOKENS, len(boundaries), SIZE), torch.zeros(1, 2, LAYERS, 2, NUM_TOKENS, 16)
     batch = PagedBatch(pool, CONFIG.num_heads, [0, NUM_TOKENS], [NUM_TOKENS], [[0]])
@@ -70,8 +71,9 @@ def text(target: Decoder) -> ScoringText:
             TokenBatch(ids, positions, positions[None], positions), [batch], Capture(boundaries, states)
         )
         choices = target.logits(hidden).argmax(-1)
-    assert choices[:-1].tolist() == ids[1:].tolist()
-    return ScoringText(dict(zip(boundaries, states.unbind(1), strict=True)), ids, choices)
+    assert choices[PROMPT - 1 : -1].tolist() == ids[PROMPT:].tolist()
+    assert not (choices[: PROMPT - 1] == ids[1:PROMPT]).any()
+    return ScoringText(dict(zip(boundaries, states.unbind(1), strict=True)), ids, choices, answer_start=PROMPT)
 
 
 def make_head(fusion: Tensor, directory: Path, target: Decoder, layer_ids: list[int]) -> EagleHead:
