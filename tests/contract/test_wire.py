@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weft.kv.transfer import Accepted, Endpoint, Heartbeat, LeaseClosed, PrefillRequest, PromptFinished, ReadyBlocks
 from weft.request import (
+    DraftCounts,
     FinishReason,
     Grammar,
     ModelFingerprint,
@@ -20,6 +21,7 @@ from weft.request import (
     RequestKey,
     Retention,
     SamplingParams,
+    Speculation,
     TokenLogprob,
     WorkerAddress,
     WorkerRole,
@@ -70,6 +72,7 @@ prompt_logprobs = st.builds(PromptLogprobs, u32, chances, tokens, tokens, chance
 fingerprints = st.builds(ModelFingerprint, text, text, u32, u64, text)
 endpoints = st.builds(Endpoint, text, text, u64, text)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text, text, u32, u32, u32, u32)
+drafts = st.builds(DraftCounts, u32, u32, u32, u32)
 retentions = st.builds(Retention, u32, st.booleans())
 orders = st.builds(
     PrefillRequest, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32, retentions, u32
@@ -121,6 +124,17 @@ def test_fingerprints(fingerprint: ModelFingerprint) -> None:
 @given(st.builds(WorkerAddress, text, text, text))
 def test_worker_addresses(worker: WorkerAddress) -> None:
     assert wire.address_from_wire(through_bytes(wire.address_to_wire(worker))) == worker
+
+
+@given(drafts)
+def test_draft_counts(counts: DraftCounts) -> None:
+    assert wire.drafts_from_wire(through_bytes(wire.drafts_to_wire(counts))) == counts
+
+
+@given(st.builds(Speculation, st.booleans(), tokens))
+def test_speculation_reaches_the_worker(speculation: Speculation) -> None:
+    start = decode_service_pb2.StartSequence(speculation=wire.speculation_to_wire(speculation))
+    assert sequence_from_wire(through_bytes(start)).speculation == speculation
 
 
 @given(usages)

@@ -165,6 +165,8 @@ def validate_spec(spec: SequenceSpec, config: EngineConfig) -> None:
         raise InvalidRequest("the prompt is empty", "prompt")
     if not (min(spec.token_ids) >= 0 and max(spec.token_ids) < config.vocab_size):
         raise InvalidRequest(f"token ids must be between 0 and {config.vocab_size - 1}", "prompt")
+    if any(not 0 <= token < config.vocab_size for token in spec.speculation.prediction):
+        raise InvalidRequest(f"token ids must be between 0 and {config.vocab_size - 1}", "prediction")
     if num_tokens + 1 > config.context_tokens:
         raise InvalidRequest(
             f"the prompt has {num_tokens} tokens, and the context has room for {config.context_tokens - 1}",

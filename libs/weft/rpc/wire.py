@@ -21,6 +21,8 @@ from weft.kv.transfer import (
     ReadyBlocks,
 )
 from weft.request import (
+    SPECULATE,
+    DraftCounts,
     FinishReason,
     Grammar,
     ModelFingerprint,
@@ -30,6 +32,7 @@ from weft.request import (
     RequestKey,
     Retention,
     SamplingParams,
+    Speculation,
     TokenLogprob,
     WorkerAddress,
     WorkerRole,
@@ -67,6 +70,7 @@ _SAMPLING = shared_fields(
 )
 _PREFIX_STATS, _TRANSFER_STATS = shared_fields(PrefixCacheStats), shared_fields(TransferStats)
 _PREFILL_REQUEST = shared_fields(PrefillRequest, "key", "fingerprint", "token_ids", "sampling", "retention")
+_DRAFTS = shared_fields(DraftCounts)
 _ENDPOINT, _FINISHED = shared_fields(Endpoint), shared_fields(PromptFinished, "logprobs")
 
 
@@ -103,6 +107,25 @@ def retention_to_wire(retention: Retention) -> common_pb2.Retention:
 
 def retention_from_wire(retention: common_pb2.Retention) -> Retention:
     return Retention(**shared_values(retention, _RETENTION))
+
+
+def speculation_to_wire(speculation: Speculation) -> decode_service_pb2.Speculation | None:
+    """Return None for the default, so that most requests carry nothing."""
+    if speculation == SPECULATE:
+        return None
+    return decode_service_pb2.Speculation(is_disabled=not speculation.is_enabled, prediction=speculation.prediction)
+
+
+def speculation_from_wire(speculation: decode_service_pb2.Speculation) -> Speculation:
+    return Speculation(not speculation.is_disabled, tuple(speculation.prediction))
+
+
+def drafts_to_wire(drafts: DraftCounts) -> decode_service_pb2.DraftCounts:
+    return decode_service_pb2.DraftCounts(**shared_values(drafts, _DRAFTS))
+
+
+def drafts_from_wire(drafts: decode_service_pb2.DraftCounts) -> DraftCounts:
+    return DraftCounts(**shared_values(drafts, _DRAFTS))
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:

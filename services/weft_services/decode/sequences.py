@@ -27,6 +27,9 @@ from weft.kv.block_pool import Tier
 from weft.kv.transfer import PrefillRequest, is_superseded
 from weft.request import (
     KEEP,
+    NO_DRAFTS,
+    SPECULATE,
+    DraftCounts,
     FinishReason,
     PositionLogprobs,
     PromptLogprobs,
@@ -35,6 +38,7 @@ from weft.request import (
     RequestStage,
     Retention,
     SamplingParams,
+    Speculation,
     WorkerAddress,
     WorkerRole,
 )
@@ -120,6 +124,7 @@ class SequenceRequest:
     traceparent: str = ""
     retention: Retention = KEEP
     num_prompt_logprobs: int | None = None
+    speculation: Speculation = SPECULATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,7 @@ class DecodeUpdate:
     finish_reason: FinishReason | None = None
     failure: SequenceFailure | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class Outbox(Generic[ItemT]):
@@ -259,6 +265,7 @@ class SequenceManager:
             priority=request.priority,
             retention=request.retention,
             observer=scorer,
+            speculation=request.speculation,
         )
 
     async def _run_sequence(self, sequence: DecodeSequence) -> None:
@@ -307,7 +314,7 @@ class SequenceManager:
         if sequence.counts is not None and sequence.prefill_usage is not None:
             usage = self._usage(sequence, sequence.counts, sequence.prefill_usage)
             sequence.counts = None
-        return DecodeUpdate(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason)
+        return DecodeUpdate(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason, drafts=delta.drafts)
 
     def _usage(self, sequence: DecodeSequence, counts: PromptCounts, usage: PromptUsage) -> PromptUsage:
         """Return prefill's counts, or our own if the prompt was computed here."""

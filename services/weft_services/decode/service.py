@@ -11,6 +11,7 @@ import grpc
 from weft.request import RequestKey, WorkerRole
 from weft.rpc.wire import (
     address_from_wire,
+    drafts_to_wire,
     finish_to_wire,
     key_from_wire,
     key_to_wire,
@@ -18,6 +19,7 @@ from weft.rpc.wire import (
     prompt_logprobs_to_wire,
     retention_from_wire,
     sampling_from_wire,
+    speculation_from_wire,
     usage_to_wire,
 )
 from weft.worker.engine_client import EngineClient
@@ -89,6 +91,7 @@ def sequence_from_wire(start: decode_service_pb2.StartSequence) -> SequenceReque
         traceparent=start.traceparent,
         retention=retention_from_wire(start.retention),
         num_prompt_logprobs=start.num_prompt_logprobs if start.HasField("num_prompt_logprobs") else None,
+        speculation=speculation_from_wire(start.speculation),
     )
 
 
@@ -106,6 +109,7 @@ def update_to_wire(delta: DecodeUpdate) -> decode_service_pb2.SequenceDelta:
         if failure
         else None,
         prompt_logprobs=prompt_logprobs_to_wire(delta.prompt_logprobs) if delta.prompt_logprobs else None,
+        drafts=drafts_to_wire(delta.drafts) if delta.drafts.verified else None,
     )
 
 

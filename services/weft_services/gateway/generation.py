@@ -104,6 +104,7 @@ class Generation:
     `n`.
     - `repeats_prompt`: answers and their logprobs begin with the prompt's.
     - `num_prompt_logprobs`: alternatives per prompt token, returned next to the answer.
+    - `prediction`: text that the client expects in the answer. `speculates`: False generates one token in each step.
     - `in_pieces`: the answer is sent as it comes, regardless of `stream`, as over gRPC.
     - `echo`: request fields that the API repeats in its answer.
     - `kept_items`: items that led to an answer which will be stored; `num_earlier_generated` counts the tokens
@@ -137,6 +138,8 @@ class Generation:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     return_token_ids: bool = False
+    prediction: str = ""
+    speculates: bool = True
     stream: bool = False
     in_pieces: bool = False
     include_usage: bool = False

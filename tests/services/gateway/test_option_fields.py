@@ -48,6 +48,8 @@ SET_OPTIONS = pb.GenerationOptions(
     n=2,
     prompt_cache_retention="24h",
     num_prompt_logprobs=1,
+    speculation=False,
+    prediction="as before",
 )
 
 
@@ -112,6 +114,8 @@ def test_option_fields_hold_every_option_that_is_set() -> None:
         "n": 2,
         "prompt_cache_retention": "24h",
         "prompt_logprobs": 1,
+        "speculation": False,
+        "prediction": {"type": "content", "content": "as before"},
     }
 
 

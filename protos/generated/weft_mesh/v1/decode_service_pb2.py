@@ -26,7 +26,7 @@ from weft_mesh.v1 import common_pb2 as weft__mesh_dot_v1_dot_common__pb2
 from weft_mesh.v1 import scheduler_service_pb2 as weft__mesh_dot_v1_dot_scheduler__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weft_mesh/v1/decode_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\x1a$weft_mesh/v1/scheduler_service.proto\"x\n\rAttachRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.StartSequenceH\x00\x12.\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1c.weft_mesh.v1.CancelSequenceH\x00\x42\t\n\x07\x63ommand\"\x9f\x03\n\rStartSequence\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x16\n\x0e\x64\x65\x63ode_boot_id\x18\x02 \x01(\t\x12\x31\n\x07prefill\x18\x03 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddressH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.weft_mesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\x07 \x01(\r\x12\x16\n\x0eresumed_tokens\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12*\n\tretention\x18\x0b \x01(\x0b\x32\x17.weft_mesh.v1.Retention\x12 \n\x13num_prompt_logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\x16\n\x14_num_prompt_logprobs\"7\n\x0e\x43\x61ncelSequence\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\"=\n\x0e\x41ttachResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.weft_mesh.v1.SequenceDelta\"\xfa\x02\n\rSequenceDelta\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12.\n\x06prompt\x18\x04 \x01(\x0b\x32\x19.weft_mesh.v1.PromptUsageH\x00\x88\x01\x01\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\x33\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1d.weft_mesh.v1.SequenceFailureH\x01\x88\x01\x01\x12:\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1c.weft_mesh.v1.PromptLogprobsH\x02\x88\x01\x01\x42\t\n\x07_promptB\n\n\x08_failureB\x12\n\x10_prompt_logprobs\"m\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x0f\n\x07top_ids\x18\x05 \x03(\r\x12\x0b\n\x03top\x18\x06 \x03(\x02\"\xa5\x02\n\x0bPromptUsage\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x14\n\x0cstore_tokens\x18\x02 \x01(\r\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x04\x12\x10\n\x08queue_ms\x18\x04 \x01(\r\x12\x12\n\ncompute_ms\x18\x05 \x01(\r\x12\x1b\n\x13\x65xposed_transfer_ms\x18\x06 \x01(\r\x12\x19\n\x11prefill_worker_id\x18\x07 \x01(\t\x12\x18\n\x10\x66\x61iled_worker_id\x18\x08 \x01(\t\x12\x11\n\trouted_us\x18\t \x01(\r\x12\x13\n\x0breserved_us\x18\n \x01(\r\x12\x15\n\rprefilling_us\x18\x0b \x01(\r\x12\x17\n\x0ftransferring_us\x18\x0c \x01(\r\"C\n\x0fSequenceFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t2X\n\rDecodeService\x12G\n\x06\x41ttach\x12\x1b.weft_mesh.v1.AttachRequest\x1a\x1c.weft_mesh.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weft_mesh/v1/decode_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\x1a$weft_mesh/v1/scheduler_service.proto\"x\n\rAttachRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.StartSequenceH\x00\x12.\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1c.weft_mesh.v1.CancelSequenceH\x00\x42\t\n\x07\x63ommand\"\xcf\x03\n\rStartSequence\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x16\n\x0e\x64\x65\x63ode_boot_id\x18\x02 \x01(\t\x12\x31\n\x07prefill\x18\x03 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddressH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.weft_mesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\x07 \x01(\r\x12\x16\n\x0eresumed_tokens\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12*\n\tretention\x18\x0b \x01(\x0b\x32\x17.weft_mesh.v1.Retention\x12 \n\x13num_prompt_logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12.\n\x0bspeculation\x18\r \x01(\x0b\x32\x19.weft_mesh.v1.SpeculationB\n\n\x08_prefillB\x16\n\x14_num_prompt_logprobs\"6\n\x0bSpeculation\x12\x13\n\x0bis_disabled\x18\x01 \x01(\x08\x12\x12\n\nprediction\x18\x02 \x03(\r\"7\n\x0e\x43\x61ncelSequence\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\"=\n\x0e\x41ttachResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.weft_mesh.v1.SequenceDelta\"\xb5\x03\n\rSequenceDelta\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12.\n\x06prompt\x18\x04 \x01(\x0b\x32\x19.weft_mesh.v1.PromptUsageH\x00\x88\x01\x01\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\x33\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1d.weft_mesh.v1.SequenceFailureH\x01\x88\x01\x01\x12:\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1c.weft_mesh.v1.PromptLogprobsH\x02\x88\x01\x01\x12.\n\x06\x64rafts\x18\x08 \x01(\x0b\x32\x19.weft_mesh.v1.DraftCountsH\x03\x88\x01\x01\x42\t\n\x07_promptB\n\n\x08_failureB\x12\n\x10_prompt_logprobsB\t\n\x07_drafts\"`\n\x0b\x44raftCounts\x12\x10\n\x08verified\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x11\n\tpredicted\x18\x03 \x01(\r\x12\x1a\n\x12predicted_accepted\x18\x04 \x01(\r\"m\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x0f\n\x07top_ids\x18\x05 \x03(\r\x12\x0b\n\x03top\x18\x06 \x03(\x02\"\xa5\x02\n\x0bPromptUsage\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x14\n\x0cstore_tokens\x18\x02 \x01(\r\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x04\x12\x10\n\x08queue_ms\x18\x04 \x01(\r\x12\x12\n\ncompute_ms\x18\x05 \x01(\r\x12\x1b\n\x13\x65xposed_transfer_ms\x18\x06 \x01(\r\x12\x19\n\x11prefill_worker_id\x18\x07 \x01(\t\x12\x18\n\x10\x66\x61iled_worker_id\x18\x08 \x01(\t\x12\x11\n\trouted_us\x18\t \x01(\r\x12\x13\n\x0breserved_us\x18\n \x01(\r\x12\x15\n\rprefilling_us\x18\x0b \x01(\r\x12\x17\n\x0ftransferring_us\x18\x0c \x01(\r\"C\n\x0fSequenceFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t2X\n\rDecodeService\x12G\n\x06\x41ttach\x12\x1b.weft_mesh.v1.AttachRequest\x1a\x1c.weft_mesh.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREQUEST']._serialized_start=116
   _globals['_ATTACHREQUEST']._serialized_end=236
   _globals['_STARTSEQUENCE']._serialized_start=239
-  _globals['_STARTSEQUENCE']._serialized_end=654
-  _globals['_CANCELSEQUENCE']._serialized_start=656
-  _globals['_CANCELSEQUENCE']._serialized_end=711
-  _globals['_ATTACHRESPONSE']._serialized_start=713
-  _globals['_ATTACHRESPONSE']._serialized_end=774
-  _globals['_SEQUENCEDELTA']._serialized_start=777
-  _globals['_SEQUENCEDELTA']._serialized_end=1155
-  _globals['_PROMPTLOGPROBS']._serialized_start=1157
-  _globals['_PROMPTLOGPROBS']._serialized_end=1266
-  _globals['_PROMPTUSAGE']._serialized_start=1269
-  _globals['_PROMPTUSAGE']._serialized_end=1562
-  _globals['_SEQUENCEFAILURE']._serialized_start=1564
-  _globals['_SEQUENCEFAILURE']._serialized_end=1631
-  _globals['_DECODESERVICE']._serialized_start=1633
-  _globals['_DECODESERVICE']._serialized_end=1721
+  _globals['_STARTSEQUENCE']._serialized_end=702
+  _globals['_SPECULATION']._serialized_start=704
+  _globals['_SPECULATION']._serialized_end=758
+  _globals['_CANCELSEQUENCE']._serialized_start=760
+  _globals['_CANCELSEQUENCE']._serialized_end=815
+  _globals['_ATTACHRESPONSE']._serialized_start=817
+  _globals['_ATTACHRESPONSE']._serialized_end=878
+  _globals['_SEQUENCEDELTA']._serialized_start=881
+  _globals['_SEQUENCEDELTA']._serialized_end=1318
+  _globals['_DRAFTCOUNTS']._serialized_start=1320
+  _globals['_DRAFTCOUNTS']._serialized_end=1416
+  _globals['_PROMPTLOGPROBS']._serialized_start=1418
+  _globals['_PROMPTLOGPROBS']._serialized_end=1527
+  _globals['_PROMPTUSAGE']._serialized_start=1530
+  _globals['_PROMPTUSAGE']._serialized_end=1823
+  _globals['_SEQUENCEFAILURE']._serialized_start=1825
+  _globals['_SEQUENCEFAILURE']._serialized_end=1892
+  _globals['_DECODESERVICE']._serialized_start=1894
+  _globals['_DECODESERVICE']._serialized_end=1982
 # @@protoc_insertion_point(module_scope)

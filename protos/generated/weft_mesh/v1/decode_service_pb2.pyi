@@ -70,6 +70,7 @@ class StartSequence(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     decode_boot_id: _builtins.str
     """Boot id of the decode worker that the scheduler chose."""
     cache_salt: _builtins.bytes
@@ -106,6 +107,10 @@ class StartSequence(_message.Message):
     def retention(self) -> _common_pb2.Retention:
         """Retention of its blocks in the shared store."""
 
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """How it speculates."""
+
     def __init__(
         self,
         *,
@@ -121,10 +126,11 @@ class StartSequence(_message.Message):
         traceparent: _builtins.str = ...,
         retention: _common_pb2.Retention | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
+        speculation: Global___Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_prefill", b"_prefill", "key", b"key", "num_prompt_logprobs", b"num_prompt_logprobs", "prefill", b"prefill", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_prefill", b"_prefill", "key", b"key", "num_prompt_logprobs", b"num_prompt_logprobs", "prefill", b"prefill", "retention", b"retention", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_prefill", b"_prefill", "cache_salt", b"cache_salt", "decode_boot_id", b"decode_boot_id", "key", b"key", "num_prompt_logprobs", b"num_prompt_logprobs", "prefill", b"prefill", "priority", b"priority", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_prefill", b"_prefill", "cache_salt", b"cache_salt", "decode_boot_id", b"decode_boot_id", "key", b"key", "num_prompt_logprobs", b"num_prompt_logprobs", "prefill", b"prefill", "priority", b"priority", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
@@ -136,6 +142,34 @@ class StartSequence(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
 
 Global___StartSequence: _TypeAlias = StartSequence  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    """How a sequence speculates. The text is the same either way. Absent: it speculates without a prediction."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_DISABLED_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
+    is_disabled: _builtins.bool
+    """Generate one token in each step."""
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that the client expects in the answer."""
+
+    def __init__(
+        self,
+        *,
+        is_disabled: _builtins.bool = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_disabled", b"is_disabled", "prediction", b"prediction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class CancelSequence(_message.Message):
@@ -198,6 +232,7 @@ class SequenceDelta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last delta of a sequence that finished."""
     @_builtins.property
@@ -224,6 +259,10 @@ class SequenceDelta(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """A part of the prompt's logprobs; all parts precede the first token."""
 
+    @_builtins.property
+    def drafts(self) -> Global___DraftCounts:
+        """Draft tokens of this step; absent: none. The first `accepted` of token_ids were drafts."""
+
     def __init__(
         self,
         *,
@@ -234,17 +273,22 @@ class SequenceDelta(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         failure: Global___SequenceFailure | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        drafts: Global___DraftCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "failure", b"failure", "key", b"key", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafts", b"_drafts", "_failure", b"_failure", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "drafts", b"drafts", "failure", b"failure", "key", b"key", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "failure", b"failure", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafts", b"_drafts", "_failure", b"_failure", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "drafts", b"drafts", "failure", b"failure", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drafts: _TypeAlias = _typing.Literal["drafts"]  # noqa: Y015
+    _WhichOneofArgType__drafts: _TypeAlias = _typing.Literal["_drafts", b"_drafts"]  # noqa: Y015
     _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
     _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
     _WhichOneofReturnType__prompt: _TypeAlias = _typing.Literal["prompt"]  # noqa: Y015
     _WhichOneofArgType__prompt: _TypeAlias = _typing.Literal["_prompt", b"_prompt"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafts) -> _WhichOneofReturnType__drafts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__failure) -> _WhichOneofReturnType__failure | None: ...
     @_typing.overload
@@ -253,6 +297,40 @@ class SequenceDelta(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceDelta: _TypeAlias = SequenceDelta  # noqa: Y015
+
+@_typing.final
+class DraftCounts(_message.Message):
+    """Draft tokens of one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
+    PREDICTED_ACCEPTED_FIELD_NUMBER: _builtins.int
+    verified: _builtins.int
+    """Tokens that the step verified."""
+    accepted: _builtins.int
+    """Of those, tokens that became part of the answer."""
+    predicted: _builtins.int
+    """Verified tokens of the client's prediction."""
+    predicted_accepted: _builtins.int
+    """Of those, tokens that became part of the answer."""
+    def __init__(
+        self,
+        *,
+        verified: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+        predicted: _builtins.int = ...,
+        predicted_accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "predicted", b"predicted", "predicted_accepted", b"predicted_accepted", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from weft.errors import WeftError
-from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, TokenLogprob
+from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, PromptLogprobs, TokenLogprob
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
@@ -119,6 +119,12 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    drafts: DraftCounts = NO_DRAFTS
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Verified tokens of the client's prediction that are no part of the answer, nor of `completion_tokens`."""
+        return self.drafts.predicted - self.drafts.predicted_accepted
 
     def fields(self) -> dict[str, Any]:
         """Return OpenAI's usage object. It always contains cached_tokens."""
@@ -127,7 +133,11 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
+                "accepted_prediction_tokens": self.drafts.predicted_accepted,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            },
         }
 
 

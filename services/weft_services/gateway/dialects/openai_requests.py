@@ -203,6 +203,24 @@ def _check_bias(token: Any, bias: Any) -> tuple[int, float]:
     return int(token), float(bias)
 
 
+def as_predicted_text(value: Any) -> str | None:
+    """Return the text of OpenAI's predicted output. Its content is a string or a list of text parts."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "content":
+        raise ValueError('expected an object with type "content" and the expected answer as content')
+    content = value.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(_is_text_part(part) for part in content):
+        raise ValueError("content must be a string or a list of text parts")
+    return "".join(part["text"] for part in content)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def as_seed(value: int | None) -> int | None:
     """Return the seed as an unsigned number; vLLM's -1 is a random seed."""
     return None if value in (None, -1) else value % 2**64
@@ -231,7 +249,7 @@ class StreamOptions(LenientModel):
 
 
 class SamplingExtensions(LenientModel):
-    """Sampling fields beyond the common ones. All generating APIs accept them; gRPC has options of the same names."""
+    """Fields beyond the common ones. All generating APIs accept them; gRPC has options of the same names."""
 
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: Annotated[WholeNumber | None, Field(ge=-(2**63), lt=2**64), AfterValidator(as_seed)] = None
@@ -244,6 +262,8 @@ class SamplingExtensions(LenientModel):
     ignore_eos: bool | None = None
     priority: Annotated[WholeNumber | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     reject_if_busy: bool | None = None
+    prediction: Annotated[str | None, BeforeValidator(as_predicted_text)] = None
+    speculation: bool | None = None
 
 
 # Fields that /v1/messages and /v1/responses accept under the names of a chat completion.
@@ -288,6 +308,7 @@ class _Body(SamplingExtensions):
             "include_usage": bool(options and options.include_usage),
             "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
             "include_obfuscation": bool(options and options.include_obfuscation),
+            "speculates": self.speculation is not False,
             "retention": RETENTIONS[self.prompt_cache_retention],
             "session": session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user")),
         }

@@ -149,6 +149,8 @@ def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
             fields[JSON_OPTIONS[name]] = _json_field(value, f"options.{name}")
         elif name == "logit_bias":
             fields[name] = {str(token): bias for token, bias in value.items()}
+        elif name == "prediction":
+            fields[name] = {"type": "content", "content": value}
         elif isinstance(value, str | int | float):
             fields[RENAMED_OPTIONS.get(name, name)] = _finite(value, name)
         else:

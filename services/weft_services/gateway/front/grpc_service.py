@@ -245,6 +245,8 @@ def _piece_fields(piece: ChoiceUpdate, usage: Usage | None, prepared: PreparedRe
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             reasoning_tokens=usage.reasoning_tokens,
+            accepted_prediction_tokens=usage.drafts.predicted_accepted,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
         )
     return details
 

@@ -132,6 +132,8 @@ def _response_attributes(run: GenerationRun, usage: Usage, first_token_seconds: 
         "weft.prefill.worker": run.worst_prompt.prefill_worker_id,
         "weft.decode.worker": run.decode_id,
         "weft.attempts": run.num_attempts,
+        "weft.drafted_tokens": usage.drafts.verified,
+        "weft.accepted_tokens": usage.drafts.accepted,
     }
 
 
@@ -217,7 +219,9 @@ class RequestRecord:
         if self._run is None:
             return Usage(self.prompt_tokens, 0, 0)
         run = self._run
-        return Usage(run.prepared.num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens)
+        return Usage(
+            run.prepared.num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens, drafts=run.drafts
+        )
 
     def timeline(self) -> dict[str, Any]:
         """Return the timeline for a client that asks for it. Needs at least one token."""
@@ -276,6 +280,8 @@ class RequestRecord:
             pairs |= {"id": self._run.request_id, "prefill": prompt.prefill_worker_id, "decode": self._run.decode_id}
             pairs |= {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens}
             pairs |= {"completion": usage.completion_tokens, "attempts": self._run.num_attempts}
+            if usage.drafts.verified:
+                pairs |= {"drafted": usage.drafts.verified, "accepted": usage.drafts.accepted}
             pairs |= {"queue_ms": prompt.queue_ms, "compute_ms": prompt.compute_ms}
             pairs |= {"transfer_ms": prompt.exposed_transfer_ms, "transfer_bytes": prompt.transferred_bytes}
             if (forecast := self._run.forecast) is not None:  # its times count from placement
@@ -337,6 +343,8 @@ def timeline(
             "cached": run.num_cached_tokens,
             "from_store": prompt.store_tokens,
             "completion": run.num_completion_tokens,
+            "drafted": run.drafts.verified,
+            "accepted": run.drafts.accepted,
         },
         "itl_ms": _itl_ms(run, elapsed_ms, worst_gap_ms),
     }

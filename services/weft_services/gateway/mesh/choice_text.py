@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
+from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, PromptLogprobs
 from weft_services.gateway.mesh.decode_connection import SequenceUpdate
 from weft_services.gateway.text.assistant import StopMatcher
 from weft_services.gateway.text.codec import Codec
@@ -31,6 +31,8 @@ class ChoiceUpdate:
 class ChoiceText:
     """Text state of one choice. `token_ids` holds all generated tokens, which a migration resends.
 
+    `drafts` counts the draft tokens of all attempts.
+
     The choice ends after `max_tokens`, whether or not the worker reports the end.
     """
 
@@ -40,6 +42,7 @@ class ChoiceText:
         """`context`: the last prompt tokens, if the answer continues their text."""
         self.index = index
         self.token_ids: list[int] = []
+        self.drafts = NO_DRAFTS
         self.finish_reason: FinishReason | None = None
         self._stop: str | None = None
         self._prompt_logprobs: list[PromptLogprobs] = []  # not reported yet
@@ -60,6 +63,8 @@ class ChoiceText:
                 continue
             num_before = len(self.token_ids)
             texts.append(self._accept_one(delta))
+            if delta.drafts.verified:
+                self.drafts += _kept(delta.drafts, len(self.token_ids) - num_before)
             if delta.logprobs:
                 logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
         tokens = tuple(self.token_ids[start:])
@@ -116,3 +121,10 @@ class ChoiceText:
         if self._stop is not None:
             self.finish_reason = FinishReason.STOP
         return text
+
+
+def _kept(drafts: DraftCounts, num_tokens: int) -> DraftCounts:
+    """Return the counts of a step of which the answer keeps `num_tokens`: drafts behind a stop string are rejected."""
+    if drafts.accepted <= num_tokens:
+        return drafts
+    return replace(drafts, accepted=num_tokens, predicted_accepted=min(num_tokens, drafts.predicted_accepted))

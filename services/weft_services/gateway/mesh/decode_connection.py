@@ -24,6 +24,9 @@ from weft import trace
 from weft.errors import Cancelled, Incompatible, Overloaded, PeerLost, WeftError, from_code
 from weft.request import (
     KEEP,
+    NO_DRAFTS,
+    SPECULATE,
+    DraftCounts,
     FinishReason,
     PositionLogprobs,
     PromptLogprobs,
@@ -31,6 +34,7 @@ from weft.request import (
     RequestKey,
     Retention,
     SamplingParams,
+    Speculation,
     WorkerAddress,
 )
 from weft.rpc import wire
@@ -57,6 +61,7 @@ class SequenceUpdate:
     error: WeftError | None = None
     worker_id: str = ""
     prompt_logprobs: PromptLogprobs | None = None
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class UpdateQueue:
@@ -208,6 +213,7 @@ class StartCommand:
     priority: int = 0
     retention: Retention = KEEP
     num_prompt_logprobs: int | None = None
+    speculation: Speculation = SPECULATE
 
 
 def to_start_message(command: StartCommand) -> StartMessage:
@@ -224,6 +230,7 @@ def to_start_message(command: StartCommand) -> StartMessage:
             traceparent=trace.traceparent(),
             retention=wire.retention_to_wire(command.retention),
             num_prompt_logprobs=command.num_prompt_logprobs,
+            speculation=wire.speculation_to_wire(command.speculation),
         )
     )
     return message
@@ -362,6 +369,8 @@ def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Sequenc
         known.prompt_logprobs = wire.prompt_logprobs_from_wire(delta.prompt_logprobs)
     if delta.HasField("prompt"):
         known.prompt = wire.usage_from_wire(delta.prompt)
+    if delta.HasField("drafts"):
+        known.drafts = wire.drafts_from_wire(delta.drafts)
     if reason := delta.finish_reason:
         known.finish_reason = wire.finish_from_wire(reason)
     if delta.HasField("failure"):

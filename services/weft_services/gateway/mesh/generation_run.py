@@ -18,6 +18,8 @@ from weft import metrics
 from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, QueueFull, WeftError
 from weft.fleet_types import Priority, RouteQuery
 from weft.request import (
+    NO_DRAFTS,
+    DraftCounts,
     PromptUsage,
     RequestKey,
     RequestStage,
@@ -306,6 +308,7 @@ class SequenceRunner:
             priority=self._shared.hints.priority,
             retention=self._shared.prepared.generation.retention,
             num_prompt_logprobs=self._num_scored,
+            speculation=self._shared.prepared.speculation,
         )
         self._start_message = to_start_message(command)
 
@@ -399,6 +402,11 @@ class GenerationRun:
     def num_completion_tokens(self) -> int:
         """Tokens generated so far, end tokens included."""
         return sum(len(runner.choice.token_ids) for runner in self._runners)
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """Draft tokens of all sequences and their attempts so far."""
+        return sum((runner.choice.drafts for runner in self._runners), NO_DRAFTS)
 
     @property
     def num_cached_tokens(self) -> int:

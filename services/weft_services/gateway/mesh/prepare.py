@@ -14,7 +14,7 @@ from functools import partial
 
 from weft.errors import InvalidRequest
 from weft.kv.block_pool import block_keys
-from weft.request import Grammar, SamplingParams, new_seed
+from weft.request import SPECULATE, Grammar, SamplingParams, Speculation, new_seed
 from weft_services.gateway.access.authentication import current_principal
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, TokenizeRequest
 from weft_services.gateway.grammar.request_grammar import request_grammar
@@ -119,6 +119,7 @@ class PreparedRequest:
     prompts: tuple[PreparedPrompt, ...]
     sequences: tuple[PreparedSequence, ...]
     cache_salt: bytes = b""
+    speculation: Speculation = SPECULATE
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -219,7 +220,23 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         sampling = _sampling(generation, model, max(1, max_tokens), _derive(seed, index), grammar)
         scored = generation.num_scored if candidate == 0 or generation.stream else None
         sequences.append(PreparedSequence(place, sampling, max_tokens, scored))
-    return PreparedRequest(generation, model, tuple(prompts), tuple(sequences), cache_salt)
+    speculation = _speculation(generation, model, limit)
+    return PreparedRequest(generation, model, tuple(prompts), tuple(sequences), cache_salt, speculation)
+
+
+def _speculation(generation: Generation, model: ServedModel, limit: int) -> Speculation:
+    """Tokenize the prediction, which is at most as long as the context. All choices share it."""
+    text = generation.prediction
+    if not text or not generation.speculates:
+        return Speculation(generation.speculates)
+    token_ids: tuple[int, ...] = ()
+    if is_short := len(text) <= limit * model.codec.longest_token_bytes:
+        token_ids = model.codec.encode(text, add_special_tokens=False)
+    if not is_short or len(token_ids) > limit:
+        size = f"{len(token_ids)} tokens" if is_short else f"{len(text)} characters"
+        message = f"prediction.content: {size} exceed this model's maximum context length of {limit} tokens"
+        raise InvalidRequest(f"{message}; send only the part that the answer repeats", "prediction.content")
+    return Speculation(prediction=token_ids)
 
 
 def _repeated(prompt: Prompt, model: ServedModel) -> str:
