@@ -14,6 +14,7 @@ WeftError
   PeerLost           another service is gone, silent or broke the protocol; `worker_id` names it
     NoWorker         no worker takes the request now; a retry may find one
       ModelLoading   no worker serves the model yet; one is loading it
+      SamplingChanged  the workers sample other tokens than the one that began the answer
   DeadlineExceeded   the caller's deadline has passed
   Cancelled          the caller left
   ModelFailed        the model's files are at fault: its template, or weights with NaN logits
@@ -152,6 +153,12 @@ class ModelLoading(NoWorker):
     """No worker serves the model yet, but at least one is loading it."""
 
     reason: ClassVar[str] = "model_loading"
+
+
+class SamplingChanged(NoWorker):
+    """All live workers have another sampling version than the one that began the answer; an older one may return."""
+
+    reason: ClassVar[str] = "sampling_changed"
 
 
 class DeadlineExceeded(WeftError):

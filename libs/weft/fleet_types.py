@@ -83,7 +83,8 @@ DEFAULT_REQUEST_SECONDS = 600.0
 class WorkerHello:
     """Description of a worker, sent when it joins. The scheduler keeps `role` up to date with the reports.
 
-    `is_draining` is local to the worker: it joins while it drains. Its reports tell the scheduler.
+    `is_draining` is local to the worker: it joins while it drains. Its reports tell the scheduler. Workers of different
+    `sampling_version` sample different tokens with the same seed; 0: the worker is too old to have one.
     """
 
     address: WorkerAddress
@@ -96,6 +97,12 @@ class WorkerHello:
     metrics_address: str = ""
     can_change_role: bool = False
     is_draining: bool = False
+    sampling_version: int = 0
+
+    @property
+    def pairing(self) -> tuple[ModelFingerprint, int]:
+        """What the prefill and the decode worker of a request must share: the blocks and the tokens of a seed."""
+        return self.fingerprint, self.sampling_version
 
     @property
     def pool_tokens(self) -> int:
@@ -218,7 +225,7 @@ class RouteQuery:
 
     `remaining_seconds`: time until the client's deadline. `resumed_tokens`: tokens of the prompt that earlier attempts
     generated. `computes_prompt`: the decode worker computes the whole prompt and ignores caches. `gateway_id`: the
-    gateway that settles the attempt.
+    gateway that settles the attempt. `sampling_version`: only workers of this version may continue; None: any.
     """
 
     key: RequestKey
@@ -236,7 +243,11 @@ class RouteQuery:
     resumed_tokens: int = 0
     computes_prompt: bool = False
     gateway_id: str = ""
+    sampling_version: int | None = None
 
-    def excludes(self, address: WorkerAddress) -> bool:
-        """True if an earlier attempt failed on this worker or on this boot of it."""
-        return address.worker_id in self.excluded_worker_ids or address.boot_id in self.excluded_boot_ids
+    def excludes(self, worker: WorkerHello) -> bool:
+        """True if an earlier attempt failed on this worker or on this boot of it, or if it samples other tokens."""
+        address = worker.address
+        if address.worker_id in self.excluded_worker_ids or address.boot_id in self.excluded_boot_ids:
+            return True
+        return self.sampling_version not in (None, worker.sampling_version)

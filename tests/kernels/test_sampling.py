@@ -17,7 +17,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from weft_kernels import sampling
 from weft_kernels.native import CHOICE
-from weft_kernels.sampling import SamplingRows, logprobs, sample, sample_drafts
+from weft_kernels.sampling import SAMPLING_VERSION, SamplingRows, logprobs, sample, sample_drafts
 from weft_kernels.sampling.noise import gumbels, gumbels_of_words, philox
 from weft_kernels.sampling.reference import filtered_scores, sample_reference
 
@@ -26,6 +26,7 @@ KNOWN_BITS = [
     [-1093360110, 1045078252, -1083190912],
     [1052322499, 1069977592, 1062022372],
 ]
+RECORDED_TOKENS = [12, 34, 1, 39, 25, 11, 14, 0, 38, 36, 15, 37]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -188,6 +189,14 @@ def test_philox_gives_the_known_answers_of_its_authors() -> None:
 def test_noise_has_the_same_bits_on_every_machine_and_release() -> None:
     noise = gumbels(torch.tensor([0, 1, -1]), torch.tensor([0, 1, 2**40]), torch.tensor([0, 9, 2**31 - 1]))
     assert noise.view(torch.int32).tolist() == KNOWN_BITS
+
+
+def test_sampled_tokens_change_only_with_the_version() -> None:
+    """Raise `SAMPLING_VERSION` if these tokens change."""
+    params = [{"temperature": 1.0, **each} for each in ({}, {"top_k": 9}, {"top_p": 0.5}, {"min_p": 0.3})] * 3
+    logits = (torch.arange(12 * 40).view(12, 40) * 37 % 64) / 16
+    tokens = sample(logits, make_rows(params, list(range(12)), list(range(5, 17)))).tolist()
+    assert (SAMPLING_VERSION, tokens) == (2, RECORDED_TOKENS)
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 40}, {"top_p": 0.8}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8}])

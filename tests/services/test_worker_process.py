@@ -28,6 +28,7 @@ from weft.request import SamplingParams, WorkerAddress
 from weft.rpc.server import SERVING, RpcServer
 from weft_kernels.linear.packed12 import Packed12, pack_12
 from weft_kernels.native import native
+from weft_kernels.sampling import SAMPLING_VERSION
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
 from weft_services.decode.service import DECODE_ROLE as DECODE
 from weft_services.gateway.mesh.fleet import FleetWatcher
@@ -42,7 +43,7 @@ async def test_a_worker_serves_once_it_has_joined(tiny: Tiny) -> None:
         await process.until_serving()
         assert (process.hello.model, process.hello.num_blocks, process.hello.transport) == ("tiny", 32, "grpc")
         assert process.hello.fingerprint.weights_hash == process.peers.image.weights_hash
-        assert process.hello.max_context_tokens == 128
+        assert (process.hello.max_context_tokens, process.hello.sampling_version) == (128, SAMPLING_VERSION)
         async with background_tasks() as tasks:
             gateway = Gateway(process.address, tasks)
             assert (await gateway.generate(prompt(9))).tokens == tiny.greedy(list(prompt(9)), GREEDY.max_tokens)

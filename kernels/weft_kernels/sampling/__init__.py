@@ -9,6 +9,10 @@ from weft_kernels.native import native
 from weft_kernels.sampling.reference import SamplingRows as SamplingRows
 from weft_kernels.sampling.reference import floors, race
 
+# Version of the tokens that a seed gives for the same logits. Raise it with any change of the noise, the race or the
+# filters: workers of two versions do not continue each other's sampled answers. Version 1 had one noise per position.
+SAMPLING_VERSION = 2
+
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     """Return one token per row, [R] int64: argmax for greedy rows, else the token that wins the race.

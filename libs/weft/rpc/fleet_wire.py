@@ -152,4 +152,5 @@ def query_to_wire(query: RouteQuery, remaining_seconds: float) -> pb.RouteReques
         traceparent=trace.traceparent(),
         resumed_tokens=query.resumed_tokens,
         computes_prompt=query.computes_prompt,
+        sampling_version=query.sampling_version,
     )

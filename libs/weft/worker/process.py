@@ -46,6 +46,7 @@ from weft.worker.pool_memory import PoolPrefaulter, open_blocks
 from weft.worker.startup import LoadedEngine, load_engine
 from weft.worker.store_client import StoreClient
 from weft.worker.store_reader import AlwaysFetch, FetchCostModel
+from weft_kernels.sampling import SAMPLING_VERSION
 
 logger = logging.getLogger(__name__)
 # A full pool means a busy worker. A pool that stays full without a new token has lost its blocks.
@@ -252,6 +253,7 @@ def _hello(
         transport=context.endpoint.transport,
         metrics_address=metrics_address,
         can_change_role=len(roles) > 1,
+        sampling_version=SAMPLING_VERSION,
     )
 
 

@@ -18,6 +18,7 @@ from weft.errors import (
     Overloaded,
     PeerLost,
     RateLimited,
+    SamplingChanged,
     Unauthenticated,
     WeftError,
     from_code,
@@ -29,6 +30,7 @@ CODES: dict[type[WeftError], str] = {
     Forbidden: "insufficient_permissions",
     Overloaded: "overloaded",
     ModelLoading: ModelLoading.reason,
+    SamplingChanged: SamplingChanged.reason,
     PeerLost: "unavailable",
     ModelFailed: "model_failed",
     EngineFailed: "internal_error",
@@ -53,6 +55,8 @@ def public_message(error: WeftError) -> str:
     """
     if isinstance(error, ModelLoading):
         return "the model is being loaded; try again in a moment"
+    if isinstance(error, SamplingChanged):
+        return "the worker of this answer is lost, and the others would sample different tokens; send the request again"
     if isinstance(error, PeerLost):
         return "a service that this request needs is unavailable or was lost; try again"
     if error.is_remote and isinstance(error, Overloaded):

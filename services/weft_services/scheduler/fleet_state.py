@@ -370,7 +370,7 @@ class ModelWorkers:
     Workers of both roles are in both lists.
     - `role_masks`: by role, 0 for workers that play it, infinite for others
     - `first_by_role`: the first worker that plays the role
-    - `is_uniform`: all workers can exchange blocks
+    - `is_uniform`: any two workers can serve one request
     - `utilization`: recent share of the prefill workers with prompts to compute
     - `credit`: what a cached token in the shared store saves
     """
@@ -385,7 +385,7 @@ class ModelWorkers:
         self.by_id = {worker.worker_id: worker for worker in self.workers}
         self.prefills, self.prefill_slots = self._workers_of(WorkerRole.PREFILL)
         self.decodes, self.decode_slots = self._workers_of(WorkerRole.DECODE)
-        self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
+        self.is_uniform = len({worker.info.pairing for worker in self.workers}) <= 1
         self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
         # the shared store's name for this model's blocks
         self.fingerprint = fingerprint_digest(self.workers[0].info.fingerprint) if self.workers else b""

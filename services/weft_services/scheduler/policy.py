@@ -15,16 +15,19 @@ it moves. The decode worker computes the prompt itself if a hand-off would cost 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from weft.errors import InvalidRequest, NoWorker, Overloaded, PeerLost, WeftError
+from weft.errors import InvalidRequest, NoWorker, Overloaded, PeerLost, SamplingChanged, WeftError
 from weft.fleet_types import RouteQuery
 from weft.request import ModelFingerprint, WorkerRole
 from weft_services.scheduler.fleet_state import DEFAULT_STORE_CREDIT, INFINITE, ModelWorkers, Row, StoreCredit, Worker
+
+# of `WorkerHello.pairing`
+Pairing = tuple[ModelFingerprint, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,25 +258,25 @@ class _Chooser:
             one = self._pick(WorkerRole.DECODE, self._combined_costs(), None).worker
             return self._decide(one, one)
         prefill_costs, decode_costs = self._prefill_costs(), self._decode_costs()
-        partners = None if members.is_uniform else self._prefill_fingerprints(prefill_costs)
+        partners = None if members.is_uniform else self._prefill_pairings(prefill_costs)
         decode = self._pick(WorkerRole.DECODE, decode_costs, partners)
-        mates = None if members.is_uniform else {decode.worker.info.fingerprint}
+        mates = None if members.is_uniform else {decode.worker.info.pairing}
         prefill = self._pick(WorkerRole.PREFILL, prefill_costs, mates)
         both = self._single_worker(decode, prefill, prefill_costs, decode_costs)
         return self._decide(both, both) if both else self._decide(decode.worker, prefill.worker)
 
-    def _prefill_fingerprints(self, prefill_costs: Row) -> Set[ModelFingerprint]:
-        """Return the fingerprints of workers that could compute the prompt.
+    def _prefill_pairings(self, prefill_costs: Row) -> Set[Pairing]:
+        """Return the pairings of workers that could compute the prompt.
 
         If there are none, return those of all prefill workers, so the error names the reason.
         """
         slots, prefills = self.members.prefill_slots, self.members.prefills
         able = {
-            worker.info.fingerprint
+            worker.info.pairing
             for worker in prefills
             if prefill_costs[slots[worker]] < INFINITE and self._is_eligible(WorkerRole.PREFILL, worker, None)
         }
-        return able or {worker.info.fingerprint for worker in prefills}
+        return able or {worker.info.pairing for worker in prefills}
 
     def _prefill_costs(self) -> Row:
         routing, members, last = self.routing, self.members, self.routing.query.prompt_tokens - 1
@@ -347,25 +350,23 @@ class _Chooser:
         local = (worker.prefill_tokens + self.weight * own + stall) * worker.token_seconds
         return worker if local <= prefill.cost + handoff else None
 
-    def _pick(self, role: WorkerRole, costs: Row, fingerprints: Set[ModelFingerprint] | None) -> _Candidate:
-        if (pick := self._best(role, costs, fingerprints)) is None:
+    def _pick(self, role: WorkerRole, costs: Row, pairings: Set[Pairing] | None) -> _Candidate:
+        if (pick := self._best(role, costs, pairings)) is None:
             # in a backfill, the window may be why no partner was found
-            raise rejection(
-                self.members, self.routing.query, role, fingerprints if self.window is UNRESTRICTED else None
-            )
+            raise rejection(self.members, self.routing.query, role, pairings if self.window is UNRESTRICTED else None)
         return pick
 
-    def _best(self, role: WorkerRole, costs: Row, fingerprints: Set[ModelFingerprint] | None) -> _Candidate | None:
+    def _best(self, role: WorkerRole, costs: Row, pairings: Set[Pairing] | None) -> _Candidate | None:
         """Return the cheapest eligible worker; a suspect one only if there is no other.
 
         The first look nearly always succeeds, so the others are vetted only if it fails.
         """
         pick, workers = self._cheapest(role, costs), self.members.workers
-        if pick is None or (self._is_eligible(role, pick.worker, fingerprints) and not self._is_suspect(pick.worker)):
+        if pick is None or (self._is_eligible(role, pick.worker, pairings) and not self._is_suspect(pick.worker)):
             return pick
         able = costs.copy()
         for slot in np.flatnonzero(costs < INFINITE):
-            if not self._is_eligible(role, workers[slot], fingerprints):
+            if not self._is_eligible(role, workers[slot], pairings):
                 able[slot] = INFINITE
         trusted = able.copy()
         for slot in np.flatnonzero(able < INFINITE):
@@ -392,11 +393,11 @@ class _Chooser:
                 return _Candidate(own, best)
         return _Candidate(members.workers[tied[members.dispatched_tokens[tied].argmin()]], best)
 
-    def _is_eligible(self, role: WorkerRole, worker: Worker, fingerprints: Set[ModelFingerprint] | None) -> bool:
+    def _is_eligible(self, role: WorkerRole, worker: Worker, pairings: Set[Pairing] | None) -> bool:
         query = self.routing.query
-        if query.excludes(worker.info.address) or query.prompt_tokens > worker.longest_prompt:
+        if query.excludes(worker.info) or query.prompt_tokens > worker.longest_prompt:
             return False
-        if fingerprints is not None and worker.info.fingerprint not in fingerprints:
+        if pairings is not None and worker.info.pairing not in pairings:
             return False
         return self.window.admits(worker, role) and has_room(worker, role, self.routing)
 
@@ -435,23 +436,24 @@ def has_room(worker: Worker, role: WorkerRole, routing: RoutingInput) -> bool:
     return worker.prefill_tokens + uncached_tokens(routing, worker) <= MAX_PREFILL_POOLS * info.pool_tokens
 
 
-def rejection(
-    members: ModelWorkers, query: RouteQuery, role: WorkerRole, fingerprints: Set[ModelFingerprint] | None
-) -> WeftError:
+def rejection(members: ModelWorkers, query: RouteQuery, role: WorkerRole, pairings: Set[Pairing] | None) -> WeftError:
     """Return the error that tells the client why no worker was found.
 
-    Checked in this order: prompt too long, worker gone, starting or draining, no matching fingerprint, full. A live
-    worker that does not serve counts only if the prompt fits there. While no worker is ready no prompt is too long: a
-    larger worker may still join.
+    Checked in this order: sampling version, prompt too long, worker gone, starting or draining, no matching pairing,
+    full. A live worker that does not serve counts only if the prompt fits there. While no worker is ready no prompt is
+    too long: a larger worker may still join.
     """
     live = members.decodes if role is WorkerRole.DECODE else members.prefills
+    if any(_all_sample_otherwise(workers, query) for workers in (members.decodes, members.prefills)):
+        what = f"sampling version {query.sampling_version}, with which the answer began"
+        return SamplingChanged(f"no pair of workers of {query.model!r} has {what}; send the request again")
     able = [worker for worker in live if query.prompt_tokens <= worker.longest_prompt]
     is_apart = any(worker.is_ready and query.prompt_tokens > worker.longest_prompt for worker in live)
     if not able and is_apart:
         message = f"the prompt has {query.prompt_tokens} tokens; at most {max(w.longest_prompt for w in live)} fit"
         return InvalidRequest(message, "prompt", "context_length_exceeded")
     able = able or live
-    tried = [worker for worker in able if not query.excludes(worker.info.address)]
+    tried = [worker for worker in able if not query.excludes(worker.info)]
     ready = [worker for worker in tried if worker.is_ready]
     kind = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:
@@ -461,11 +463,16 @@ def rejection(
         # A request that excludes a live worker does not wait for that one. One that needs a larger worker would wake at
         # every report of a smaller one.
         return PeerLost(message) if is_apart or len(tried) < len(able) else NoWorkerReady(message, role)
-    if fingerprints is not None and not any(worker.info.fingerprint in fingerprints for worker in ready):
+    if pairings is not None and not any(worker.info.pairing in pairings for worker in ready):
         if role is WorkerRole.DECODE and not members.prefills:
             return NoWorkerReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
         return PeerLost("no prefill worker runs what the decode workers run")
     return AllWorkersFull(f"every {kind} is full", retry_after(ready), role)
+
+
+def _all_sample_otherwise(live: Sequence[Worker], query: RouteQuery) -> bool:
+    version = query.sampling_version
+    return version is not None and bool(live) and all(worker.info.sampling_version != version for worker in live)
 
 
 def retry_after(workers: Iterable[Worker]) -> float:

@@ -369,10 +369,10 @@ class Router:
 
     def excludes_ready_worker(self, query: RouteQuery) -> bool:
         """Return whether the request excludes a serving worker, as after a failure there."""
-        if not (query.excluded_worker_ids or query.excluded_boot_ids):
+        if not (query.excluded_worker_ids or query.excluded_boot_ids) and query.sampling_version is None:
             return False
         workers = self._members(query).workers
-        return any(query.excludes(worker.info.address) and worker.takes_requests for worker in workers)
+        return any(query.excludes(worker.info) and worker.takes_requests for worker in workers)
 
     def reject(self, query: RouteQuery) -> None:
         """Release what a rejected request holds; it will not be settled."""

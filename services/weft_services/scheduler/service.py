@@ -199,6 +199,7 @@ def _fill(response: pb.RouteResponse, placement: PlacementDecision, seconds: flo
     response.predicted_itl_ms = round(placement.itl_seconds * 1000)
     response.predicted_cached_tokens = placement.cached_tokens
     response.waited_ms = round(seconds * 1000)
+    response.sampling_version = placement.decode.info.sampling_version
 
 
 def _reject(result: pb.RouteResult, error: WeftError) -> None:
@@ -259,6 +260,7 @@ def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
         resumed_tokens=request.resumed_tokens,
         computes_prompt=request.computes_prompt,
         gateway_id=gateway_id,
+        sampling_version=request.sampling_version if request.HasField("sampling_version") else None,
     )
 
 

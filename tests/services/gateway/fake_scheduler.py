@@ -53,6 +53,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.is_prefill_ready = True
         self.prefill = [_PREFILL]
         self.is_stuck = False
+        self.sampling_versions: dict[str, int] = {}  # by decode worker, of those that have one
         self.reports: dict[str, scheduler_service_pb2.WorkerReport] = {}
         self.store: scheduler_service_pb2.StoreStatus | None = None
         self.num_waiting = 0
@@ -96,11 +97,19 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
             await forever()
         if self.refusal is not None:
             await context.abort(*self.refusal)
+        reason = ""
         for decoder in self.decoders:
             if decoder.boot_id not in request.excluded_boot_ids:
-                prefill = None if request.computes_prompt else _PREFILL
-                return scheduler_service_pb2.RouteResponse(decode=_address(decoder), prefill=prefill)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "no decode worker")
+                version = self.sampling_versions.get(decoder.worker_id)
+                if request.HasField("sampling_version") and request.sampling_version != version:
+                    reason = "sampling_changed"
+                    continue
+                return scheduler_service_pb2.RouteResponse(
+                    decode=_address(decoder),
+                    prefill=None if request.computes_prompt else _PREFILL,
+                    sampling_version=version,
+                )
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "no decode worker", (("weft-reason", reason),))
 
     async def RouteMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         """Each as `Route` would answer it, in a message of its own."""

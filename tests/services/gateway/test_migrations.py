@@ -210,6 +210,45 @@ async def test_a_stream_that_makes_headway_is_moved_as_often_as_it_takes(bench: 
         assert b.decoders[5].started[0].resumed_tokens == 5
 
 
+@pytest.mark.parametrize(("temperature", "versions"), [(0.0, (1, 2)), (1.0, (2, 2)), (1.0, (None, 2))])
+async def test_stream_continues_where_its_tokens_are_the_same(
+    bench: MakeBench, temperature: float, versions: tuple[int | None, int]
+) -> None:
+    """Greedy tokens depend on no version; an old scheduler names none."""
+    async with bench(num_decoders=2) as b:
+        b.scheduler.sampling_versions = {f"decode-{i}": each for i, each in enumerate(versions) if each is not None}
+        answer = [*b.ids(TEXT), END]
+        b.decode.script, b.decoders[1].script = answering(answer, dies_after=3), answering(answer)
+        response = await ask(b, temperature=temperature)
+        assert response.json()["choices"][0]["text"] == TEXT
+        first, moved = b.scheduler.routed
+        assert not first.HasField("sampling_version")
+        assert moved.HasField("sampling_version") == (temperature > 0 and versions[0] is not None)
+
+
+async def test_sampled_stream_fails_when_only_another_version_is_left(bench: MakeBench) -> None:
+    async with bench(num_decoders=2, migration_timeout_seconds=0.2) as b:
+        b.scheduler.sampling_versions = {"decode-0": 1, "decode-1": 2}
+        answer = [*b.ids(TEXT), END]
+        b.decode.script, b.decoders[1].script = answering(answer, dies_after=3), answering(answer)
+        response = await ask(b, temperature=1.0)
+        assert response.status_code == 503
+        error = response.json()["error"]
+        assert error["code"] == "sampling_changed"
+        assert "would sample different tokens; send the request again" in error["message"]
+        assert not b.decoders[1].started
+        assert {routed.sampling_version for routed in b.scheduler.routed[1:]} == {1}
+
+
+async def test_sampled_stream_may_change_version_before_its_first_token(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        b.scheduler.sampling_versions = {"decode-0": 1, "decode-1": 2}
+        b.decode.script, b.decoders[1].script = failing(14), answering([*b.ids(TEXT), END])
+        body = {"model": MODEL_NAME, "prompt": "user", "temperature": 1.0}
+        response = await b.http.post("/v1/completions", json=body)
+        assert response.json()["choices"][0]["text"] == TEXT
+
+
 async def test_a_client_that_leaves_during_a_move_leaves_nothing_behind(bench: MakeBench) -> None:
     async with bench() as b:
         b.decode.script = answering(b.ids(TEXT), dies_after=2)

@@ -69,6 +69,7 @@ class RouteRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTES_PROMPT_FIELD_NUMBER: _builtins.int
+    SAMPLING_VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name."""
     prompt_tokens: _builtins.int
@@ -91,6 +92,8 @@ class RouteRequest(_message.Message):
     """How many of prompt_tokens earlier attempts generated."""
     computes_prompt: _builtins.bool
     """The decode worker computes the whole prompt: no prefill worker, no cache."""
+    sampling_version: _builtins.int
+    """Only workers with this sampling version, with which the answer began. Absent: any."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """The attempt to place."""
@@ -125,12 +128,15 @@ class RouteRequest(_message.Message):
         traceparent: _builtins.str = ...,
         resumed_tokens: _builtins.int = ...,
         computes_prompt: _builtins.bool = ...,
+        sampling_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sampling_version", b"_sampling_version", "key", b"key", "sampling_version", b"sampling_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "computes_prompt", b"computes_prompt", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampling_version", b"_sampling_version", "block_keys", b"block_keys", "computes_prompt", b"computes_prompt", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "sampling_version", b"sampling_version", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sampling_version: _TypeAlias = _typing.Literal["sampling_version"]  # noqa: Y015
+    _WhichOneofArgType__sampling_version: _TypeAlias = _typing.Literal["_sampling_version", b"_sampling_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_version) -> _WhichOneofReturnType__sampling_version | None: ...
 
 Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
@@ -146,6 +152,7 @@ class RouteResponse(_message.Message):
     PREDICTED_ITL_MS_FIELD_NUMBER: _builtins.int
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
+    SAMPLING_VERSION_FIELD_NUMBER: _builtins.int
     predicted_ttft_ms: _builtins.int
     """Predicted time from here to the first token, in milliseconds."""
     predicted_itl_ms: _builtins.int
@@ -154,6 +161,8 @@ class RouteResponse(_message.Message):
     """Prompt tokens expected in a cache."""
     waited_ms: _builtins.int
     """Time in the admission queue, in milliseconds."""
+    sampling_version: _builtins.int
+    """Sampling version of these workers. Absent: the scheduler is too old to know it."""
     @_builtins.property
     def decode(self) -> Global___WorkerAddress:
         """Holds the sequence and generates."""
@@ -171,14 +180,20 @@ class RouteResponse(_message.Message):
         predicted_itl_ms: _builtins.int = ...,
         predicted_cached_tokens: _builtins.int = ...,
         waited_ms: _builtins.int = ...,
+        sampling_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_sampling_version", b"_sampling_version", "decode", b"decode", "prefill", b"prefill", "sampling_version", b"sampling_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_sampling_version", b"_sampling_version", "decode", b"decode", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "sampling_version", b"sampling_version", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    _WhichOneofReturnType__sampling_version: _TypeAlias = _typing.Literal["sampling_version"]  # noqa: Y015
+    _WhichOneofArgType__sampling_version: _TypeAlias = _typing.Literal["_sampling_version", b"_sampling_version"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_version) -> _WhichOneofReturnType__sampling_version | None: ...
 
 Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
 
@@ -332,8 +347,8 @@ class RouteRefusal(_message.Message):
     tenant and priority with at least as many tokens. 0: this request only.
     """
     reason: _builtins.str
-    """Machine-readable reason: such as context_length_exceeded with INVALID_ARGUMENT; with UNAVAILABLE model_loading, or no_worker
-    if no worker takes the request and one may return. Empty: none.
+    """Machine-readable reason: such as context_length_exceeded with INVALID_ARGUMENT; with UNAVAILABLE model_loading, no_worker
+    if no worker takes the request and one may return, or sampling_changed if all have another sampling version. Empty: none.
     """
     def __init__(
         self,
@@ -509,6 +524,7 @@ class WorkerHello(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     CAN_CHANGE_ROLE_FIELD_NUMBER: _builtins.int
+    SAMPLING_VERSION_FIELD_NUMBER: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
     """Its role at start."""
     model: _builtins.str
@@ -523,6 +539,8 @@ class WorkerHello(_message.Message):
     """Address of its metrics, host:port."""
     can_change_role: _builtins.bool
     """It serves both roles and can change its role."""
+    sampling_version: _builtins.int
+    """Version of the tokens that a seed gives; 0: the worker does not know its version."""
     @_builtins.property
     def worker(self) -> Global___WorkerAddress:
         """Its address and ids."""
@@ -543,10 +561,11 @@ class WorkerHello(_message.Message):
         transport: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
         can_change_role: _builtins.bool = ...,
+        sampling_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_change_role", b"can_change_role", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_change_role", b"can_change_role", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "sampling_version", b"sampling_version", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

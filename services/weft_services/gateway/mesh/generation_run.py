@@ -15,7 +15,16 @@ from types import TracebackType
 from typing import Self
 
 from weft import metrics
-from weft.errors import DeadlineExceeded, EngineFailed, NoWorker, Overloaded, PeerLost, QueueFull, WeftError
+from weft.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+    QueueFull,
+    SamplingChanged,
+    WeftError,
+)
 from weft.fleet_types import Priority, RouteQuery
 from weft.request import (
     NO_DRAFTS,
@@ -129,6 +138,7 @@ class SequenceRunner:
         self._num_prompt_logprobs = spec.num_prompt_logprobs
         self._suspects: dict[str, float] = {}  # boot id -> end of the exclusion
         self._num_resumed = 0
+        self._sampling_version: int | None = None  # of the worker that began the answer
         self._num_empty_attempts = 0
         self._decode: WorkerAddress | None = None
         self._reservation: PlacementReservation | None = None
@@ -212,7 +222,8 @@ class SequenceRunner:
         """Place and start an attempt, retrying until it runs.
 
         `failed` is the error of the previous attempt. A lost worker may return, so this waits up to
-        `migration_seconds`. Then it raises `failed`, or the last refusal if nothing had started.
+        `migration_seconds`. Then it raises `failed`, or the last refusal if nothing had started or the workers that
+        are left sample other tokens.
         """
         clock, pause = self._mesh.clock, FIRST_PAUSE_SECONDS
         give_up_at = clock() + self._mesh.migration_seconds
@@ -221,7 +232,7 @@ class SequenceRunner:
                 placement = await self._route()
             except (PeerLost, Overloaded) as refusal:
                 if not self._may_wait(refusal, failed) or clock() > give_up_at:
-                    if failed is None:
+                    if failed is None or isinstance(refusal, SamplingChanged):
                         raise
                     raise failed from refusal
                 if pause == FIRST_PAUSE_SECONDS:
@@ -283,6 +294,7 @@ class SequenceRunner:
             reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
             resumed_tokens=num_generated,
             computes_prompt=self._num_scored is not None,
+            sampling_version=self._sampling_version if num_generated and self._sampling.temperature > 0 else None,
         )
         self._mesh.rejections.check(query)
         # Created before the call: if the call breaks, the scheduler still gets a settlement.
@@ -320,6 +332,8 @@ class SequenceRunner:
         )
         self._connection, self._decode = connection, placement.decode
         self._num_resumed = num_generated = len(self.choice.token_ids)
+        if not num_generated:
+            self._sampling_version = placement.sampling_version
         self.num_attempts += 1
         if self.num_attempts > 1:
             worker_id = connection.worker.worker_id

@@ -28,6 +28,7 @@ from weft.errors import (
     Overloaded,
     PeerLost,
     QueueFull,
+    SamplingChanged,
     WeftError,
     from_code,
 )
@@ -56,11 +57,15 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlacement:
-    """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
+    """The workers of an attempt. Without `prefill` the decode worker computes the prompt.
+
+    `sampling_version`: of these workers; None if the scheduler does not know it.
+    """
 
     decode: WorkerAddress
     prefill: WorkerAddress | None
     forecast: Forecast
+    sampling_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,8 @@ def _to_error(refused: pb.RouteRefusal) -> WeftError:
         return ModelLoading(refused.message)
     if refused.reason == NoWorker.reason:
         return NoWorker(refused.message)
+    if refused.reason == SamplingChanged.reason:
+        return SamplingChanged(refused.message)
     error = from_code(refused.code, refused.message)
     if isinstance(error, Overloaded) and refused.hold_ms:
         return QueueFull(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
@@ -247,6 +254,7 @@ def placement_from_wire(response: pb.RouteResponse) -> SequencePlacement:
             response.predicted_cached_tokens,
             response.waited_ms,
         ),
+        sampling_version=response.sampling_version if response.HasField("sampling_version") else None,
     )
 
 
