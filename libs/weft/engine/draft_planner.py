@@ -13,6 +13,8 @@ from weft.kv.block_pool import BlockPool
 
 # The loop that runs one step ahead asks at least once in this many steps: to ask, it must finish the step in flight.
 ASK_STEPS = 8
+# A step samples at most this many rows, or `max_num_seqs`: memory for their logits was measured or is small.
+MIN_SAMPLED_ROWS = 64
 
 
 class DraftPlanner:
@@ -43,13 +45,15 @@ class DraftPlanner:
     def plan(self, decoding: Items[Sequence], num_prompt_rows: int, num_growing: int) -> list[Proposal]:
         """Return the drafts of each decoding sequence, and give it the pages for them. No step may be in flight."""
         num_spare = self._pool.num_available - num_growing * self._num_groups
-        requests = [DraftRequest(sequence, self._limit(sequence, num_spare)) for sequence in decoding]
+        num_rows = max(self._config.max_num_seqs, MIN_SAMPLED_ROWS) - len(decoding)
+        requests = [DraftRequest(sequence, min(num_rows, self._limit(sequence, num_spare))) for sequence in decoding]
         proposals = self._speculator.propose(requests, num_prompt_rows)
         granted: list[Proposal] = []
         for (sequence, limit), proposal in zip(requests, proposals, strict=True):
-            drafts = proposal[: min(limit, self._num_places(sequence, num_spare))]
+            drafts = proposal[: min(limit, num_rows, self._num_places(sequence, num_spare))]
             granted.append(drafts := _valid(sequence, drafts))
             if drafts:
+                num_rows -= len(drafts)
                 num_spare -= self._block_tables.num_missing_blocks(sequence, len(drafts))
                 self._block_tables.append_blocks(sequence, len(drafts))
         self._num_quiet_steps = ASK_STEPS if any(granted) else 0

@@ -13,7 +13,7 @@ from tests.weft.engine.scripted import ScriptedSpeculator, reader_of
 from tests.weft.engine.test_logits_processor import EveryThird
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
-from weft.engine.draft_planner import ASK_STEPS
+from weft.engine.draft_planner import ASK_STEPS, MIN_SAMPLED_ROWS
 from weft.engine.drafting.drafter import DraftRequest, Proposal
 from weft.engine.loop import Postprocessor
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # share of right drafts, and whether their number varies
 DRAFTERS = {"right": (1.0, False), "random": (0.0, False), "mixed": (0.8, True)}
+MAX_DRAFTS = {"right": 15, "random": 3, "mixed": 10}
 Texts = dict[str, Heard]
 
 
@@ -79,7 +80,8 @@ def assert_equal(heard: Heard, expected: Heard) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_change_no_text_in_a_batch(grouped: Tiny, plain: Texts, drafter: str) -> None:
     speculator = scripted(plain, drafter)
-    with Driver(grouped, **SIZES, chunk_tokens=16, speculator=speculator) as driver:
+    limits: dict[str, Any] = {**SIZES, "chunk_tokens": 16, "max_drafts": MAX_DRAFTS[drafter]}
+    with Driver(grouped, **limits, speculator=speculator) as driver:
         keys = [submit(driver, name) for name in CASES]
         long = driver.submit("long", list(range(100)), 5)  # its chunks run next to drafts
         for key in keys:
@@ -91,7 +93,9 @@ def test_drafts_change_no_text_in_a_batch(grouped: Tiny, plain: Texts, drafter: 
     assert 0 < counts.predicted < counts.verified
     assert not speculator.known
     if drafter == "right":
+        # Fewer than 15 drafts, as the step's rows are limited too.
         assert counts.verified == counts.accepted > 3 * sum(len(step.outcomes) for step in speculator.steps)
+        assert max(step.num_rows for step in speculator.steps) == MIN_SAMPLED_ROWS
         assert counts.predicted == counts.predicted_accepted
     else:
         assert counts.accepted < counts.verified

@@ -44,7 +44,8 @@ Proposal = tuple[DraftToken, ...]
 class DraftRequest(NamedTuple):
     """A sequence that decodes in the next step, and the maximum number of its drafts.
 
-    `limit` is 0 for a sequence that must not draft now. It respects max_tokens, the context and the free blocks.
+    `limit` is 0 for a sequence that must not draft now. It respects max_tokens, the context and, for each sequence
+    alone, the free blocks and the rows of a step.
     """
 
     sequence: Sequence
