@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.drafter import DecodeStep, DraftOutcome, DraftSource, Proposal, Speculator
@@ -86,15 +86,14 @@ class CommandQueue:
             self._changed.notify()
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTokens:
+class KeptTokens(NamedTuple):
     """Tokens that a sequence gains in a step, and why it ends with them, if it does.
 
     `num_drafts`: leading tokens that were drafts. `num_rows`: rows of the step that count.
     """
 
-    token_ids: Items[int]
-    logprobs: tuple[PositionLogprobs, ...]
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs]
     reason: FinishReason | None
     failure: WeftError | None
     num_drafts: int
@@ -105,14 +104,14 @@ class KeptTokens:
         return len(self.token_ids) + (self.failure is not None)
 
     @property
-    def computed(self) -> Items[int]:
+    def computed(self) -> list[int]:
         """The tokens that have KV from the same step: accepted drafts that are not the last token."""
-        return self.token_ids[: self.num_rows - 1]
+        return self.token_ids[:-1] if self.failure is None else self.token_ids
 
     @property
-    def sampled(self) -> Items[int]:
+    def sampled(self) -> list[int]:
         """The other token; empty if its row failed."""
-        return self.token_ids[self.num_rows - 1 :]
+        return self.token_ids[-1:] if self.failure is None else []
 
     def draft_counts(self, drafts: Proposal) -> DraftCounts:
         """Return the counts of a step with these drafts."""
@@ -142,38 +141,45 @@ class Postprocessor:
         events: StepOutput,
     ) -> None:
         """Apply a finished step. `results` holds the tokens of each chunk, one for each of its sampled positions."""
-        outcomes = [self._finish(*each, seconds, events) for each in zip(chunks, results, strict=True)]
+        kept = [self._finish(*each, seconds, events) for each in zip(chunks, results, strict=True)]
+        if self._speculator is not None:
+            self._learn(self._speculator, chunks, kept, seconds)
+
+    def _learn(
+        self, speculator: Speculator, chunks: Items[ScheduledChunk], kept: Items[KeptTokens | None], seconds: float
+    ) -> None:
         decoding = [chunk for chunk in chunks if chunk.is_decode]
-        if self._speculator is None or not decoding:
+        if not decoding:
             return
         num_rows = sum(chunk.num_tokens for chunk in decoding)
         step = DecodeStep(
-            outcomes=[outcome for chunk, outcome in zip(chunks, outcomes, strict=True) if chunk.is_decode],
+            outcomes=[_outcome(*each) for each in zip(chunks, kept, strict=True) if each[0].is_decode],
             num_rows=num_rows,
             num_prompt_rows=sum(chunk.num_tokens for chunk in chunks) - num_rows,
             context_tokens=sum(chunk.start + row for chunk in decoding for row in range(1, chunk.num_tokens + 1)),
             seconds=seconds,
         )
-        self._speculator.on_step(step)
+        speculator.on_step(step)
 
     def _finish(
         self, chunk: ScheduledChunk, tokens: Items[SampledToken], seconds: float, events: StepOutput
-    ) -> DraftOutcome:
-        """Apply a finished chunk."""
+    ) -> KeptTokens | None:
+        """Apply a finished chunk. Returns None if its sequence has ended meanwhile."""
         sequence = chunk.sequence
         kept = self._keep(sequence, tokens, chunk.draft_ids)
         if not self._scheduler.on_step_done(chunk, kept.num_rows):
-            return DraftOutcome(sequence, (), 0, 0)
+            return None
         if not sequence.has_emitted:
             sequence.compute_seconds += seconds
             self.num_computed_prompt_tokens += chunk.num_tokens
-        sequence.token_ids += kept.computed
+        if chunk.drafts:
+            sequence.token_ids += kept.computed
         self.seal(sequence, events)
         self._scheduler.block_tables.release_out_of_window(sequence)
         report_progress(sequence, events)
         if tokens:
             self._append(sequence, kept, chunk.drafts, events)
-        return DraftOutcome(sequence, chunk.drafts, kept.num_drafts, len(kept.token_ids))
+        return kept
 
     def accept(self, sequence: Sequence, token: SampledToken, events: StepOutput) -> None:
         """Append the next token of a sequence that was sampled elsewhere."""
@@ -188,17 +194,19 @@ class Postprocessor:
         logprobs: list[PositionLogprobs] = []
         reason: FinishReason | None = None
         failure: WeftError | None = None
-        for token in tokens:
+        num_drafts = 0
+        for place, token in enumerate(tokens):
             if (failure := token.failure) is not None:
                 break
-            reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id, len(ids))
+            reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id, place)
             ids.append(token.token_id)
             if token.logprobs:
                 logprobs.append(token.logprobs)
-            if reason is not None or ids != drafts[: len(ids)]:
+            is_draft = place < len(drafts) and drafts[place] == token.token_id
+            num_drafts += is_draft
+            if reason is not None or not is_draft:
                 break
-        num_drafts = len(ids) - (ids != drafts[: len(ids)])
-        return KeptTokens(ids, tuple(logprobs), reason, failure, num_drafts)
+        return KeptTokens(ids, logprobs, reason, failure, num_drafts)
 
     def _append(self, sequence: Sequence, kept: KeptTokens, drafts: Proposal, events: StepOutput) -> None:
         """Append the sampled token, emit all tokens, and end the sequence if they do."""
@@ -210,8 +218,8 @@ class Postprocessor:
             else:
                 self.num_generated_tokens += len(kept.token_ids)
             counts = kept.draft_counts(drafts) if drafts else NO_DRAFTS
-            ids = tuple(kept.token_ids)
-            events.deltas.append(TokenDelta(sequence.spec.key, ids, kept.logprobs, prompt, kept.reason, counts))
+            ids, logprobs = tuple(kept.token_ids), tuple(kept.logprobs)
+            events.deltas.append(TokenDelta(sequence.spec.key, ids, logprobs, prompt, kept.reason, counts))
         if kept.failure is not None:
             events.failures.append(SequenceFailed(sequence.spec.key, kept.failure))
         if kept.failure is not None or kept.reason is not None:
@@ -246,6 +254,13 @@ class Postprocessor:
     def unpin(self, blocks: Iterable[int], events: StepOutput) -> None:
         """Release sealed blocks that were copied or declined, and offer others. Unknown blocks are ignored."""
         events.sealed.extend(self._offers.on_copied(blocks))
+
+
+def _outcome(chunk: ScheduledChunk, kept: KeptTokens | None) -> DraftOutcome:
+    """Return what became of a chunk's drafts. A sequence that ended before has none."""
+    if kept is None:
+        return DraftOutcome(chunk.sequence, (), 0, 0)
+    return DraftOutcome(chunk.sequence, chunk.drafts, kept.num_drafts, len(kept.token_ids))
 
 
 logger = logging.getLogger(__name__)

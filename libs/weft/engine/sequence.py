@@ -218,7 +218,8 @@ class Sequence:
         sampling = self.spec.sampling
         if token_id in sampling.stop_token_ids or (not self.ignores_eos and token_id in eos_token_ids):
             return FinishReason.STOP
-        if self.num_tokens_left(context_tokens) <= num_ahead + 1:
+        num_new = num_ahead + 1
+        if self.num_generated + num_new >= sampling.max_tokens or len(self.token_ids) + num_new >= context_tokens:
             return FinishReason.LENGTH
         return None
 

@@ -42,7 +42,7 @@ class ScheduledChunk:
     @property
     def draft_ids(self) -> list[int]:
         """Token ids of the drafts."""
-        return [draft.token_id for draft in self.drafts]
+        return [draft.token_id for draft in self.drafts] if self.drafts else []
 
     @property
     def is_decode(self) -> bool:
