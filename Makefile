@@ -11,7 +11,7 @@ help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
 	@echo "make smollm2  the same with SmolLM2-135M-Instruct, which it downloads (93 MB) and converts"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
-	@echo "make soak     the engine at random for 100,000 steps a family and loop, freed memory poisoned (half an hour; ARGS='-k llama4')"
+	@echo "make soak     the engine at random for 100,000 steps a family and loop, freed memory poisoned (an hour; ARGS='-k llama4')"
 	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
 	@echo "make pauses   30 minutes of paused and killed processes, memory of each watched  (ARGS='--minutes 5')"
 	@echo "make smollm2-test  SmolLM2 out of its GGUF file: weights, tokenizer and 55 chats against transformers (a quarter of an hour)"
@@ -36,7 +36,7 @@ test: install-dev
 	@scripts/test.sh $(ARGS)
 
 soak: install-dev
-	WEFT_SOAK_STEPS=100000 WEFT_SOAK_EXAMPLES=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py tests/weft/engine/test_loop.py tests/weft/engine/test_families.py tests/services/decode/test_families.py $(ARGS)
+	WEFT_SOAK_STEPS=100000 WEFT_SOAK_EXAMPLES=400 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py tests/weft/engine/test_loop.py tests/weft/engine/test_families.py tests/services/decode/test_families.py $(ARGS)
 
 # --tb=native: Python 3.11 fails to show long tracebacks of nested groups
 chaos: install-dev
