@@ -16,6 +16,7 @@ import torch
 from loadtest.engine.limits import measure, seconds
 from weft.capacity.layout import Gpu
 from weft.capacity.plan import TERA
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import PagedBatch, paged_attention
 
 NUM_LAYERS = 4
@@ -64,7 +65,7 @@ def attend(heads: Heads, batch: int, context: int, device: str, gpu: Gpu) -> Row
         return Row(heads.name, batch, context, 0, 0, 0, f"not run: a pool of {size / 2**30:.1f} GiB")
     pool = torch.randn(shape, device=device, dtype=dtype)
     tables = torch.randperm(len(pool)).view(batch, per_sequence).tolist()
-    packed = PagedBatch(pool, heads.num_heads, range(batch + 1), [context] * batch, tables)
+    packed = PagedBatch(uniform_pool(pool), heads.num_heads, range(batch + 1), [context] * batch, tables)
     q = torch.randn(batch, heads.num_heads, heads.dim, device=device, dtype=dtype)
 
     def all_layers() -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from loadtest.kernels.roofline import Work, print_works
 from weft_kernels.block_copy import gather_blocks, gather_blocks_reference, scatter_blocks, scatter_blocks_reference
 from weft_kernels.latent_kv import latent_kv, latent_kv_reference
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.moe_routing import RoutingConfig, route, route_reference
 from weft_kernels.packed import Fp8, Int4
 from weft_kernels.paged_attention.device_batch import MAX_DECODE_ROWS, AttentionShape, PagedTensors
@@ -129,7 +130,7 @@ def rope_kvs() -> Iterator[Work]:
         qkv, (cos, sin) = normal(rows, num_heads + 2 * kv_heads, dim), normal(2, rows, dim)
         pool = torch.zeros(num_blocks, kv_heads, 2, 2, BLOCK_TOKENS, dim, device="cuda", dtype=BF16)
         for name, rule in rules.items():
-            operands = qkv, cos, sin, pool, 1, slots, rule
+            operands = qkv, cos, sin, uniform_pool(pool).layers[1], slots, rule
             yield Work(
                 f"rope_kv {rows} rows, {name}",
                 partial(rope_kv, *operands),
@@ -145,7 +146,7 @@ def latent_work(rows: int, num_blocks: int, slots: Tensor) -> Work:
     down, q = normal(rows, rank + dim), normal(rows, num_heads, nope + dim)[..., nope:]
     angles = normal(2, rows, dim)
     pool = torch.zeros(num_blocks, 1, 2, 1, BLOCK_TOKENS, rank + dim, device="cuda", dtype=BF16)
-    operands = down, q, normal(rank), 1e-6, (angles[0], angles[1]), pool, 1, slots
+    operands = down, q, normal(rank), 1e-6, (angles[0], angles[1]), uniform_pool(pool).layers[1], slots
     num_bytes = 2 * down.nbytes + 2 * q.numel() * q.itemsize + angles.nbytes // 2
     call, torch_call = partial(latent_kv, *operands), partial(latent_kv_reference, *operands)
     return Work(f"latent_kv {rows} rows, {num_heads} heads", call, num_bytes, 0, torch_call)

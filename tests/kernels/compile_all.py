@@ -29,6 +29,7 @@ import weft_kernels.sampling.kernel as sampling
 import weft_kernels.sampling.top_k_p_search as top_k_p_search
 import weft_kernels.silu_mul.kernel as silu_mul
 from tests.kernels.compiling import Ignored, Recorder
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.moe import ClampedSwiGlu
 from weft_kernels.moe_routing import RoutingConfig
 from weft_kernels.packed import F12, Fp8, Int4
@@ -85,13 +86,21 @@ def row_launches() -> Launches:
     x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     pool = torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
     qkv, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 128, dtype=BF16)
-    heads, wide = (qkv, angles, angles, pool, 0, SLOTS), angles.float()
-    wide_heads = qkv, wide, wide, pool, 0, SLOTS
+    cache, wide = uniform_pool(pool).layers[0], angles.float()
+    heads, wide_heads = (qkv, angles, angles, cache, SLOTS), (qkv, wide, wide, cache, SLOTS)
     normed, normed_last = HeadTransform((angles[0], angles[1]), eps=1e-6), HeadTransform(is_normed_last=True, eps=1e-5)
     unrotated = HeadTransform(is_rotated=False)
     turns, vectors = torch.empty(2, 64, dtype=BF16), torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)
     rotated = torch.empty(2, 64, 192, dtype=BF16)[..., 128:]
-    latents = torch.empty(2, 576, dtype=BF16), rotated, weight[:512], 1e-6, (turns, turns), vectors, 0, SLOTS
+    latents = (
+        torch.empty(2, 576, dtype=BF16),
+        rotated,
+        weight[:512],
+        1e-6,
+        (turns, turns),
+        uniform_pool(vectors).layers[0],
+        SLOTS,
+    )
     return {
         "rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.rms_norm_kernel(x, weight, 1e-5)),
         "add_rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.add_rms_norm_kernel(x, x, weight, 1e-5)),

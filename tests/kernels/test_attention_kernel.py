@@ -8,6 +8,7 @@ import torch
 from tests.kernels.device import DEVICE, close
 from tests.kernels.test_paged_attention import BATCHES, make_batch
 from weft_kernels.latent_attention import latent_attention_reference
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
 
 pytest.importorskip("triton")
@@ -17,7 +18,7 @@ from weft_kernels.paged_attention.kernel import paged_attention_kernels
 
 def on_device(batch: PagedBatch) -> PagedBatch:
     lists = batch.query_starts, batch.context_lens, batch.block_tables
-    return PagedBatch(batch.pool.to(DEVICE), batch.num_heads, *lists)
+    return PagedBatch(uniform_pool(batch.pool.memory.to(DEVICE)), batch.num_heads, *lists)
 
 
 @pytest.mark.parametrize("span", [FULL, KeySpan(window=6), KeySpan(chunk=8)], ids=["full", "window", "chunk"])
@@ -33,7 +34,7 @@ def test_batches_of_all_kinds(spans: list[tuple[int, int]], span: KeySpan) -> No
 def test_latent_batches() -> None:
     generator = torch.Generator().manual_seed(1)
     pool = torch.randn(12, 1, 2, 1, 4, 24, generator=generator)
-    batch = PagedBatch(pool, 5, [0, 1, 10], [7, 13], [[3, 1], [0, 5, 2, 9]])
+    batch = PagedBatch(uniform_pool(pool), 5, [0, 1, 10], [7, 13], [[3, 1], [0, 5, 2, 9]])
     q = torch.randn(10, 5, 24, generator=generator)
     found = paged_attention_kernels(q.to(DEVICE), 1, on_device(batch), FULL, 0.3, 16)
     close(found.cpu(), latent_attention_reference(q, 1, batch, 16, 0.3))

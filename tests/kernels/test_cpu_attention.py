@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.test_paged_attention import BATCHES, NUM_BLOCKS, NUM_LAYERS, make_batch
 from weft_kernels.latent_attention import latent_attention, latent_attention_reference
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
 from weft_kernels.paged_attention.cpu import make_cpu_batch
 
@@ -37,7 +38,7 @@ def test_long_contexts_are_weighed_in_several_turns(span: KeySpan, dtype: torch.
     pool = torch.randn(20, 2, NUM_LAYERS, 2, 12, 32, generator=generator)
     pool[:, :, :, 0] *= torch.linspace(0.1, 3, 20)[:, None, None, None, None]
     q = torch.randn(40, 8, 32, generator=generator).to(dtype)
-    batch = PagedBatch(pool.to(dtype), 8, [0, 33, 40], [230, 71], [range(20), [7, 3, 0, 12, 11, 2]])
+    batch = PagedBatch(uniform_pool(pool.to(dtype)), 8, [0, 33, 40], [230, 71], [range(20), [7, 3, 0, 12, 11, 2]])
     # Where products are of bfloat16 throughout, so are the weights: each is off by 2^-9 at most, of values up to 4.
     rtol, atol = (1e-5, 3e-6) if dtype == torch.float32 else (2**-7, 4e-3)
     for layer in range(NUM_LAYERS):
@@ -66,7 +67,7 @@ def test_latent_vectors_are_key_and_value_at_once(dtype: torch.dtype) -> None:
     pool = torch.randn(NUM_BLOCKS, 1, NUM_LAYERS, 1, 4, 96, generator=generator).to(dtype)
     rtol, atol = (1e-5, 3e-6) if dtype == torch.float32 else (2**-7, 4e-3)
     for heads in (6, 40):
-        batch = PagedBatch(pool, heads, [0, 1, 10], [13, 14], [[7, 3, 9, 20], [5, 2, 11, 12]])
+        batch = PagedBatch(uniform_pool(pool), heads, [0, 1, 10], [13, 14], [[7, 3, 9, 20], [5, 2, 11, 12]])
         q = torch.randn(10, heads, 96, generator=generator).to(dtype)
         expected = latent_attention_reference(q, 1, batch, 80, 0.2)
         torch.testing.assert_close(latent_attention(q, 1, batch, 80, 0.2), expected, rtol=rtol, atol=atol)
@@ -74,14 +75,14 @@ def test_latent_vectors_are_key_and_value_at_once(dtype: torch.dtype) -> None:
 
 def test_sequences_with_queries_enough_to_fill_vectors_are_chunks() -> None:
     _, batch = make_batch(MIXED, (4, 2), 16, torch.float32)
-    rows = make_cpu_batch(batch, FULL, 16)
+    rows = make_cpu_batch(batch, FULL, 2, 16)
     assert [(each.first_row, each.num_rows, each.context) for each in rows.chunks] == [
         (5, 8, 30),
         (13, 20, 21),
         (34, 9, 9),
     ]
     assert rows.spans[:, 0].tolist() == [0, 1, 2, 3, 4, 33]
-    assert not len(make_cpu_batch(batch, FULL, 0).spans)
+    assert not len(make_cpu_batch(batch, FULL, 2, 0).spans)
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -89,11 +90,11 @@ def test_nothing_but_the_keys_seen_is_read(span: KeySpan) -> None:
     counts = (1, 1, 3, 19)
     q, batch = make_batch([(1, 22), (1, 5), (3, 7), (19, 30)], (4, 2), 16, torch.float32)
     expected = paged_attention(q, 0, batch, span)
-    seen = torch.zeros(NUM_BLOCKS, batch.pool.shape[4], dtype=torch.bool)
+    seen = torch.zeros(NUM_BLOCKS, batch.pool.block_tokens, dtype=torch.bool)
     for table, length, count in zip(batch.block_tables, batch.context_lens, counts, strict=True):
         for at in range(span.first_visible(length - count), length):
             seen[table[at // 4], at % 4] = True
-    batch.pool.permute(0, 4, 1, 2, 3, 5)[~seen] = float("nan")
+    batch.pool.memory.permute(0, 4, 1, 2, 3, 5)[~seen] = float("nan")
     assert torch.equal(paged_attention(q, 0, batch, span), expected)
 
 
@@ -130,7 +131,7 @@ def test_a_prompt_comes_out_the_same_whole_and_in_chunks() -> None:
 def test_scores_far_apart_and_long_contexts_stay_exact() -> None:
     generator = torch.Generator().manual_seed(1)
     pool = torch.randn(200, 1, 1, 2, 16, 64, generator=generator)
-    batch = PagedBatch(pool, 4, [0, 1], [3001], [torch.randperm(200, generator=generator).tolist()])
+    batch = PagedBatch(uniform_pool(pool), 4, [0, 1], [3001], [torch.randperm(200, generator=generator).tolist()])
     q = torch.randn(1, 4, 64, generator=generator)
     for factor in (0.0, 1.0, 40.0, 1e4):
         expected = paged_attention_reference(q * factor, 0, batch, FULL)
@@ -152,11 +153,11 @@ def test_long_contexts_are_cut_without_a_trace(heads: tuple[int, int], dim: int,
         for index, block in enumerate(table):
             seen = pool[block, :, :, :, : length - index * 16]
             seen.copy_(torch.randn(seen.shape, generator=generator))
-    batch = PagedBatch(pool, heads[0], [0, 1, 2, 3, 4, 6, 7], lengths, tables)
+    batch = PagedBatch(uniform_pool(pool), heads[0], [0, 1, 2, 3, 4, 6, 7], lengths, tables)
     q = torch.randn(7, heads[0], dim, generator=generator)
     out = paged_attention(q, 1, batch, span)
     torch.testing.assert_close(out, paged_attention_reference(q, 1, batch, span), rtol=1e-4, atol=2e-6)
-    alone = PagedBatch(pool, heads[0], [0, 2], [2600], [tables[4]])
+    alone = PagedBatch(uniform_pool(pool), heads[0], [0, 2], [2600], [tables[4]])
     assert torch.equal(paged_attention(q[4:6].contiguous(), 1, alone, span), out[4:6])
 
 
@@ -178,7 +179,7 @@ def test_sinks_join_the_denominator(heads: tuple[int, int], dim: int, span: KeyS
 def test_sinks_count_once_in_contexts_that_are_cut(heads: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(2)
     pool = torch.randn(400, heads[1], 1, 2, 16, 32, generator=generator)
-    batch = PagedBatch(pool, heads[0], [0, 1, 2], [2600, 3000], [range(163), range(170, 360)])
+    batch = PagedBatch(uniform_pool(pool), heads[0], [0, 1, 2], [2600, 3000], [range(163), range(170, 360)])
     q, sinks = torch.randn(2, heads[0], 32, generator=generator), torch.linspace(4, 11, heads[0])
     expected = paged_attention_reference(q, 0, batch, FULL, sinks)
     torch.testing.assert_close(paged_attention(q, 0, batch, sinks=sinks), expected, rtol=1e-4, atol=2e-6)
@@ -205,7 +206,7 @@ def test_chunks_of_scores_far_apart_stay_exact() -> None:
 def test_the_number_of_threads_changes_nothing() -> None:
     q, batch = make_batch([(1, 30), (1, 29), (8, 28), (60, 60)], (8, 4), 128, torch.float32)
     long_pool = torch.randn(300, 1, 1, 2, 16, 64, generator=torch.Generator().manual_seed(4))
-    long_batch = PagedBatch(long_pool, 4, [0, 1], [4500], [range(300)])
+    long_batch = PagedBatch(uniform_pool(long_pool), 4, [0, 1], [4500], [range(300)])
     long_q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(5))
     before = torch.get_num_threads()
     try:

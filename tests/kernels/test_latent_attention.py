@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.test_paged_attention import BATCHES, make_batch
 from weft_kernels.latent_attention import latent_attention, latent_attention_reference
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import PagedBatch
 
 SCALE = 0.3
@@ -15,8 +16,8 @@ SCALE = 0.3
 def make_latent(spans: list[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, PagedBatch]:
     """Three heads, vectors of 10."""
     q, batch = make_batch(spans, (3, 1), 10, dtype)
-    pool = batch.pool[:, :, :, :1].contiguous()
-    return q, PagedBatch(pool, 3, batch.query_starts, batch.context_lens, batch.block_tables)
+    pool = batch.pool.memory[:, :, :, :1].contiguous()
+    return q, PagedBatch(uniform_pool(pool), 3, batch.query_starts, batch.context_lens, batch.block_tables)
 
 
 @pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)

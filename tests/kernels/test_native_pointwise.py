@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft_kernels.kv_write import kv_write, kv_write_reference
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from weft_kernels.rope import rope, rope_reference
 from weft_kernels.rope_kv import ROTATED, rope_kv, rope_kv_reference
@@ -81,8 +82,8 @@ def test_rotated_rows_lie_in_the_pool(dtype: torch.dtype, size: tuple[int, int, 
     pool = torch.randn(80, 2, 3, 2, 4, dim).to(dtype)
     slots = torch.randperm(80 * 4)[:num_rows]
     expected_pool = pool.clone()
-    expected = rope_kv_reference(qkv, cos, sin, expected_pool, 1, slots, ROTATED)
-    q = rope_kv(qkv, cos, sin, pool, 1, slots)
+    expected = rope_kv_reference(qkv, cos, sin, uniform_pool(expected_pool).layers[1], slots, ROTATED)
+    q = rope_kv(qkv, cos, sin, uniform_pool(pool).layers[1], slots)
     close = {"rtol": 0, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(q, expected, **close)
     torch.testing.assert_close(pool, expected_pool, **close)
@@ -121,7 +122,7 @@ def test_keys_and_values_land_where_the_reference_puts_them(parts: int, dtype: t
     pools = [torch.zeros(6, 3, 2, parts, 4, 24, dtype=dtype) for _ in range(2)]
     for layer in range(2):
         new = heads[:, :3], heads[:, 5:8] if parts == 2 else None
-        kv_write(*new, pools[0], layer, slots)
-        kv_write_reference(*new, pools[1], layer, slots)
+        kv_write(*new, uniform_pool(pools[0]).layers[layer], slots)
+        kv_write_reference(*new, uniform_pool(pools[1]).layers[layer], slots)
     assert torch.equal(*pools)
     assert pools[0].any()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.native import CHOICE
-from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention, paged_attention_reference
+from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
 
 BLOCK_TOKENS, NUM_LAYERS, NUM_BLOCKS = 4, 2, 40
 
@@ -38,7 +39,7 @@ def make_batch(
     tables = [[free.pop() for _ in range(-(-context // BLOCK_TOKENS))] for _, context in spans]
     starts = [sum(rows for rows, _ in spans[:i]) for i in range(len(spans) + 1)]
     q = torch.randn(starts[-1], num_heads, dim, generator=generator).to(dtype)
-    return q, PagedBatch(pool, num_heads, starts, [context for _, context in spans], tables)
+    return q, PagedBatch(uniform_pool(pool), num_heads, starts, [context for _, context in spans], tables)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
@@ -80,7 +81,7 @@ def test_sinks_are_those_of_the_reference(spans: list[tuple[int, int]], span: Ke
 def test_blocks_before_the_window_are_not_read() -> None:
     q, batch = make_batch([(1, 30), (1, 23), (2, 17)], (4, 2), 8, torch.float32)
     expected = paged_attention(q, 0, batch, KeySpan(5))
-    batch.pool[[block for table in batch.block_tables for block in table[:2]]] = float("nan")
+    batch.pool.memory[[block for table in batch.block_tables for block in table[:2]]] = float("nan")
     assert torch.equal(paged_attention(q, 0, batch, KeySpan(5)), expected)
 
 
@@ -98,8 +99,8 @@ def test_small_groups_and_pieces_of_chunks_give_the_same(monkeypatch: pytest.Mon
     monkeypatch.setattr("weft_kernels.paged_attention.batch.GROUP_BYTES", 2 * 30 * 2 * 8 * 4)
     monkeypatch.setattr("weft_kernels.paged_attention.batch.MASK_ITEMS", 1)
     _, cut = make_batch(spans, (4, 2), 8, torch.float32)
-    assert [group.num_seqs for group in batch.groups] == [3, 1, 1]
-    assert [group.num_seqs for group in cut.groups] == [2, 1, 1, 1, 1, 1]
+    assert [group.num_seqs for group in batch.groups_within(FULL, 2, 8)] == [3, 1, 1]
+    assert [group.num_seqs for group in cut.groups_within(FULL, 2, 8)] == [2, 1, 1, 1, 1, 1]
     torch.testing.assert_close(paged_attention(q, 0, cut), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -107,7 +108,7 @@ def test_blocks_of_others_are_never_read() -> None:
     q, batch = make_batch([(1, 22), (1, 5), (3, 7)], (4, 2), 8, torch.float32)
     expected = paged_attention(q, 0, batch)
     others = sorted(set(range(NUM_BLOCKS)) - {block for table in batch.block_tables for block in table})
-    batch.pool[others] = float("nan")
+    batch.pool.memory[others] = float("nan")
     assert torch.equal(paged_attention(q, 0, batch), expected)
     longer = [[*table, *others[:5]] for table in batch.block_tables]  # reserved, not written yet
     ahead = PagedBatch(batch.pool, batch.num_heads, batch.query_starts, batch.context_lens, longer)

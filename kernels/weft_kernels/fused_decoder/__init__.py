@@ -23,8 +23,8 @@ _WEIGHTS = (
     *("input_norm", "qkv", "bias", "q_norm", "k_norm", "query_weight", "output", "output_bias", "attended_norm"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias", "output_norm"),
 )
-_PLACES = "view", "group", "place", "rotation", "q_parts", "k_parts", "is_normed_last", "is_scaled"
-_STEP_SIZES = "num_rows", "num_views", "pool_layers", "block_tokens", "has_float_angles", "num_captured"
+_PLACES = "view", "group", "rotation", "q_parts", "k_parts", "is_normed_last", "is_scaled"
+_STEP_SIZES = "num_rows", "num_views", "has_float_angles", "num_captured"
 _SIZES = "num_layers", "hidden", "num_heads", "kv_heads", "dim", "size", "is_gelu", "has_float_norms"
 
 
@@ -53,7 +53,7 @@ class _Angles(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, LONG) for name in _STEP_SIZES),
-        *((name, POINTER) for name in ("views", "angles", "stream", "out", "pool", "slots", "query_factors")),
+        *((name, POINTER) for name in ("views", "angles", "stream", "out", "pools", "slots", "query_factors")),
         *((name, POINTER) for name in ("boundaries", "captured")),
     )
 
@@ -66,7 +66,7 @@ class FusedLayer:
       apply behind the rotation.
     - `attended_norm`, `output_norm`: of what attention and MLP add to the residual stream.
     - `query_weight`: float32 factors of the numbers of each query, behind everything else.
-    - Keys and values go to the pool of batch `group`, as its layer `place`.
+    - Rows and blocks are those of batch `group`; keys and values are the pool's layer of the same index.
     - `rotation`: index among the angles of a step, None if heads are not rotated.
     - `is_scaled`: queries are multiplied by the factor of their row.
     """
@@ -87,7 +87,6 @@ class FusedLayer:
     down_bias: Tensor | None
     output_norm: Tensor | None
     group: int
-    place: int
     span: KeySpan
     rotation: int | None
     is_normed_last: bool = False
@@ -165,7 +164,8 @@ class FusedDecoder:
         Returns None, and does nothing, if a prompt has so many rows that a prefill chunk is faster, or if the heads of
         one row are so many.
         """
-        rows = [cpu_batch(batches[group], span, is_whole=True) for group, span in self._views]
+        ratio = self._heads[0] // self._heads[1]
+        rows = [cpu_batch(batches[group], span, ratio, is_whole=True) for group, span in self._views]
         if not len(stream) or any(each.chunks for each in rows):
             return None
         pool, slots, out = batches[0].pool, slots.contiguous(), torch.empty_like(stream)
@@ -179,14 +179,14 @@ class FusedDecoder:
         wanted, copies = captured or ((), out)
         boundaries = (LONG * len(wanted))(*wanted)
         assert captured is None or (copies.is_contiguous() and copies.dtype == self._dtype)
-        sizes = len(stream), len(rows), pool.shape[2], pool.shape[4], angle_dtype != self._dtype, len(wanted)
-        tensors = (each.data_ptr() for each in (stream, out, pool, slots))
+        sizes = len(stream), len(rows), angle_dtype != self._dtype, len(wanted)
+        places = stream.data_ptr(), out.data_ptr(), ctypes.addressof(pool.native), slots.data_ptr()
         factors = None if query_factors is None else query_factors.data_ptr()
         step = _Step(
             *sizes,
             ctypes.addressof(views),
             ctypes.addressof(rotations),
-            *tensors,
+            *places,
             factors,
             ctypes.addressof(boundaries),
             copies.data_ptr(),
@@ -200,7 +200,7 @@ class FusedDecoder:
         parts = (0 if norm is None else heads * self._dim // len(norm) for heads, norm in norms)
         rotation = -1 if layer.rotation is None else layer.rotation
         flags = layer.is_normed_last, layer.is_scaled
-        return _Layer(*layer.pointers, view, layer.group, layer.place, rotation, *parts, *flags)
+        return _Layer(*layer.pointers, view, layer.group, rotation, *parts, *flags)
 
 
 def fuse_layers(layers: Sequence[FusedLayer | None], norm: Tensor, rules: LayerRules) -> FusedDecoder | None:

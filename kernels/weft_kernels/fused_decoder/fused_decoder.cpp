@@ -15,13 +15,13 @@
 
 using namespace weft;
 
-// One layer: its weights (null if missing), the view of its attention, and the place of its keys.
+// One layer: its weights (null if missing), the view of its attention, and the group of its slots.
 struct Layer {
     const void *input_norm, *qkv, *bias, *q_norm, *k_norm;
     const float* query_weight;
     const void *output, *output_bias, *attended_norm, *mlp_norm;
     const void *gate_up, *gate_up_bias, *down, *down_bias, *output_norm;
-    long view, group, place;
+    long view, group;
     long rotation;          // index among the step's angles, -1: none
     long q_parts, k_parts;  // of a row's queries and keys, each normed for itself
     long is_normed_last;    // queries and keys are normed behind the rotation
@@ -46,13 +46,14 @@ struct Angles {
     const void *cos, *sin;
 };
 
-// stream [rows, hidden] is overwritten, out is as large; slots [groups, rows]; query_factors [rows]; captured
-// [rows, num_captured, hidden] gets copies of the stream at `boundaries`, where -1 stands for `out`.
+// stream [rows, hidden] is overwritten, out is as large; pools [layers]; slots [groups, rows]; query_factors [rows];
+// captured [rows, num_captured, hidden] gets copies of the stream at `boundaries`, where -1 stands for `out`.
 struct Step {
-    long num_rows, num_views, pool_layers, block_tokens, has_float_angles, num_captured;
+    long num_rows, num_views, has_float_angles, num_captured;
     const View* views;
     const Angles* angles;
-    void *stream, *out, *pool;
+    void *stream, *out;
+    const Pool* pools;
     const int64_t* slots;
     const float* query_factors;
     const long* boundaries;
@@ -145,7 +146,7 @@ void add_rows(const Item* x, long rows, long size, Item* to) {
 
 // Queries to b.q, keys and values into the pool.
 template <typename Item, typename Angle>
-void place_heads(const Model& m, const Layer& layer, const Step& step, const Between<Item>& b) {
+void place_heads(const Model& m, const Layer& layer, const Pool& pool, const Step& step, const Between<Item>& b) {
     Angles angles = layer.rotation < 0 ? Angles{} : step.angles[layer.rotation];
     auto cos = (const Angle*)angles.cos, sin = (const Angle*)angles.sin;
     if (layer.q_norm && !layer.is_normed_last) norm_heads(m, layer, step.num_rows, b.qkv);
@@ -154,9 +155,7 @@ void place_heads(const Model& m, const Layer& layer, const Step& step, const Bet
         norm_heads(m, layer, step.num_rows, b.qkv);
         cos = nullptr;
     }
-    KvSizes sizes{step.num_rows,        m.num_heads,     m.kv_heads,       m.dim,
-                  2 * step.pool_layers, 2 * layer.place, step.block_tokens};
-    rope_kv(sizes, b.qkv, cos, sin, (Item*)step.pool, step.slots + layer.group * step.num_rows, b.q);
+    rope_kv(step.num_rows, m.num_heads, b.qkv, cos, sin, pool, step.slots + layer.group * step.num_rows, b.q);
     if (layer.is_scaled) scale_rows(step.query_factors, 1, step.num_rows, m.num_heads * m.dim, b.q);
     if (layer.query_weight) weigh_heads(layer.query_weight, step.num_rows, m.num_heads, m.dim, b.q);
 #pragma omp barrier
@@ -166,15 +165,15 @@ void place_heads(const Model& m, const Layer& layer, const Step& step, const Bet
 template <typename Item, typename Weight>
 void attend(const Model& m, const Layer& layer, const Step& step, Works& works, const Item* x, const Between<Item>& b) {
     long rows = step.num_rows, heads = m.num_heads + 2 * m.kv_heads;
+    const Pool& pool = step.pools[&layer - m.layers];
     multiply(Shape{rows, m.hidden, heads * m.dim}, x, (const Weight*)layer.qkv, (const Item*)layer.bias, b.qkv,
              b.scratch);
 #pragma omp barrier
     if (step.has_float_angles)
-        place_heads<Item, float>(m, layer, step, b);
+        place_heads<Item, float>(m, layer, pool, step, b);
     else
-        place_heads<Item, Item>(m, layer, step, b);
-    Pool pool{m.kv_heads, step.pool_layers, 2, step.block_tokens, m.dim, m.dim, layer.place};
-    attend_rows(works, pool, b.q, (const Item*)step.pool, b.attended, m.scale);
+        place_heads<Item, Item>(m, layer, pool, step, b);
+    attend_rows(works, pool, b.q, b.attended, m.scale);
 #pragma omp barrier
     multiply(Shape{rows, m.num_heads * m.dim, m.hidden}, b.attended, (const Weight*)layer.output,
              (const Item*)layer.output_bias, b.pending, b.scratch);
@@ -249,9 +248,8 @@ template <typename Item, typename Weight>
 void fused_decoder(const Model& m, const Step& step, int threads) {
     Between<Item> between(m, step.num_rows);
     std::vector<Works> works;
-    Pool pool{m.kv_heads, step.pool_layers, 2, step.block_tokens, m.dim, m.dim, 0};
     for (const View* view = step.views; view < step.views + step.num_views; view++)
-        works.emplace_back(view->blocks, view->spans, step.num_rows, m.num_heads, pool);
+        works.emplace_back(view->blocks, view->spans, step.num_rows, m.num_heads, step.pools[0]);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     run_layers<Item, Weight>(m, step, works, between);
 }

@@ -1,33 +1,35 @@
-"""Writes new keys and values into pool blocks."""
+"""Writes new keys and values into the pages of a layer."""
 
 from __future__ import annotations
 
+import ctypes
+
 from torch import Tensor
 
+from weft_kernels.layer_cache import LayerCache
 from weft_kernels.native import native
 
 
-def kv_write(k: Tensor, v: Tensor | None, pool: Tensor, layer: int, slots: Tensor) -> None:
-    """pool[slots[t] // block_tokens, h, layer, 0 or 1, slots[t] % block_tokens] = k[t, h] or v[t, h], in place.
+def kv_write(k: Tensor, v: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
+    """cache.keys[slots[t] // block_tokens, h, slots[t] % block_tokens] = k[t, h], and values alike, in place.
 
-    k, v: [T, kv_heads, dim]. pool: [blocks, kv_heads, layers, 2, block_tokens, dim], or 1 for the 2 and no v.
-    slots: [T] int64, all different.
+    k, v: [T, kv_heads, dim]; no v if the layer keeps one vector for both. slots: [T] int64, all different.
     """
     library = None if k.is_cuda else native()
     if library is None or any(each is not None and each.stride()[1:] != (each.shape[2], 1) for each in (k, v)):
-        return kv_write_reference(k, v, pool, layer, slots)
-    _, heads, layers, parts, block_tokens, dim = pool.shape
-    for part, new in enumerate((k, v)):
+        return kv_write_reference(k, v, cache, slots)
+    for new, plane in ((k, cache.keys), (v, cache.values)):
         if new is not None:
-            assert new.dtype == pool.dtype
-            sizes = len(new), heads, dim * new.itemsize, new.stride(0) * new.itemsize
-            places = layers * parts, layer * parts + part, block_tokens
-            library.weft_kv_write(new.data_ptr(), pool.data_ptr(), slots.data_ptr(), *sizes, *places)
+            assert new.dtype == plane.dtype
+            _, heads, block_tokens, dim = plane.shape
+            sizes = len(new), heads, dim * new.itemsize, new.stride(0) * new.itemsize, block_tokens
+            strides = (ctypes.c_long * 3)(*(each * plane.itemsize for each in plane.stride()[:3]))
+            library.weft_kv_write(new.data_ptr(), plane.data_ptr(), slots.data_ptr(), *sizes, strides)
 
 
-def kv_write_reference(k: Tensor, v: Tensor | None, pool: Tensor, layer: int, slots: Tensor) -> None:
-    block_tokens = pool.shape[4]
+def kv_write_reference(k: Tensor, v: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
+    block_tokens = cache.keys.shape[2]
     blocks, offsets = slots // block_tokens, slots % block_tokens
-    pool[:, :, layer, 0][blocks, :, offsets] = k
+    cache.keys[blocks, :, offsets] = k
     if v is not None:
-        pool[:, :, layer, 1][blocks, :, offsets] = v
+        cache.values[blocks, :, offsets] = v

@@ -13,12 +13,12 @@ from weft_kernels.paged_attention.cpu import paged_attention_cpu
 def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:
     """out[r, h] = softmax(scale * q[r, h] . C^T) C[:, :value_dim] over the vectors that row r sees.
 
-    q: [T, heads, dim], contiguous, of the pool's dtype. C: the vectors of `layer` in the blocks of the row's sequence;
-    the pool is [blocks, 1, layers, 1, block_tokens, dim]. Returns [T, heads, value_dim] in q's dtype.
+    q: [T, heads, dim], contiguous, of the pool's dtype. C: the keys of `layer`, one head, in the blocks of the row's
+    sequence. Returns [T, heads, value_dim] in q's dtype.
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
-    assert batch.pool.shape[1] == batch.pool.shape[3] == 1
+    assert batch.pool.layers[layer].keys.shape[1] == 1
     if q.is_cuda:
         from weft_kernels.paged_attention.kernel import paged_attention_kernels
 
@@ -30,8 +30,9 @@ def latent_attention_reference(q: Tensor, layer: int, batch: PagedBatch, value_d
     out = q.new_empty(*q.shape[:2], value_dim)
     for sequence, (start, end) in enumerate(pairwise(batch.query_starts)):
         context = batch.context_lens[sequence]
-        num_blocks = -(-context // batch.pool.shape[4])
-        vectors = batch.pool[list(batch.block_tables[sequence][:num_blocks]), 0, layer, 0].float().flatten(0, 1)
+        num_blocks = -(-context // batch.pool.block_tokens)
+        blocks = list(batch.block_tables[sequence][:num_blocks])
+        vectors = batch.pool.layers[layer].keys[blocks, 0].float().flatten(0, 1)
         for row in range(start, end):
             seen = vectors[: context - (end - 1 - row)]
             for head in range(q.shape[1]):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from weft_kernels.kv_write import kv_write, kv_write_reference
+from weft_kernels.layer_cache import LayerCache
 from weft_kernels.rms_norm import rms_norm, rms_norm_reference
 from weft_kernels.rope import rope, rope_reference
 
@@ -16,25 +17,24 @@ def latent_kv(
     norm: Tensor,
     eps: float,
     angles: tuple[Tensor, Tensor],
-    pool: Tensor,
-    layer: int,
+    cache: LayerCache,
     slots: Tensor,
 ) -> Tensor:
     """Write each row's normed latent and rotated key part into the pool, in this order; return rotated queries.
 
     down: [T, kv_rank + rope_dim], contiguous; the first part is normed by norm [kv_rank]. q: [T, heads, rope_dim],
     the part of the queries to rotate, perhaps within wider heads. angles: cosine and sine [T, rope_dim], both halves
-    alike. pool: [blocks, 1, layers, 1, block_tokens, kv_rank + rope_dim], written at slots [T] int64 of `layer`.
+    alike. cache: one head of kv_rank + rope_dim numbers, written at slots [T] int64.
     Returns [T, heads, rope_dim], contiguous. (DeepSeek-V2, arXiv 2405.04434, section 2.1.)
     """
     if down.is_cuda:
         from weft_kernels.latent_kv.kernel import latent_kv_kernel
 
-        return latent_kv_kernel(down, q, norm, eps, angles, pool, layer, slots)
+        return latent_kv_kernel(down, q, norm, eps, angles, cache, slots)
     kv_rank = len(norm)
     rotated = rope(down[:, None, kv_rank:], *angles)
     cached = torch.cat((rms_norm(down[:, None, :kv_rank], norm, eps), rotated), dim=-1)
-    kv_write(cached, None, pool, layer, slots)
+    kv_write(cached, None, cache, slots)
     return rope(q, *angles)
 
 
@@ -44,11 +44,10 @@ def latent_kv_reference(
     norm: Tensor,
     eps: float,
     angles: tuple[Tensor, Tensor],
-    pool: Tensor,
-    layer: int,
+    cache: LayerCache,
     slots: Tensor,
 ) -> Tensor:
     compressed = rms_norm_reference(down[:, None, : len(norm)], norm, eps)
     cached = torch.cat((compressed, rope_reference(down[:, None, len(norm) :], *angles)), dim=-1)
-    kv_write_reference(cached, None, pool, layer, slots)
+    kv_write_reference(cached, None, cache, slots)
     return rope_reference(q, *angles)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft_kernels.layer_cache import LayerCache
+
 BLOCK_HEADS = 16
 
 
@@ -16,12 +18,11 @@ def latent_kv_kernel(
     norm: Tensor,
     eps: float,
     angles: tuple[Tensor, Tensor],
-    pool: Tensor,
-    layer: int,
+    cache: LayerCache,
     slots: Tensor,
 ) -> Tensor:
     num_tokens, num_heads, dim = q.shape
-    cos, sin = angles
+    (cos, sin), pool = angles, cache.keys
     _check(down, q, norm, cos, sin, pool, slots)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens:
@@ -31,7 +32,7 @@ def latent_kv_kernel(
             q,
             cos,
             sin,
-            pool[:, 0, layer, 0],
+            pool,
             slots,
             out,
             eps,
@@ -39,8 +40,8 @@ def latent_kv_kernel(
             q.stride(0),
             q.stride(1),
             pool.stride(0),
-            pool.stride(4),
-            BLOCK_TOKENS=pool.shape[4],
+            pool.stride(2),
+            BLOCK_TOKENS=pool.shape[2],
             HEADS=num_heads,
             RANK=len(norm),
             HALF=dim // 2,
@@ -59,9 +60,8 @@ def _check(down: Tensor, q: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, pool
     assert norm.is_contiguous()
     assert dim % 2 == 0
     assert q.stride(2) == 1
-    assert pool.shape[1] == pool.shape[3] == 1
-    assert pool.shape[5] == len(norm) + dim
-    assert pool.stride(5) == 1
+    assert pool.shape[1] == 1
+    assert pool.shape[3] == len(norm) + dim
     assert down.dtype == q.dtype == norm.dtype == pool.dtype
     assert slots.shape == (num_tokens,)
     assert cos.shape == sin.shape == (num_tokens, dim)

@@ -47,7 +47,7 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_fused_decoder_bf16_bf16": [POINTER, POINTER, INT],
     "weft_fused_decoder_f32_packed12": [POINTER, POINTER, INT],
     "weft_race": [POINTER, LONG, LONG, LONG, *[POINTER] * 6, INT],
-    "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
+    "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, POINTER],
 }
 # Each exists for float32 and bfloat16: weft_NAME_f32, weft_NAME_bf16.
 ROW_KERNELS: dict[str, list[type]] = {
@@ -56,8 +56,8 @@ ROW_KERNELS: dict[str, list[type]] = {
     "rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT, INT],
     "add_rms_norm": [POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT],
     "rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
-    "rope_kv": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT],
     "head_product": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, INT],
+    "rope_kv": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT],
     "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
     "gelu_mul": [POINTER, POINTER, LONG, LONG, INT],
 }

@@ -30,8 +30,8 @@ def paged_attention(
     that the weights of a row may add up to less than 1.
 
     q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype, with the rows of `batch`.
-    K, V: keys and values of `layer` and key head h // (heads / kv_heads) in the blocks of the row's sequence. The
-    pool must already hold the keys of the rows themselves. Returns [T, heads, dim] in q's dtype.
+    K, V: keys and values of the pool's `layer` and key head h // (heads / kv_heads) in the blocks of the row's
+    sequence. They must already hold the keys of the rows themselves. Returns [T, heads, value dim] in q's dtype.
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
@@ -47,13 +47,15 @@ def paged_attention(
 def paged_attention_reference(
     q: Tensor, layer: int, batch: PagedBatch, span: KeySpan = FULL, sinks: Tensor | None = None
 ) -> Tensor:
-    out = torch.empty_like(q)
-    ratio = q.shape[1] // batch.pool.shape[1]
+    out = q.new_empty(*q.shape[:2], batch.pool.layers[layer].values.shape[3])
+    cache = batch.pool.layers[layer]
+    ratio = q.shape[1] // cache.keys.shape[1]
     for sequence, (start, end) in enumerate(pairwise(batch.query_starts)):
         context = batch.context_lens[sequence]
-        num_blocks = -(-context // batch.pool.shape[4])
-        blocks = batch.pool[list(batch.block_tables[sequence][:num_blocks]), :, layer].float()
-        keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [kv_heads, tokens, dim] each
+        num_blocks = -(-context // batch.pool.block_tokens)
+        blocks = list(batch.block_tables[sequence][:num_blocks])
+        # [kv_heads, tokens, dim] each
+        keys, values = (each[blocks].float().transpose(0, 1).flatten(1, 2) for each in (cache.keys, cache.values))
         for row in range(start, end):
             visible = context - (end - 1 - row)
             first = span.first_visible(visible - 1)

@@ -18,7 +18,7 @@ struct Turned {
     std::vector<const uint16_t*> keys;  // 16 each
 
     explicit Turned(const Chunk& c)
-        : c(c), copied(KEYS_AT_ONCE * c.dim), values(KEYS_AT_ONCE * c.value_dim + 32), keys(KEYS_AT_ONCE / TILE_KEYS) {}
+        : c(c), copied(KEYS_AT_ONCE * c.key_stride), values(KEYS_AT_ONCE * c.value_dim + 32), keys(KEYS_AT_ONCE / TILE_KEYS) {}
 
     uint16_t* tile(long step, long d) { return at_line(values.data()) + (step * c.value_dim + d) * STEP; }
 
@@ -27,9 +27,9 @@ struct Turned {
         for (long t = 0; t < count; t += TILE_KEYS) {
             keys[t / TILE_KEYS] = lines.at(at + t);
             if (lines.together(at + t, TILE_KEYS) == TILE_KEYS) continue;
-            uint16_t* to = copied.data() + t * c.dim;
+            uint16_t* to = copied.data() + t * c.key_stride;
             keys[t / TILE_KEYS] = to;
-            for (long i = t; i < std::min(t + TILE_KEYS, count); i++, to += c.dim)
+            for (long i = t; i < std::min(t + TILE_KEYS, count); i++, to += c.key_stride)
                 std::memcpy(to, lines.at(at + i), c.dim * sizeof *to);
         }
     }
@@ -55,7 +55,7 @@ struct Turned {
 // scores [count, lanes] = keys @ queries.
 inline void score(const Turned& turned, Work<Pair>& work, long count) {
     asm volatile("" ::: "memory");
-    long dim = turned.c.dim, key_bytes = dim * sizeof(uint16_t);
+    long dim = turned.c.dim, key_bytes = turned.c.key_stride * sizeof(uint16_t);
     constexpr long LANE_BYTES = LANES * sizeof(float);
     for (long t = 0; t < count; t += 2 * TILE_KEYS) {
         bool is_double = t + TILE_KEYS < count;
@@ -120,8 +120,8 @@ inline void shrink_sums(Work<Pair>& work, long value_dim) {
 
 // Groups of lanes from query `start` of the key head on.
 inline void attend_groups(const Chunk& c, Turned& turned, std::vector<Work<Pair>>& works, const uint16_t* q,
-                          const uint16_t* memory, const int* blocks, long head, long start, float scale, uint16_t* out) {
-    HeadLines<uint16_t> keys{c, memory + c.keys(head), blocks}, values{c, memory + c.values(head), blocks};
+                          const int* blocks, long head, long start, float scale, uint16_t* out) {
+    HeadLines<uint16_t> keys = keys_of<uint16_t>(c, blocks, head), values = values_of<uint16_t>(c, blocks, head);
     long num_groups = std::min(GROUPS, (c.rows * c.ratio() - start + LANES - 1) / LANES), from = c.context, end = 0;
     for (long g = 0; g < num_groups; g++) {
         take_queries(c, works[g], q, head, start + g * LANES, scale);
@@ -145,8 +145,8 @@ inline void attend_groups(const Chunk& c, Turned& turned, std::vector<Work<Pair>
     for (long g = 0; g < num_groups; g++) give_results(c, works[g], head, start + g * LANES, out);
 }
 
-inline void attend_chunk_by_matrices(const Chunk& c, const uint16_t* q, const uint16_t* memory, const int* blocks,
-                                     uint16_t* out, float scale, int num_threads) {
+inline void attend_chunk_by_matrices(const Chunk& c, const uint16_t* q, const int* blocks, uint16_t* out, float scale,
+                                     int num_threads) {
     long groups = (c.rows * c.ratio() + LANES - 1) / LANES, pieces = (groups + GROUPS - 1) / GROUPS;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && c.rows * c.heads * c.context > SERIAL_ITEMS)
     {
@@ -157,7 +157,7 @@ inline void attend_chunk_by_matrices(const Chunk& c, const uint16_t* q, const ui
 #pragma omp for schedule(dynamic) nowait
         for (long i = 0; i < pieces * c.kv_heads; i++) {
             long piece = pieces - 1 - i % pieces;
-            attend_groups(c, turned, works, q, memory, blocks, i / pieces, piece * GROUPS * LANES, scale, out);
+            attend_groups(c, turned, works, q, blocks, i / pieces, piece * GROUPS * LANES, scale, out);
         }
     }
 }

@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from weft_kernels.layer_cache import PagedPool
+
 # Bytes of keys gathered at a time on a CPU, so that they stay in the second-level cache.
 GROUP_BYTES = 1 << 20
 MASK_ITEMS = 2 << 20
@@ -40,14 +42,14 @@ class GatherGroup:
     """`num_seqs` sequences with equal numbers of consecutive query rows, padded to the most blocks.
 
     first_row .. end_row: their rows in the packed batch.
-    key_rows: [kv_heads * num_seqs * blocks], rows of layer 0's keys in the pool seen as [-1, block_tokens * dim].
+    pages: [num_seqs * blocks] int64, of the keys.
     mask: [1, num_seqs, queries * heads / kv_heads, keys], 0 or -inf, added to the scores.
     """
 
     first_row: int
     end_row: int
     num_seqs: int
-    key_rows: Tensor
+    pages: Tensor
     mask: Tensor
 
 
@@ -56,14 +58,13 @@ class PagedBatch:
     """S packed sequences: sequence s has rows query_starts[s] .. query_starts[s+1], the last ones of its context.
 
     context_lens[s] counts all its tokens, these rows included. block_tables[s] covers them and may continue with blocks
-    that are not written yet. `pool` [blocks, kv_heads, layers, parts, block_tokens, dim] is contiguous; parts is 2
-    for keys and values, or 1 for both in one. Single-row sequences of similar length are fastest next to each other.
+    that are not written yet. Single-row sequences of similar length are fastest next to each other.
 
     decodes[s]: the rows of sequence s are a token and drafts behind it, as opposed to a prompt's. With the C++ kernels
     each of them gives the same bits as in a batch where it is the only row of its sequence. Empty: none decodes.
     """
 
-    pool: Tensor
+    pool: PagedPool
     num_heads: int
     query_starts: Sequence[int]
     context_lens: Sequence[int]
@@ -74,80 +75,78 @@ class PagedBatch:
         """Return True if sequence `index` decodes."""
         return bool(self.decodes) and self.decodes[index]
 
-    @cached_property
-    def groups(self) -> list[GatherGroup]:
-        """Groups for layers in which every query sees its whole context."""
-        return self.groups_within(FULL)
-
-    def groups_within(self, span: KeySpan) -> list[GatherGroup]:
-        """Return the groups of a span, computed once for all layers of that span."""
-        if span not in self._groups:
-            self._groups[span] = self._make_groups(span)
-        return self._groups[span]
+    def groups_within(self, span: KeySpan, kv_heads: int, dim: int) -> list[GatherGroup]:
+        """Return the groups of a span and a layer's keys, computed once for all such layers."""
+        kind = span, kv_heads, dim
+        if kind not in self._groups:
+            self._groups[kind] = self._make_groups(span, kv_heads, dim)
+        return self._groups[kind]
 
     @cached_property
-    def _groups(self) -> dict[KeySpan, list[GatherGroup]]:
+    def _groups(self) -> dict[tuple[KeySpan, int, int], list[GatherGroup]]:
         return {}
 
-    def _make_groups(self, span: KeySpan) -> list[GatherGroup]:
+    def _make_groups(self, span: KeySpan, kv_heads: int, dim: int) -> list[GatherGroup]:
         groups: list[GatherGroup] = []
-        first = 0
+        first, ratio = 0, self.num_heads // kv_heads
         while first < len(self.context_lens):
-            end = self._last_of_group(first)
-            groups += (
-                [self._decode_group(first, end, span)] if self._has_one_row(first) else self._chunk_groups(first, span)
-            )
+            end = self._last_of_group(first, kv_heads * dim * self.pool.dtype.itemsize)
+            if self._has_one_row(first):
+                groups.append(self._decode_group(first, end, span, ratio))
+            else:
+                groups += self._chunk_groups(first, span, ratio)
             first = end
         return groups
 
-    @cached_property
-    def scratch(self) -> Tensor:
-        """[parts, runs, block_tokens * dim]: gathered keys and values of one group at a time.
+    def scratch(self, count: int) -> Tensor:
+        """Return `count` items for the gathered keys and values of one group at a time.
 
-        One for the whole batch: fresh memory at every layer costs more in page faults than the gathering itself.
+        One memory for the whole batch: fresh memory at every layer costs more in page faults than the gathering itself.
         """
-        # A span only ever shortens what a group gathers: the groups of the full context have the most.
-        num_runs = max(len(group.key_rows) for group in self.groups)
-        return self.pool.new_empty(self.pool.shape[3], num_runs, self.pool.shape[4] * self.pool.shape[5])
+        kept: dict[str, Tensor] = vars(self)
+        if "gathered" not in kept or len(kept["gathered"]) < count:
+            kept["gathered"] = torch.empty(count, dtype=self.pool.dtype, device=self.pool.device)
+        return kept["gathered"][:count]
 
     def _has_one_row(self, index: int) -> bool:
         return self.query_starts[index + 1] - self.query_starts[index] == 1
 
-    def _last_of_group(self, first: int) -> int:
+    def _last_of_group(self, first: int, token_bytes: int) -> int:
         """Join single-row sequences while padding and gathered bytes stay small."""
         longest = self.context_lens[first]
         end = first + 1
         if not self._has_one_row(first):
             return end
-        _, kv_heads, _, _, _, dim = self.pool.shape
-        is_unbounded = self.pool.is_cuda
         while end < len(self.context_lens) and self._has_one_row(end):
             longest = max(longest, self.context_lens[end])
-            num_bytes = (end + 1 - first) * longest * kv_heads * dim * self.pool.itemsize
-            if not is_unbounded and (num_bytes > GROUP_BYTES or 2 * self.context_lens[end] < longest):
+            num_bytes = (end + 1 - first) * longest * token_bytes
+            if num_bytes > GROUP_BYTES or 2 * self.context_lens[end] < longest:
                 break
             end += 1
         return end
 
-    def _decode_group(self, first: int, end: int, span: KeySpan) -> GatherGroup:
+    def _decode_group(self, first: int, end: int, span: KeySpan, ratio: int) -> GatherGroup:
         positions = torch.tensor(self.context_lens[first:end])[:, None] - 1
-        return self._group((self.query_starts[first], self.query_starts[end]), range(first, end), positions, span)
+        rows = self.query_starts[first], self.query_starts[end]
+        return self._group(rows, range(first, end), positions, span, ratio)
 
-    def _chunk_groups(self, index: int, span: KeySpan) -> list[GatherGroup]:
+    def _chunk_groups(self, index: int, span: KeySpan, ratio: int) -> list[GatherGroup]:
         """Split a chunk: the mask stays bounded, and early rows skip keys that they cannot see."""
         start, end = self.query_starts[index], self.query_starts[index + 1]
-        context, ratio = self.context_lens[index], self.num_heads // self.pool.shape[1]
+        context = self.context_lens[index]
         size = max(16, MASK_ITEMS // (context * ratio))
         groups = []
         for row in range(start, end, size):
             last = min(row + size, end)
             positions = torch.arange(context - (end - row), context - (end - last))
-            groups.append(self._group((row, last), range(index, index + 1), positions[None], span))
+            groups.append(self._group((row, last), range(index, index + 1), positions[None], span, ratio))
         return groups
 
-    def _group(self, rows: tuple[int, int], indices: range, positions: Tensor, span: KeySpan) -> GatherGroup:
+    def _group(
+        self, rows: tuple[int, int], indices: range, positions: Tensor, span: KeySpan, ratio: int
+    ) -> GatherGroup:
         """Build a group from positions [num_seqs, queries]."""
-        _, kv_heads, layers, parts, block_tokens, _ = self.pool.shape
+        block_tokens = self.pool.block_tokens
         firsts = span.first_visible_of(positions)
         starts = firsts.min(1).values // block_tokens
         counts = positions.max(1).values // block_tokens + 1 - starts
@@ -158,16 +157,14 @@ class PagedBatch:
             + [self.block_tables[index][start]] * (num_blocks - count)
             for index, start, count in zip(indices, starts.tolist(), counts.tolist(), strict=True)
         ]
-        heads = torch.arange(kv_heads)[:, None, None]
-        key_rows = ((torch.tensor(tables) * kv_heads + heads) * (layers * parts)).flatten()
         mask = self._mask(positions, firsts, starts * block_tokens, num_blocks * block_tokens)
+        # Heads that share keys are further queries.
+        mask = mask.repeat_interleave(ratio, dim=1)[None]
         device = self.pool.device
-        return GatherGroup(*rows, len(indices), key_rows.to(device), mask.to(device))
+        return GatherGroup(*rows, len(indices), torch.tensor(tables).flatten().to(device), mask.to(device))
 
     def _mask(self, positions: Tensor, firsts: Tensor, starts: Tensor, num_keys: int) -> Tensor:
-        """Build the mask; gathered keys start at `starts`, and heads that share keys are further queries."""
-        ratio = self.num_heads // self.pool.shape[1]
+        """Return the mask [num_seqs, queries, keys]; gathered keys start at `starts`."""
         keys = starts[:, None, None] + torch.arange(num_keys)
         is_hidden = (keys > positions[..., None]) | (keys < firsts[..., None])
-        mask = torch.zeros(is_hidden.shape, dtype=self.pool.dtype).masked_fill_(is_hidden, float("-inf"))
-        return mask.repeat_interleave(ratio, dim=1)[None]
+        return torch.zeros(is_hidden.shape, dtype=self.pool.dtype).masked_fill_(is_hidden, float("-inf"))

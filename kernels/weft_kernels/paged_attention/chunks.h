@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "../native/pool.h"
 #include "products.h"
 
 #include <algorithm>
@@ -21,15 +22,11 @@ constexpr long KEYS_AT_ONCE = 64;
 constexpr int LINE_BYTES = 64;
 constexpr float HIDDEN = -1e30f;
 
-struct Chunk {
-    long rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer;
+struct Chunk : Pool {
+    long rows, heads;
     long context, window, chunk;  // tokens up to the last row; which keys a row sees, as in Span
     const float* sinks;           // one for each head, or null
     long ratio() const { return heads / kv_heads; }
-    // Where a head's keys and values begin in the first block, and from block to block.
-    long keys(long head) const { return (head * layers + layer) * parts * block_tokens * dim; }
-    long values(long head) const { return keys(head) + (parts - 1) * block_tokens * dim; }
-    long block_stride() const { return kv_heads * layers * parts * block_tokens * dim; }
     long first_key(long position) const {
         long start = chunk ? position - position % chunk : 0;
         return window ? std::max(start, position + 1 - window) : start;
@@ -48,7 +45,7 @@ struct Work {
     float first[LANES], end[LANES], highest[LANES], total[LANES], shrink[LANES];
 
     explicit Work(const Chunk& c)
-        : queries(c.dim * LANES), made(KEYS_AT_ONCE * c.dim), scores(KEYS_AT_ONCE * LANES), sums(c.value_dim * LANES),
+        : queries(c.dim * LANES), made(KEYS_AT_ONCE * std::max(c.dim, c.value_dim)), scores(KEYS_AT_ONCE * LANES), sums(c.value_dim * LANES),
           result(c.value_dim + W), runs(KEYS_AT_ONCE), zeros(c.value_dim), rows(KEYS_AT_ONCE + 1) {}
 
     // Weights overwrite the scores that they are computed from.
@@ -63,16 +60,27 @@ inline void ask_for(const void* memory, long size) {
 template <typename Item>
 struct HeadLines {
     const Chunk& c;
-    const Item* memory;
+    const Item* memory;  // of the first page
     const int* blocks;
+    long dim, stride;
     const Item* at(long position) const {
-        return memory + blocks[position / c.block_tokens] * c.block_stride() + position % c.block_tokens * c.dim;
+        return memory + blocks[position / c.block_tokens] * c.page_stride + position % c.block_tokens * stride;
     }
     // How many of `count` from a position on lie in its block.
     long together(long position, long count) const {
         return std::min(c.block_tokens - position % c.block_tokens, count);
     }
 };
+
+template <typename Item>
+HeadLines<Item> keys_of(const Chunk& c, const int* blocks, long head) {
+    return {c, c.keys<Item>(0, head), blocks, c.dim, c.key_stride};
+}
+
+template <typename Item>
+HeadLines<Item> values_of(const Chunk& c, const int* blocks, long head) {
+    return {c, c.values<Item>(0, head), blocks, c.value_dim, c.value_stride};
+}
 
 // Scores are exponents of e, or, for pairs, 1 / ln 2 times as large and exponents of 2.
 template <typename Number>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from weft_kernels.layer_cache import LayerCache
 from weft_kernels.native import native
 from weft_kernels.native.row_kernels import SUFFIXES
 from weft_kernels.paged_attention.batch import GatherGroup, KeySpan, PagedBatch
@@ -51,18 +53,21 @@ def paged_attention_cpu(
     if library is None:
         return paged_attention_grouped(q, layer, batch, span, scale, value_dim, sinks)
     sink_address = None if sinks is None else sinks.data_ptr()
-    rows = cpu_batch(batch, span, is_whole=(q.shape[2] | (value_dim or 0)) % library.weft_width() == 0)
-    out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
-    sizes = q.shape[1], *batch.pool.shape[1:], out.shape[2], layer
+    cache = batch.pool.layers[layer]
+    value_dim = value_dim or cache.values.shape[3]
+    is_whole = (q.shape[2] | value_dim) % library.weft_width() == 0
+    rows = cpu_batch(batch, span, batch.num_heads // cache.keys.shape[1], is_whole)
+    out = q.new_empty(*q.shape[:2], value_dim)
     if len(rows.spans):
-        where = (each.data_ptr() for each in (q, batch.pool, rows.blocks, rows.spans, out))
+        where = (each.data_ptr() for each in (rows.blocks, rows.spans, out))
+        sizes = _longs((len(rows.spans), q.shape[1], value_dim))
         attend = getattr(library, f"weft_attend_{SUFFIXES[q.dtype]}")
-        attend(*where, _longs((len(rows.spans), *sizes)), scale, sink_address, torch.get_num_threads())
+        attend(q.data_ptr(), cache.address, *where, sizes, scale, sink_address, torch.get_num_threads())
     for chunk in rows.chunks:
-        where = (each.data_ptr() for each in (q[chunk.first_row], batch.pool, chunk.blocks, out[chunk.first_row]))
-        all_sizes = chunk.num_rows, *sizes, chunk.context, span.window, span.chunk
+        some, blocks, result = (each.data_ptr() for each in (q[chunk.first_row], chunk.blocks, out[chunk.first_row]))
+        sizes = _longs((chunk.num_rows, q.shape[1], value_dim, chunk.context, span.window, span.chunk))
         attend = getattr(library, f"weft_attend_chunk_{SUFFIXES[q.dtype]}")
-        attend(*where, _longs(all_sizes), scale, sink_address, torch.get_num_threads())
+        attend(some, cache.address, blocks, result, sizes, scale, sink_address, torch.get_num_threads())
     return out
 
 
@@ -70,28 +75,27 @@ def _longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
     return (ctypes.c_long * len(values))(*values)
 
 
-def cpu_batch(batch: PagedBatch, span: KeySpan, is_whole: bool) -> CpuBatch:
-    """Return the split of a batch, computed once per span and cached with the batch.
+def cpu_batch(batch: PagedBatch, span: KeySpan, ratio: int, is_whole: bool) -> CpuBatch:
+    """Return the split of a batch, computed once per kind of layer and cached with the batch.
 
-    With enough queries per key head, queries fill the vectors. With fewer, the dimensions of one head must:
-    `is_whole` says that they do.
+    `ratio`: queries per key head. With enough of them, queries fill the vectors. With fewer, the dimensions of one
+    head must: `is_whole` says that they do.
     """
     kept = vars(batch)
-    key = f"rows {span.window} {span.chunk}"
+    key = f"rows {span.window} {span.chunk} {ratio} {is_whole}"
     if key not in kept:
         library = native()
         assert library is not None
-        kept[key] = make_cpu_batch(batch, span, 2 * library.weft_width() if is_whole else 0)
+        kept[key] = make_cpu_batch(batch, span, ratio, 2 * library.weft_width() if is_whole else 0)
     rows: CpuBatch = kept[key]
     return rows
 
 
-def make_cpu_batch(batch: PagedBatch, span: KeySpan, lanes: int) -> CpuBatch:
+def make_cpu_batch(batch: PagedBatch, span: KeySpan, ratio: int, lanes: int) -> CpuBatch:
     """Split a batch: sequences with fewer than `lanes` queries per key head go row by row, others are chunks.
 
     The rows of a sequence that decodes are split as one row of it is.
     """
-    ratio = batch.num_heads // batch.pool.shape[1]
     blocks: list[int] = []
     spans: list[tuple[int, int, int, int]] = []
     chunks = []
@@ -120,10 +124,13 @@ def paged_attention_grouped(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Gather the keys of a group of sequences, then attend with one fused torch call."""
-    out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
-    for group in batch.groups_within(span):
+    cache = batch.pool.layers[layer]
+    value_dim = value_dim or cache.values.shape[3]
+    out = q.new_empty(*q.shape[:2], value_dim)
+    for group in batch.groups_within(span, cache.keys.shape[1], cache.keys.shape[3]):
         rows = slice(group.first_row, group.end_row)
-        keys, values = _gather(layer, batch, group, value_dim)
+        keys, values = _gather(cache, batch, group)
+        values = values[..., :value_dim]
         out[rows] = _attend(q[rows], keys, values, group, scale, sinks)
     return out
 
@@ -150,13 +157,15 @@ def _with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tu
     return torch.cat((keys, next(zeros)), 2), torch.cat((values, next(zeros)), 2), torch.cat(masks, 3)
 
 
-def _gather(layer: int, batch: PagedBatch, group: GatherGroup, value_dim: int | None) -> tuple[Tensor, Tensor]:
-    """Return keys and values [kv_heads, num_seqs, tokens, dim] of one layer; one vector may be both."""
-    _, kv_heads, _, parts, block_tokens, dim = batch.pool.shape
-    runs = batch.pool.view(-1, block_tokens * dim)
-    shape = (kv_heads, group.num_seqs, -1, dim)
-    found = batch.scratch[:, : len(group.key_rows)]
-    for part in range(parts):
-        torch.index_select(runs, 0, group.key_rows + (parts * layer + part), out=found[part])
-    keys = found[0].view(shape)
-    return keys, found[1].view(shape) if value_dim is None else keys[..., :value_dim]
+def _gather(cache: LayerCache, batch: PagedBatch, group: GatherGroup) -> tuple[Tensor, Tensor]:
+    """Return keys and values [kv_heads, num_seqs, tokens, dim] of one layer; one tensor may be both."""
+    planes = (cache.keys,) if cache.values is cache.keys else (cache.keys, cache.values)
+    sizes = [len(group.pages) * math.prod(each.shape[1:]) for each in planes]
+    found = []
+    for plane, memory in zip(planes, torch.split(batch.scratch(sum(sizes)), sizes), strict=True):
+        _, kv_heads, block_tokens, dim = plane.shape
+        gathered = memory.view(kv_heads, len(group.pages), block_tokens, dim)
+        for head in range(kv_heads):
+            torch.index_select(plane[:, head], 0, group.pages, out=gathered[head])
+        found.append(gathered.view(kv_heads, group.num_seqs, -1, dim))
+    return found[0], found[-1]

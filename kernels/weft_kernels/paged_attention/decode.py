@@ -61,6 +61,7 @@ def paged_attention_decode(
         parts,
         logs,
         *keys.stride()[:3],
+        values.stride(2),
         batch.block_tables.stride(0),
         batch.max_rows,
         shape.scale * LOG2_E,
@@ -113,7 +114,8 @@ def _decode(
     p_logs: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
-    stride_token: tl.tensor,
+    stride_key: tl.tensor,
+    stride_value: tl.tensor,
     stride_table: tl.tensor,
     max_rows: tl.tensor,
     scale: tl.tensor,
@@ -133,6 +135,7 @@ def _decode(
     BLOCK_TAIL: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
+    IS_SPACED_ALIKE: tl.constexpr,
 ) -> None:
     if USES_PDL:
         gdc_launch_dependents()
@@ -166,11 +169,13 @@ def _decode(
                 p_values + i_head * stride_head,
                 p_tables + i_seq * stride_table,
                 stride_block,
-                stride_token,
+                stride_key,
+                stride_value,
             )
             b_acc, b_max, b_sum = fold_tile(
                 *(b_acc, b_max, b_sum, rows, keys, i_tile, begin, end, scale, True),
-                *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, VALUE_IS_KEY),
+                *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V),
+                *(VALUE_IS_KEY, IS_SPACED_ALIKE),
             )
         if HAS_SINKS and SPLITS == 1:
             b_sum += sink_weight(p_sinks, i_head * GROUP + o_m % GROUP, b_max)

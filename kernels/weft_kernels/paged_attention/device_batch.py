@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft_kernels.launch import pinned_upload
+from weft_kernels.layer_cache import PagedPool
 from weft_kernels.paged_attention.batch import PagedBatch
 
 # Maximum new rows of a sequence for the decode kernel: one token, and up to seven drafted tokens to verify. A sequence
@@ -113,6 +114,7 @@ class AttentionShape:
             "BLOCK_TAIL": _power_of_two(tail) if tail else 0,
             "BLOCK_V": _power_of_two(value_dim),
             # MLA: the value is the first part of the key, and is not read again.
+            "IS_SPACED_ALIKE": keys.stride(2) == values.stride(2),
             "VALUE_IS_KEY": keys.data_ptr() == values.data_ptr() and value_dim == block_d,
         }
 
@@ -129,8 +131,8 @@ def check(
     assert q.shape[2] == keys.shape[3]
     assert out.shape == (*q.shape[:2], values.shape[3])
     assert keys.shape[:3] == values.shape[:3]
-    assert keys.stride() == values.stride()
-    assert keys.stride(3) == 1
+    assert keys.stride()[:2] == values.stride()[:2]
+    assert keys.stride(3) == values.stride(3) == 1
     assert q.shape[1] % keys.shape[1] == 0
     assert q.dtype == keys.dtype == values.dtype == out.dtype
     assert q.device == keys.device == out.device == batch.context_lens.device
@@ -141,7 +143,7 @@ def _power_of_two(value: int) -> int:
     return max(16, 1 << (value - 1).bit_length())
 
 
-def resident_batch(pool: Tensor, num_heads: int, tensors: PagedTensors) -> PagedBatch:
+def resident_batch(pool: PagedPool, num_heads: int, tensors: PagedTensors) -> PagedBatch:
     """Return a batch of single-row sequences that stays on the device while lengths and tables change.
 
     The kernels read `tensors` when they run, also at every replay of a graph. On a CPU the batch copies their current
@@ -150,9 +152,9 @@ def resident_batch(pool: Tensor, num_heads: int, tensors: PagedTensors) -> Paged
     assert tensors.max_rows == 1
     starts = range(len(tensors.context_lens) + 1)
     batch = PagedBatch(pool, num_heads, starts, (), ())
-    if not pool.is_cuda:
+    if pool.device.type == "cpu":
         lens = tensors.context_lens.tolist()
-        num_blocks = [-(-each // pool.shape[4]) for each in lens]
+        num_blocks = [-(-each // pool.block_tokens) for each in lens]
         rows = zip(tensors.block_tables.tolist(), num_blocks, strict=True)
         batch = PagedBatch(pool, num_heads, starts, lens, [blocks[:count] for blocks, count in rows])
     vars(batch)["launches"] = Launches(tensors, None)

@@ -20,8 +20,9 @@ def paged_attention_kernels(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention` on a GPU; with `value_dim`, `latent_attention`."""
-    keys = batch.pool[:, :, layer, 0]
-    values = batch.pool[:, :, layer, 1] if value_dim is None else keys[..., :value_dim]
+    keys, values = batch.pool.layers[layer].keys, batch.pool.layers[layer].values
+    if value_dim is not None:
+        values = values[..., :value_dim]
     out = q.new_empty(*q.shape[:2], values.shape[3])
     shape = AttentionShape(scale, span.window, span.chunk)
     launches = _launches(batch)

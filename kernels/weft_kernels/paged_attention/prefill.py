@@ -44,6 +44,7 @@ def paged_attention_prefill(
         q if sinks is None else sinks,
         out,
         *keys.stride()[:3],
+        values.stride(2),
         batch.block_tables.stride(0),
         shape.scale * LOG2_E,
         KV_HEADS=kv_heads,
@@ -71,7 +72,8 @@ def _prefill(
     p_out: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
-    stride_token: tl.tensor,
+    stride_key: tl.tensor,
+    stride_value: tl.tensor,
     stride_table: tl.tensor,
     scale: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -88,6 +90,7 @@ def _prefill(
     BLOCK_TAIL: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
+    IS_SPACED_ALIKE: tl.constexpr,
 ) -> None:
     # The last rows see most keys: they start first, so that the end of the launch is short work.
     i_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -125,11 +128,13 @@ def _prefill(
                     p_values + i_head * stride_head,
                     p_tables + i_seq * stride_table,
                     stride_block,
-                    stride_token,
+                    stride_key,
+                    stride_value,
                 )
                 b_acc, b_max, b_sum = fold_tile(
                     *(b_acc, b_max, b_sum, rows, keys, i_tile, begin, end, scale, SPAN != 1),
-                    *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, VALUE_IS_KEY),
+                    *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V),
+                    *(VALUE_IS_KEY, IS_SPACED_ALIKE),
                 )
         if HAS_SINKS:
             b_sum += sink_weight(p_sinks, i_head * GROUP + o_m % GROUP, b_max)

@@ -46,12 +46,12 @@ WEFT_INLINE void fetch(const Item* from, long count) {
 
 // scores[h, 0..Keys] = q[h] . key, for Heads heads and Keys keys.
 template <typename Item, int Heads, int Keys>
-WEFT_INLINE void score_keys(const Item* key, const float* q, long dim, float* scores, long width) {
+WEFT_INLINE void score_keys(const Item* key, long stride, const float* q, long dim, float* scores, long width) {
     Floats sums[Heads][Keys] = {};
     for (long d = 0; d < dim; d += W) {
         Floats parts[Keys];
 #pragma GCC unroll 4
-        for (int t = 0; t < Keys; t++) parts[t] = load_wide(key + t * dim + d);
+        for (int t = 0; t < Keys; t++) parts[t] = load_wide(key + t * stride + d);
 #pragma GCC unroll 4
         for (int h = 0; h < Heads; h++) {
             Floats query = load<Floats>(q + h * dim + d);
@@ -71,19 +71,20 @@ WEFT_INLINE void score_keys(const Item* key, const float* q, long dim, float* sc
 
 // scores[h, place] = q[h] . key, for Heads heads.
 template <typename Item, int Heads>
-void score(const Pool& pool, const Item* memory, const Row& row, long head, const float* q, float* scores, long width) {
+void score(const Pool& pool, const Row& row, long head, const float* q, float* scores, long width) {
+    long stride = pool.key_stride;
     each_run(pool, row, [&](long place, long block, long offset, long count, long next) {
-        const Item* key = memory + pool.keys(block, head) + offset * pool.dim;
-        const Item* ahead = memory + pool.keys(next, head);
+        const Item* key = pool.keys<Item>(block, head) + offset * stride;
+        const Item* ahead = pool.keys<Item>(next, head);
         long t = 0;
         for (; t + 4 <= count; t += 4) {
-            fetch(ahead + t * pool.dim, 4 * pool.dim);
-            score_keys<Item, Heads, 4>(key + t * pool.dim, q, pool.dim, scores + place + t, width);
+            fetch(ahead + t * stride, 4 * stride);
+            score_keys<Item, Heads, 4>(key + t * stride, stride, q, pool.dim, scores + place + t, width);
         }
         for (; t < count; t++)
-            score_keys<Item, Heads, 1>(key + t * pool.dim, q, pool.dim, scores + place + t, width);
+            score_keys<Item, Heads, 1>(key + t * stride, stride, q, pool.dim, scores + place + t, width);
     });
-    fetch(memory + pool.values(row.blocks[row.first / pool.block_tokens], head), 16 * pool.dim);
+    fetch(pool.values<Item>(row.blocks[row.first / pool.block_tokens], head), 16 * pool.value_stride);
 }
 
 // scores become weights that add up to 1, or with a sink to less; `width` is a multiple of W.
@@ -106,14 +107,13 @@ Scale softmax(float* scores, long count, long width, const float* sink) {
 
 // out[h, d ..] = sum over keys of weights[h, place] * value[d ..], for Heads heads and Vectors vectors.
 template <typename Item, typename Out, int Heads, int Vectors>
-void mix(const Pool& pool, const Item* memory, const Row& row, long head, long d, const float* weights, long width,
-         Out* out) {
+void mix(const Pool& pool, const Row& row, long head, long d, const float* weights, long width, Out* out) {
     Floats sums[Heads][Vectors] = {};
     each_run(pool, row, [&](long place, long block, long offset, long count, long next) {
-        const Item* value = memory + pool.values(block, head) + offset * pool.dim + d;
-        const Item* ahead = memory + pool.values(next, head) + d;
-        for (long t = 0; t < count; t++, value += pool.dim) {
-            fetch(ahead + t * pool.dim, Vectors * W);
+        const Item* value = pool.values<Item>(block, head) + offset * pool.value_stride + d;
+        const Item* ahead = pool.values<Item>(next, head) + d;
+        for (long t = 0; t < count; t++, value += pool.value_stride) {
+            fetch(ahead + t * pool.value_stride, Vectors * W);
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; v++) {
                 Floats part = load_wide(value + v * W);
@@ -129,36 +129,36 @@ void mix(const Pool& pool, const Item* memory, const Row& row, long head, long d
 // The next Heads heads of one row that share `head`: q [Heads, dim], out [Heads, value_dim], scales [Heads], sinks
 // [Heads] or null.
 template <typename Item, typename Out, int Heads>
-void attend(const Pool& pool, const Item* memory, const Row& row, long head, const Item* q, float scale, float* scratch,
-            Out* out, Scale* scales, const float* sinks) {
+void attend(const Pool& pool, const Row& row, long head, const Item* q, float scale, float* scratch, Out* out,
+            Scale* scales, const float* sinks) {
     long count = row.end - row.first, width = (count + W - 1) / W * W;
     float* scores = scratch + Heads * pool.dim;
     for (long i = 0; i < Heads * pool.dim; i += W) store(scratch + i, load_wide(q + i) * scale);
-    score<Item, Heads>(pool, memory, row, head, scratch, scores, width);
+    score<Item, Heads>(pool, row, head, scratch, scores, width);
     for (int h = 0; h < Heads; h++) scales[h] = softmax(scores + h * width, count, width, sinks ? sinks + h : nullptr);
     long d = 0;
     for (; d + MAX_VECTORS * W <= pool.value_dim; d += MAX_VECTORS * W)
-        mix<Item, Out, Heads, MAX_VECTORS>(pool, memory, row, head, d, scores, width, out);
-    for (; d < pool.value_dim; d += W) mix<Item, Out, Heads, 1>(pool, memory, row, head, d, scores, width, out);
+        mix<Item, Out, Heads, MAX_VECTORS>(pool, row, head, d, scores, width, out);
+    for (; d < pool.value_dim; d += W) mix<Item, Out, Heads, 1>(pool, row, head, d, scores, width, out);
 }
 
 // All heads that share `head`: q [ratio, dim], out [ratio, value_dim], scales [ratio], sinks [ratio] or null.
 template <typename Item, typename Out>
-void attend_all(const Pool& pool, const Item* memory, const Row& row, long head, long ratio, const Item* q, float scale,
-                float* scratch, Out* out, Scale* scales, const float* sinks) {
+void attend_all(const Pool& pool, const Row& row, long head, long ratio, const Item* q, float scale, float* scratch,
+                Out* out, Scale* scales, const float* sinks) {
     for (long h = 0; h < ratio;) {
         const Item* from = q + h * pool.dim;
         Out* to = out + h * pool.value_dim;
         const float* own = sinks ? sinks + h : nullptr;
         long left = ratio - h;
         if (MAX_HEADS >= 4 && left >= 4) {
-            attend<Item, Out, 4>(pool, memory, row, head, from, scale, scratch, to, scales + h, own);
+            attend<Item, Out, 4>(pool, row, head, from, scale, scratch, to, scales + h, own);
             h += 4;
         } else if (left >= 2) {
-            attend<Item, Out, 2>(pool, memory, row, head, from, scale, scratch, to, scales + h, own);
+            attend<Item, Out, 2>(pool, row, head, from, scale, scratch, to, scales + h, own);
             h += 2;
         } else {
-            attend<Item, Out, 1>(pool, memory, row, head, from, scale, scratch, to, scales + h, own);
+            attend<Item, Out, 1>(pool, row, head, from, scale, scratch, to, scales + h, own);
             h += 1;
         }
     }
@@ -183,13 +183,14 @@ void merge(const float* parts, const Scale* scales, long count, long stride, lon
 }
 
 template <typename Item>
-void rows(const Item* q, const Item* memory, const int* blocks, const int* spans, Item* out, const long* sizes,
+void rows(const Item* q, const Pool* cache, const int* blocks, const int* spans, Item* out, const long* sizes,
           float scale, const float* sinks, int num_threads) {
-    Pool pool{sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
+    Pool pool = *cache;
+    pool.value_dim = sizes[2];
     Works works(blocks, spans, sizes[0], sizes[1], pool);
     if (works.total * works.num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    attend_rows(works, pool, q, memory, out, scale, sinks);
+    attend_rows(works, pool, q, out, scale, sinks);
 }
 
 }  // namespace
@@ -215,8 +216,7 @@ Works::Works(const int* blocks, const int* spans, long num_rows, long num_heads,
 }
 
 template <typename Item>
-void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale,
-                 const float* sinks) {
+void attend_rows(Works& works, const Pool& pool, const Item* q, Item* out, float scale, const float* sinks) {
     static thread_local std::vector<float> scratch;
     static thread_local std::vector<Scale> unread;
     long ratio = works.ratio;
@@ -233,10 +233,10 @@ void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memo
         const float* own = sinks ? sinks + work.head * ratio : nullptr;
         const Item* from = q + head * pool.dim;
         if (span[3] - span[2] <= PIECE)
-            attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(), out + head * pool.value_dim,
+            attend_all(pool, row, work.head, ratio, from, scale, scratch.data(), out + head * pool.value_dim,
                        unread.data(), own);
         else  // the sink counts once, where the pieces are merged
-            attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(),
+            attend_all(pool, row, work.head, ratio, from, scale, scratch.data(),
                        works.parts.data() + work.part * pool.value_dim, works.scales.data() + work.part, nullptr);
     }
     if (works.split.empty()) return;
@@ -253,20 +253,20 @@ void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memo
     }
 }
 
-template void attend_rows(Works&, const Pool&, const float*, const float*, float*, float, const float*);
-template void attend_rows(Works&, const Pool&, const uint16_t*, const uint16_t*, uint16_t*, float, const float*);
+template void attend_rows(Works&, const Pool&, const float*, float*, float, const float*);
+template void attend_rows(Works&, const Pool&, const uint16_t*, uint16_t*, float, const float*);
 
 }  // namespace weft
 
-// sizes: rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer. sinks: one for each head, or null.
-WEFT_EXPORT void weft_attend_f32(const float* q, const float* memory, const int* blocks, const int* spans, float* out,
+// sizes: rows, heads, value_dim. sinks: one for each head, or null.
+WEFT_EXPORT void weft_attend_f32(const float* q, const Pool* cache, const int* blocks, const int* spans, float* out,
                                  const long* sizes, float scale, const float* sinks, int num_threads) {
-    rows(q, memory, blocks, spans, out, sizes, scale, sinks, num_threads);
+    rows(q, cache, blocks, spans, out, sizes, scale, sinks, num_threads);
 }
 
-WEFT_EXPORT void weft_attend_bf16(const uint16_t* q, const uint16_t* memory, const int* blocks, const int* spans,
+WEFT_EXPORT void weft_attend_bf16(const uint16_t* q, const Pool* cache, const int* blocks, const int* spans,
                                   uint16_t* out, const long* sizes, float scale, const float* sinks, int num_threads) {
-    rows(q, memory, blocks, spans, out, sizes, scale, sinks, num_threads);
+    rows(q, cache, blocks, spans, out, sizes, scale, sinks, num_threads);
 }
 
 // Vectors of so many numbers must fill every dimension.

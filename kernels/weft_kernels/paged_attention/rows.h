@@ -1,21 +1,12 @@
 // Attention of single rows for use inside other kernels.
 #pragma once
 
+#include "../native/pool.h"
 #include "../native/vector.h"
 
 #include <vector>
 
 namespace weft {
-
-struct Pool {
-    long kv_heads, layers, parts, block_tokens, dim, value_dim, layer;
-    // Items before the keys of one block and head.
-    long keys(long block, long head) const {
-        return ((block * kv_heads + head) * layers + layer) * parts * block_tokens * dim;
-    }
-    // Values follow the keys, or are their first part.
-    long values(long block, long head) const { return keys(block, head) + (parts - 1) * block_tokens * dim; }
-};
 
 // Highest score of one head and piece, and the sum of all exponentials relative to it.
 struct Scale {
@@ -44,7 +35,6 @@ struct Works {
 
 // All threads of a team call it, without a barrier at the end. `sinks`: one logit for each head, or null.
 template <typename Item>
-void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale,
-                 const float* sinks = nullptr);
+void attend_rows(Works& works, const Pool& pool, const Item* q, Item* out, float scale, const float* sinks = nullptr);
 
 }  // namespace weft

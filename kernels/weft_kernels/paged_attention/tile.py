@@ -89,18 +89,20 @@ def fold_tile(
     BLOCK_TAIL: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
+    IS_SPACED_ALIKE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add the keys from i_tile * BLOCK_N on with online softmax; scale includes log2 e.
 
     rows: queries and their tails, the first key that each sees, and the last. keys: a head's keys, its values, the
-    blocks of the sequence, strides of a block and of a token. Keys outside begin .. end are never read, because their
-    blocks may belong to other sequences.
+    blocks of the sequence, strides of a block, of a token's key and of its value. Keys outside begin .. end are never
+    read, because their blocks may belong to other sequences.
     """
     b_q, b_q_tail, b_first, b_position = rows
-    p_keys, p_values, p_table, stride_block, stride_token = keys
+    p_keys, p_values, p_table, stride_block, stride_key, stride_value = keys
     o_key = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m_key = (o_key >= begin) & (o_key < end) if MASKED else tl.full([BLOCK_N], True, tl.int1)
-    o_row = _places_of(p_table, i_tile, o_key, m_key, stride_block, stride_token, BLOCK_TOKENS, BLOCK_N)
+    o_page = _pages_of(p_table, i_tile, o_key, m_key, stride_block, BLOCK_TOKENS, BLOCK_N)
+    o_row = o_page + (o_key % BLOCK_TOKENS) * stride_key
     # [BLOCK_N, BLOCK_D], [BLOCK_M, BLOCK_N]
     b_key = load_rows(p_keys + o_row, m_key, 0, DIM, BLOCK_D)
     b_score = tl.dot(b_q, tl.trans(b_key), input_precision="ieee")
@@ -116,6 +118,8 @@ def fold_tile(
     b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_weight = tl.exp2(b_score - b_safe[:, None])
     b_shrink = tl.exp2(b_max - b_safe)
+    if not IS_SPACED_ALIKE:
+        o_row = o_page + (o_key % BLOCK_TOKENS) * stride_value
     b_value = b_key if VALUE_IS_KEY else load_rows(p_values + o_row, m_key, 0, VALUE_DIM, BLOCK_V)
     b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_shrink[:, None], input_precision="ieee")
     return b_acc, b_top, b_sum * b_shrink + tl.sum(b_weight, 1)
@@ -146,20 +150,19 @@ def put_rows(
 
 
 @triton.jit
-def _places_of(
+def _pages_of(
     p_table: tl.tensor,
     i_tile: tl.tensor,
     o_key: tl.tensor,
     m_key: tl.tensor,
     stride_block: tl.tensor,
-    stride_token: tl.tensor,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Return [BLOCK_N]: the offsets of a tile's keys."""
+    """Return the offsets of the pages of a tile's keys: one, or [BLOCK_N]."""
     if BLOCK_TOKENS % BLOCK_N == 0:
         # A tile lies in one block: one look-up, and the addresses of a tile are one run.
         b_block = tl.load(p_table + i_tile * BLOCK_N // BLOCK_TOKENS).to(tl.int64)
     else:
         b_block = tl.load(p_table + o_key // BLOCK_TOKENS, mask=m_key, other=0).to(tl.int64)
-    return b_block * stride_block + (o_key % BLOCK_TOKENS) * stride_token
+    return b_block * stride_block

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weft_kernels.kv_write import kv_write, kv_write_reference
+from weft_kernels.layer_cache import LayerCache
 from weft_kernels.native.row_kernels import row_kernel
 from weft_kernels.rms_norm import rms_norm, rms_norm_reference
 from weft_kernels.rope import rope, rope_reference
@@ -35,14 +35,13 @@ def rope_kv_reference(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pool: Tensor,
-    layer: int,
+    cache: LayerCache,
     slots: Tensor,
     rule: HeadTransform,
     temperature: Tensor | None = None,
 ) -> Tensor:
     """Return the queries like `rope_kv`, but leave qkv unchanged."""
-    kv_heads = pool.shape[1]
+    kv_heads = cache.keys.shape[1]
     q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if rule.norms is not None:
         q, k = (rms_norm_reference(*each, rule.eps) for each in zip((q, k), rule.norms, strict=True))
@@ -50,20 +49,18 @@ def rope_kv_reference(
         q, k = (rope_reference(each.to(cos.dtype), cos, sin).to(qkv.dtype) for each in (q, k))
     if rule.is_normed_last:
         q, k = (rms_norm_reference(each, each.new_ones(each.shape[-1]), rule.eps) for each in (q, k))
-    kv_write_reference(k, v, pool, layer, slots)
+    kv_write_reference(k, v, cache, slots)
     return (q if temperature is None else (q * temperature).to(q.dtype)).contiguous()
 
 
 __all__ = ["ROTATED", "HeadTransform", "rope_kv"]
-_Sizes = ctypes.c_long * 7
 
 
 def rope_kv(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pool: Tensor,
-    layer: int,
+    cache: LayerCache,
     slots: Tensor,
     rule: HeadTransform = ROTATED,
     temperature: Tensor | None = None,
@@ -72,15 +69,15 @@ def rope_kv(
 
     qkv: [T, heads + 2 kv_heads, dim], contiguous: queries, keys, values; overwritten.
     cos, sin: [T, dim], both halves alike, float32 or of qkv's dtype; a pair is (x[i], x[i + dim/2]).
-    pool: [blocks, kv_heads, layers, 2, block_tokens, dim], written at slots [T] int64 of `layer`.
+    cache: keys and values [pages, kv_heads, block_tokens, dim], written at slots [T] int64.
     temperature: [T, 1, 1] float32 factor for the final queries.
     Returns [T, heads, dim], contiguous.
     """
     if qkv.is_cuda:
         from weft_kernels.rope_kv.kernel import rope_kv_kernel
 
-        return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, rule, temperature)
-    kv_heads = pool.shape[1]
+        return rope_kv_kernel(qkv, cos, sin, cache, slots, rule, temperature)
+    kv_heads = cache.keys.shape[1]
     num_heads = qkv.shape[1] - 2 * kv_heads
     if rule.norms is not None:
         for some, weight in zip(
@@ -88,27 +85,27 @@ def rope_kv(
         ):
             some.copy_(rms_norm(some, weight, rule.eps))
     if rule.is_rotated and not rule.is_normed_last and temperature is None and cos.dtype == qkv.dtype:
-        return _rotate_and_write(qkv, cos, sin, pool, layer, slots)
+        return _rotate_and_write(qkv, cos, sin, cache, slots)
     rotated = qkv[:, : num_heads + kv_heads]
     if rule.is_rotated:
         rotated = rope(rotated.to(cos.dtype), cos, sin).to(qkv.dtype)
     if rule.is_normed_last:
         rotated = rms_norm(rotated, rotated.new_ones(rotated.shape[-1]), rule.eps)
-    kv_write(rotated[:, num_heads:], qkv[:, num_heads + kv_heads :], pool, layer, slots)
+    kv_write(rotated[:, num_heads:], qkv[:, num_heads + kv_heads :], cache, slots)
     q = rotated[:, :num_heads]
     return (q if temperature is None else (q * temperature).to(q.dtype)).contiguous()
 
 
-def _rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
-    _, kv_heads, layers, parts, block_tokens, dim = pool.shape
+def _rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, slots: Tensor) -> Tensor:
+    _, kv_heads, _, dim = cache.keys.shape
     function = row_kernel("rope_kv", qkv, dim // 2)
     if function is None or not cos.is_contiguous() or not sin.is_contiguous():
-        return rope_kv_reference(qkv, cos, sin, pool, layer, slots, ROTATED)
+        return rope_kv_reference(qkv, cos, sin, cache, slots, ROTATED)
     assert qkv.is_contiguous()
-    assert qkv.dtype == cos.dtype == sin.dtype == pool.dtype
+    assert qkv.dtype == cos.dtype == sin.dtype == cache.keys.dtype
+    assert cache.values.shape[3] == dim
     num_heads = qkv.shape[1] - 2 * kv_heads
     q = qkv.new_empty(len(qkv), num_heads, dim)
-    sizes = _Sizes(len(qkv), num_heads, kv_heads, dim, layers * parts, layer * parts, block_tokens)
-    tensors = (each.data_ptr() for each in (qkv, cos, sin, pool, slots, q))
-    function(*tensors, sizes, torch.get_num_threads())
+    rows = qkv.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    function(*rows, cache.address, slots.data_ptr(), q.data_ptr(), len(qkv), num_heads, torch.get_num_threads())
     return q

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft_kernels.launch import pdl_launch_args
+from weft_kernels.layer_cache import LayerCache
 from weft_kernels.rope_kv import HeadTransform
 
 BLOCK_HEADS = 8
@@ -18,16 +19,15 @@ def rope_kv_kernel(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pool: Tensor,
-    layer: int,
+    cache: LayerCache,
     slots: Tensor,
     rule: HeadTransform,
     temperature: Tensor | None,
 ) -> Tensor:
     num_tokens, num_all_heads, dim = qkv.shape
-    kv_heads = pool.shape[1]
+    keys, kv_heads = cache.keys, cache.keys.shape[1]
     num_heads = num_all_heads - 2 * kv_heads
-    _check(qkv, cos, sin, pool, slots, rule, temperature)
+    _check(qkv, cos, sin, cache, slots, rule, temperature)
     q = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rule.norms or (qkv, qkv)
     if num_tokens:
@@ -38,13 +38,15 @@ def rope_kv_kernel(
             q_norm,
             k_norm,
             qkv if temperature is None else temperature,
-            pool[:, :, layer],
+            keys,
             slots,
             q,
             rule.eps,
             cos.stride(0),
-            *(pool.stride(i) for i in (0, 1, 3, 4)),
-            BLOCK_TOKENS=pool.shape[4],
+            *keys.stride()[:2],
+            cache.values.storage_offset() - keys.storage_offset(),
+            keys.stride(2),
+            BLOCK_TOKENS=keys.shape[2],
             HEADS=num_heads,
             KV_HEADS=kv_heads,
             HALF=dim // 2,
@@ -61,23 +63,30 @@ def rope_kv_kernel(
 
 
 def _check(
-    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor, rule: HeadTransform, temperature: Tensor | None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    rule: HeadTransform,
+    temperature: Tensor | None,
 ) -> None:
     num_tokens, num_all_heads, dim = qkv.shape
+    keys, values = cache.keys, cache.values
     assert qkv.is_contiguous()
     assert dim % 2 == 0
-    assert num_all_heads > 2 * pool.shape[1]
-    assert pool.shape[3] == 2
-    assert pool.shape[5] == dim
-    assert pool.stride(5) == 1
-    assert pool.dtype == qkv.dtype
+    assert num_all_heads > 2 * keys.shape[1]
+    assert keys.shape[3] == values.shape[3] == dim
+    assert keys.stride() == values.stride()
+    assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    assert keys.dtype == qkv.dtype
     assert slots.shape == (num_tokens,)
     assert cos.shape == sin.shape
     assert cos.dtype == sin.dtype
     assert cos.shape[1] >= dim // 2
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
-    assert qkv.device == pool.device == slots.device == cos.device
+    assert qkv.device == keys.device == slots.device == cos.device
     for weight in rule.norms or ():
         assert weight.shape == (dim,)
         assert weight.is_contiguous()

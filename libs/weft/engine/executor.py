@@ -19,9 +19,11 @@ from weft.engine.messages import PoolMemory
 from weft.kv.memfd import create_shared_memory
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, group_heads, kv_groups
+from weft.model.paged_pool import paged_pool
 from weft.model.step import TokenBatch
 from weft_kernels.cuda_graphs import GraphRecorder
 from weft_kernels.launch import pinned_upload
+from weft_kernels.layer_cache import PagedPool
 from weft_kernels.paged_attention import PagedBatch, PagedTensors, aligned, resident_batch
 
 PAGE_BYTES = 4096
@@ -126,11 +128,10 @@ class ModelExecutor:
         else:
             memory = torch.frombuffer(shared.mapping, dtype=torch.uint8)
         offset = -memory.data_ptr() % PAGE_BYTES
-        num_heads, num_parts = model.config.num_kv_heads, model.config.kv_parts
-        shape = num_blocks, num_heads, groups.size, num_parts, config.block_tokens, -1
-        self.pool = memory[offset : offset + num_blocks * size].view(DTYPES[dtype]).view(shape)
+        pages = memory[offset : offset + num_blocks * size].view(DTYPES[dtype]).view(num_blocks, -1)
+        self.pool = paged_pool(model.config, pages, config.block_tokens)
         # Page-aligned and contiguous.
-        self.pool_memory = PoolMemory(self.pool.data_ptr(), size, config.num_blocks, shared.fd if shared else None)
+        self.pool_memory = PoolMemory(pages.data_ptr(), size, config.num_blocks, shared.fd if shared else None)
         self.graphs = DecodeGraphs(model, self.pool, config, copier) if config.decode_graphs else None
 
     @torch.inference_mode()
@@ -140,7 +141,7 @@ class ModelExecutor:
         Returns logits [R, vocab] float32, valid until the next step, and hidden states [H, hidden] if any are wanted.
         """
         if step.new_pages:
-            self.pool.index_fill_(0, self._copier.upload(np.array(step.new_pages, dtype=np.int64)), 0)
+            self.pool.memory.index_fill_(0, self._copier.upload(np.array(step.new_pages, dtype=np.int64)), 0)
 
         def fill_pending(ids: Tensor) -> None:
             if step.pending_tokens:
@@ -198,7 +199,7 @@ class DecodeGraphs:
     A padding row is token 0 at position 0, with a scratch slot for its KV and one token of a scratch page for context.
     """
 
-    def __init__(self, model: Decoder, pool: Tensor, config: EngineConfig, copier: DeviceCopier) -> None:
+    def __init__(self, model: Decoder, pool: PagedPool, config: EngineConfig, copier: DeviceCopier) -> None:
         self.sizes = graph_sizes(config.max_num_seqs)
         self._model, self._pool, self._copier = model, pool, copier
         self._recorder = GraphRecorder(copier.device)

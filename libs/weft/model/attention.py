@@ -25,9 +25,9 @@ class GroupedAttention:
     def __init__(
         self, config: ModelConfig, index: int, root: str, loader: Loader, place: tuple[int, int] | None = None
     ) -> None:
-        """`place`: group and place of the layer's KV, if it is not the one that `kv_groups` gives a model's layer."""
+        """`place`: group and layer of its KV in the pool, if they are not those of the model's layer `index`."""
         self.config = config
-        self.group, self.index = place or kv_groups(config).places[index]
+        self.group, self.index = place or (kv_groups(config).places[index][0], index)
         self.layer = config.layers[index]
         self.span = KeySpan(self.layer.window, self.layer.chunk)
         self.num_heads = config.num_heads_with(self.layer.window)
@@ -66,7 +66,7 @@ class GroupedAttention:
         heads = qkv.view(len(x), -1, self.config.head_dim)
         temperature = step.temperature if self.is_scaled else None
         angles, slots = step.angles[self.rotation], step.slots[self.group]
-        q = rope_kv(heads, *angles, batch.pool, self.index, slots, self.rule, temperature)
+        q = rope_kv(heads, *angles, batch.pool.layers[self.index], slots, self.rule, temperature)
         if (weight := self.query_weight) is not None:
             q = (q * weight).to(q.dtype)
         attended = paged_attention(q, self.index, batch, self.span, self.scale, self.sinks)

@@ -224,7 +224,6 @@ class DecoderLayer:
             down_bias=down_bias,
             output_norm=known[3],
             group=attention.group,
-            place=attention.index,
             span=attention.span,
             rotation=attention.rotation if attention.layer.is_rotated else None,
             is_normed_last=attention.rule.is_normed_last,

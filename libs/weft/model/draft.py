@@ -59,7 +59,7 @@ class DraftModel(Protocol):
     boundaries: tuple[int, ...]
     """Where it reads the target's residual stream, see `weft.model.step.Capture`."""
     place: tuple[int, int]
-    """Group of layers, and place in the group, of its keys and values in the pool."""
+    """Group of layers, and layer in the pool, of its keys and values."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the first state of each row from the target's states [T, boundaries, hidden] of the token before."""

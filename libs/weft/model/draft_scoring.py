@@ -14,6 +14,9 @@ from torch import Tensor
 from weft.errors import BadCheckpoint
 from weft.model.draft import DraftModel, DraftRows
 from weft.model.draft_layers import Boundaries
+from weft.model.kv_layout import block_bytes
+from weft.model.paged_pool import paged_pool
+from weft_kernels.layer_cache import PagedPool
 from weft_kernels.paged_attention import PagedBatch
 
 # Far below any useful head, far above a head that reads other states than it was trained on.
@@ -76,9 +79,11 @@ def _agreement(head: DraftModel, text: ScoringText, boundaries: Boundaries) -> f
 
 def _packed(head: DraftModel, token_ids: Tensor, dtype: torch.dtype) -> tuple[DraftRows, list[PagedBatch]]:
     """Return the rows of a sequence and a pool of their own, with the head's layer at its place."""
-    config, (group, place), count = head.config, head.place, len(token_ids)
+    config, (group, layer), count = head.config, head.place, len(token_ids)
     pages, device = range(-(-count // BLOCK_TOKENS)), token_ids.device
-    shape = len(pages), config.num_kv_heads, place + 1, config.kv_parts, BLOCK_TOKENS, config.head_dim
-    pool, slots = torch.zeros(shape, dtype=dtype, device=device), torch.arange(count, device=device)
+    items = block_bytes(config, "bfloat16", BLOCK_TOKENS) // 2
+    memory, slots = torch.zeros(len(pages), items, dtype=dtype, device=device), torch.arange(count, device=device)
+    caches = paged_pool(config, memory, BLOCK_TOKENS).layers
+    pool = PagedPool(memory, caches * (layer + 1))
     batch = PagedBatch(pool, config.num_heads, [0, count], [count], [pages])
     return DraftRows(token_ids, slots + 1, slots.expand(group + 1, -1).contiguous()), [batch] * (group + 1)

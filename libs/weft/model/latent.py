@@ -36,11 +36,11 @@ class LatentAttention:
     def __init__(
         self, config: ModelConfig, index: int, root: str, loader: Loader, place: tuple[int, int] | None = None
     ) -> None:
-        """`place`: group and place of the layer's KV, if it is not the one that `kv_groups` gives a model's layer."""
+        """`place`: group and layer of its KV in the pool, if they are not those of the model's layer `index`."""
         assert config.latent is not None
         self.config = config
         self.latent: Latent = config.latent
-        self.group, self.index = place or kv_groups(config).places[index]
+        self.group, self.index = place or (kv_groups(config).places[index][0], index)
         latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
         self.q_down = loader.linear(root + "q_a_proj") if latent.q_rank else None
         self.q_norm = loader.norm(root + "q_a_layernorm") if latent.q_rank else None
@@ -60,8 +60,8 @@ class LatentAttention:
         if step.temperature is not None:
             q = (q * step.temperature).to(q.dtype)
         plain, rotated = torch.split(q, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
-        pool, slots = step.batches[self.group].pool, step.slots[self.group]
-        rotated = latent_kv(down, rotated, self.kv_norm, LATENT_NORM_EPS, step.angles[0], pool, self.index, slots)
+        cache, slots = step.batches[self.group].pool.layers[self.index], step.slots[self.group]
+        rotated = latent_kv(down, rotated, self.kv_norm, LATENT_NORM_EPS, step.angles[0], cache, slots)
         return linear(self._attend(plain, rotated, step).flatten(1), self.output)
 
     def _queries(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class LatentAttention:
             values[rows] = self._absorbed(plain[rows], rotated[rows], batch)
         for expansion in step.latent.expanded:
             q = torch.cat((plain[expansion.rows], rotated[expansion.rows]), dim=-1)
-            values[expansion.rows] = self._expanded(q, step.batches[self.group].pool, expansion)
+            values[expansion.rows] = self._expanded(q, step.batches[self.group].pool.layers[self.index].keys, expansion)
         return values
 
     def _absorbed(self, plain: Tensor, rotated: Tensor, batch: PagedBatch) -> Tensor:
@@ -91,12 +91,12 @@ class LatentAttention:
         attended = latent_attention(q, self.index, batch, latent.kv_rank, latent.scale)
         return head_product(attended, self.to_value)
 
-    def _expanded(self, q: Tensor, pool: Tensor, expansion: ExpandedSequence) -> Tensor:
+    def _expanded(self, q: Tensor, cached: Tensor, expansion: ExpandedSequence) -> Tensor:
         """Attend with keys and values expanded from the latent vectors of a whole context, some heads at a time."""
         latent, batch = self.latent, expansion.batch
-        keys, values = batch.pool[:, :, 0].unbind(2)  # [blocks, heads, block_tokens, dim] each
+        keys, values = batch.pool.layers[0].keys, batch.pool.layers[0].values
         num_blocks, num_heads, block_tokens, dim = keys.shape
-        vectors = pool[expansion.blocks, 0, self.index, 0]
+        vectors = cached[expansion.blocks, 0]
         keys[..., latent.nope_dim : latent.nope_dim + latent.rope_dim] = vectors[:, None, :, latent.kv_rank :]
         keys[..., latent.nope_dim + latent.rope_dim :] = 0  # another sequence may have had values there
         compressed = vectors[..., : latent.kv_rank].flatten(0, 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.model.spec import FINAL, Latent
 from weft_kernels.launch import pinned_upload
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import PagedBatch
 
 
@@ -50,7 +51,7 @@ def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
     if not many:
         return LatentPlan((torch.arange(starts[-1], device=batch.pool.device), batch))
     shapes = [_workspace_shape(latent, batch, index) for index in many]
-    memory = batch.pool.new_zeros(max(map(prod, shapes)))
+    memory = torch.zeros(max(map(prod, shapes)), dtype=batch.pool.dtype, device=batch.pool.device)
     expanded = tuple(_expansion(batch, index, memory, shape) for index, shape in zip(many, shapes, strict=True))
     return LatentPlan(_absorbed(batch, few) if few else None, expanded)
 
@@ -67,9 +68,9 @@ def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedB
 
 
 def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int, ...]:
-    block_tokens = batch.pool.shape[4]
+    block_tokens = batch.pool.block_tokens
     num_blocks = -(-batch.context_lens[index] // block_tokens)
-    num_heads = latent.expanded_heads(batch.num_heads, num_blocks * block_tokens, batch.pool.itemsize)
+    num_heads = latent.expanded_heads(batch.num_heads, num_blocks * block_tokens, batch.pool.dtype.itemsize)
     return num_blocks, num_heads, 1, 2, block_tokens, latent.expanded_dim
 
 
@@ -77,7 +78,7 @@ def _expansion(batch: PagedBatch, index: int, memory: Tensor, shape: tuple[int, 
     start, end = batch.query_starts[index], batch.query_starts[index + 1]
     num_blocks, num_heads = shape[:2]
     blocks = pinned_upload(torch.tensor(batch.block_tables[index][:num_blocks]), memory.device)
-    workspace, context = memory[: prod(shape)].view(shape), batch.context_lens[index]
+    workspace, context = uniform_pool(memory[: prod(shape)].view(shape)), batch.context_lens[index]
     whole = PagedBatch(workspace, num_heads, [0, end - start], [context], [range(num_blocks)])
     return ExpandedSequence(slice(start, end), blocks, whole)
 

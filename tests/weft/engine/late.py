@@ -38,7 +38,7 @@ class LateRunner(ModelRunner):
         spans = [(end - chunk.num_samples, end) for chunk, end in zip(chunks, ends, strict=True)]
 
         def compute() -> list[tuple[SampledToken, ...]]:
-            written = set((step.rows[2:] // self.executor.pool.shape[4]).flat)
+            written = set((step.rows[2:] // self.executor.pool.block_tokens).flat)
             assert written.isdisjoint(self.free), (
                 f"{[chunk.sequence.spec.key for chunk in chunks]}: writes to pages that were released"
             )

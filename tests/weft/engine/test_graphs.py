@@ -35,7 +35,7 @@ def sizes_run(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     def watched(self: DecodeGraphs, packed: object, size: int) -> None:
         seen.append((packed.rows.shape[1], size))  # type: ignore[attr-defined]
         for lens, buffer in zip(packed.lens, self._tables, strict=True):  # type: ignore[attr-defined]
-            assert max(lens) <= self._pool.shape[4] * buffer.shape[1]
+            assert max(lens) <= self._pool.block_tokens * buffer.shape[1]
         fill(self, packed, size)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodeGraphs, "_fill", watched)

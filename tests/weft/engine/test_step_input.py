@@ -147,8 +147,8 @@ def over_the_wire(step_input: StepInput) -> StepInput:
 def test_a_second_executor_repeats_steps_from_numbers(grouped: Tiny) -> None:
     config, builder = config_of(grouped), StepInputBuilder(config_of(grouped).paging)
     leader, follower = (ModelExecutor(decoder_of(grouped), config, "float32", DeviceCopier(CPU)) for _ in range(2))
-    follower.pool.fill_(float("nan"))  # only pages that a step begins are zeroed
-    follower.pool[:2] = 0  # the first chunk fills these
+    follower.pool.memory.fill_(float("nan"))  # only pages that a step begins are zeroed
+    follower.pool.memory[:2] = 0  # the first chunk fills these
     sequence, start = sequence_of(0), 0
     sampled = torch.zeros(0, dtype=torch.int64)
     for num_tokens in (len(PROMPT), 1, 1, 1):
@@ -161,4 +161,4 @@ def test_a_second_executor_repeats_steps_from_numbers(grouped: Tiny) -> None:
         if num_tokens == 1:
             sequence.token_ids.append(int(sampled[0]))
         sampled, start = logits.argmax(-1), start + num_tokens
-    torch.testing.assert_close(follower.pool[:3], leader.pool[:3], atol=0, rtol=0)
+    torch.testing.assert_close(follower.pool.memory[:3], leader.pool.memory[:3], atol=0, rtol=0)

@@ -9,7 +9,8 @@ import torch
 
 from tests.weft.tiny_families import TinyFamily
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import group_heads, kv_groups
+from weft.model.kv_layout import block_bytes, group_heads, kv_groups
+from weft.model.paged_pool import paged_pool
 from weft.model.spec import FINAL
 from weft.model.step import Capture, TokenBatch
 from weft_kernels.paged_attention import PagedBatch
@@ -26,8 +27,8 @@ def test_captured_stream_is_that_of_transformers(name: str, family_of: Callable[
     num_layers, num_groups = tiny.config.num_layers, len(groups.spans)
     boundaries = (*range(num_layers), FINAL)
     captured = torch.empty(NUM_TOKENS, len(boundaries), tiny.config.hidden_size)
-    shape = tiny.config.num_kv_heads, groups.size, tiny.config.kv_parts, NUM_TOKENS, tiny.config.head_dim
-    pool = torch.zeros(num_groups, *shape)
+    pages = torch.zeros(num_groups, block_bytes(tiny.config, "float32", NUM_TOKENS) // 4)
+    pool = paged_pool(tiny.config, pages, NUM_TOKENS)
     positions = torch.arange(NUM_TOKENS)
     slots = torch.arange(num_groups)[:, None] * NUM_TOKENS + positions
     rows = TokenBatch(torch.tensor(TOKENS), positions, slots, torch.tensor([NUM_TOKENS - 1]))

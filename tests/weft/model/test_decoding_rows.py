@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.kernels.device import ISAS
 from tests.weft.tiny_families import TinyFamily
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import group_heads, kv_groups
+from weft.model.kv_layout import block_bytes, group_heads, kv_groups
+from weft.model.paged_pool import paged_pool
 from weft.model.step import TokenBatch
 from weft_kernels.native import CHOICE
 from weft_kernels.paged_attention import PagedBatch
@@ -33,7 +34,7 @@ class Steps:
         num_blocks = [-(-context // BLOCK_TOKENS) for _, context in SEQUENCES]
         pages = torch.randperm(sum(num_blocks) * len(groups.spans), generator=generator)
         self._tables = [torch.split(own, num_blocks) for own in pages.chunk(len(groups.spans))]
-        shape = len(pages), config.num_kv_heads, groups.size, config.kv_parts, BLOCK_TOKENS, config.head_dim
+        shape = len(pages), block_bytes(config, "float32", BLOCK_TOKENS) // 4
         self.pool = torch.randn(shape, generator=generator).to(model.dtype)
         self._ids = [torch.randint(config.vocab_size, (rows,), generator=generator) for rows, _ in SEQUENCES]
 
@@ -44,7 +45,7 @@ class Steps:
         before = [SEQUENCES[index][1] - SEQUENCES[index][0] for index, _, _ in some]
         at = [torch.arange(old + first, old + end) for old, (_, first, end) in zip(before, some, strict=True)]
         lens = [old + end for old, (_, _, end) in zip(before, some, strict=True)]
-        batches, slots = [], []
+        batches, slots, caches = [], [], paged_pool(self._model.config, pool, BLOCK_TOKENS)
         for heads, table in zip(self._heads, self._tables, strict=True):
             own = [table[index] for index, _, _ in some]
             places = [
@@ -53,7 +54,7 @@ class Steps:
             ]
             slots.append(torch.cat(places))
             tables = [each.tolist() for each in own]
-            batches.append(PagedBatch(pool, heads, starts, lens, tables, [True] * len(some)))
+            batches.append(PagedBatch(caches, heads, starts, lens, tables, [True] * len(some)))
         ids = torch.cat([self._ids[index][first:end] for index, first, end in some])
         rows = TokenBatch(ids, torch.cat(at), torch.stack(slots), torch.arange(starts[-1]))
         with torch.inference_mode():

@@ -15,7 +15,8 @@ from tests.kernels.device import ISAS
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
 from weft.model.decoder import Decoder, DecoderLayer
-from weft.model.kv_layout import kv_groups
+from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.paged_pool import paged_pool
 from weft.model.spec import FINAL, ModelConfig
 from weft.model.step import Capture, TokenBatch
 from weft_kernels.linear.packed12 import Packed12
@@ -120,7 +121,8 @@ def run(
         row[:] = torch.tensor([table[i][at // block_tokens] * block_tokens + at % block_tokens for i, at in places])
     starts = list(accumulate((count for count, _ in sequences), initial=0))
     lens = [length for _, length in sequences]
-    batches = [PagedBatch(pool, config.num_heads, starts, lens, table, decodes) for table in tables]
+    caches = paged_pool(config, pool, block_tokens)
+    batches = [PagedBatch(caches, config.num_heads, starts, lens, table, decodes) for table in tables]
     ids = torch.tensor([shuffled.randrange(config.vocab_size) for _ in positions])
     wanted = torch.tensor([end - 1 for end in starts[1:]])
     with torch.inference_mode():
@@ -131,9 +133,9 @@ def pool_of(model: Decoder, sequences: list[tuple[int, int]], block_tokens: int)
     """Random keys and values, and one block of NaN that belongs to nobody."""
     config, groups = model.config, kv_groups(model.config)
     count = sum(-(-length // block_tokens) for _, length in sequences) * len(groups.spans)
-    pool = torch.randn(count + 1, config.num_kv_heads, groups.size, 2, block_tokens, config.head_dim)
-    pool[0] = NAN
-    return pool.to(model.dtype)
+    pages = torch.randn(count + 1, block_bytes(config, "float32", block_tokens) // 4)
+    pages[0] = NAN
+    return pages.to(model.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,6 +27,7 @@ from weft.model.spec import FINAL, LayerSpec
 from weft.model.step import Capture, TokenBatch
 from weft.model.tensors import expected_tensors
 from weft.weights.draft_checkpoint import read_draft_checkpoint
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import PagedBatch
 
 SIZE, LAYERS, NUM_TOKENS, PROMPT = 64, 6, 65, 9
@@ -65,7 +66,7 @@ def text(target: Decoder) -> ScoringText:
     ids[: PROMPT - 1] = CYCLE[7 * torch.arange(PROMPT - 1) % SIZE]
     boundaries = (*range(LAYERS + 1), FINAL)
     states, pool = torch.empty(NUM_TOKENS, len(boundaries), SIZE), torch.zeros(1, 2, LAYERS, 2, NUM_TOKENS, 16)
-    batch = PagedBatch(pool, CONFIG.num_heads, [0, NUM_TOKENS], [NUM_TOKENS], [[0]])
+    batch = PagedBatch(uniform_pool(pool), CONFIG.num_heads, [0, NUM_TOKENS], [NUM_TOKENS], [[0]])
     with torch.inference_mode():
         hidden = target.hidden(
             TokenBatch(ids, positions, positions[None], positions), [batch], Capture(boundaries, states)

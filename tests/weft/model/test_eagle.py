@@ -12,6 +12,8 @@ from tests.weft.model.eagle.heads import PRODUCERS, read_head
 from tests.weft.model.packers import FORMATS, pack
 from weft.model.draft import DraftRows
 from weft.model.eagle import EagleHead
+from weft.model.kv_layout import block_bytes
+from weft.model.paged_pool import paged_pool
 from weft_kernels.paged_attention import PagedBatch
 
 PROMPT, BLOCK_TOKENS = 12, 4
@@ -23,9 +25,9 @@ class Slots:
     def __init__(self, model: EagleHead, num_rows: int) -> None:
         config = model.config
         self.table = [(3 * page + 1) % 7 for page in range(-(-num_rows // BLOCK_TOKENS))]
-        shape = 7, config.num_kv_heads, 1, config.kv_parts, BLOCK_TOKENS, config.head_dim
-        self.pool = torch.full(shape, float("nan"))
-        self.pool[self.table] = 0
+        pages = torch.full((7, block_bytes(config, "float32", BLOCK_TOKENS) // 4), float("nan"))
+        pages[self.table] = 0
+        self.pool = paged_pool(config, pages, BLOCK_TOKENS)
         self.num_heads = config.num_heads
 
     def rows(self, tokens: Tensor, first: int) -> tuple[DraftRows, list[PagedBatch]]:

@@ -15,7 +15,8 @@ from weft.kv.layer_groups import PagingPolicy
 from weft.model import attention
 from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import group_heads, kv_groups
+from weft.model.kv_layout import block_bytes, group_heads, kv_groups
+from weft.model.paged_pool import paged_pool
 from weft.model.step import TokenBatch
 from weft_kernels.paged_attention import KeySpan, PagedBatch, paged_attention
 
@@ -37,8 +38,8 @@ def logits_in_chunks(
     # each group has pages of its own
     tables = [[12 * group + page for page in TABLE] for group in range(len(groups.spans))]
     pages = 12 * len(groups.spans)
-    pool = torch.full((pages, config.num_kv_heads, groups.size, config.kv_parts, BLOCK_TOKENS, config.head_dim), NAN)
-    pool = pool.to(device, dtype)
+    pool = torch.full((pages, block_bytes(config, "float32", BLOCK_TOKENS) // 4), NAN).to(device, dtype)
+    caches = paged_pool(config, pool, BLOCK_TOKENS)
     logits = []
     with torch.inference_mode():
         heads = group_heads(config)
@@ -53,7 +54,7 @@ def logits_in_chunks(
                 pool[table[-(-start // BLOCK_TOKENS) : -(-end // BLOCK_TOKENS)]] = 0
                 left_out = paging.skipped_blocks(group, first)
                 seen = [table[first]] * (first - left_out) + table[first:]
-                batches.append(PagedBatch(pool, heads[group], [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
+                batches.append(PagedBatch(caches, heads[group], [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
             columns = torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count)
             rows = TokenBatch(*(each.to(device) for each in columns))
             logits.append(model.forward(rows, batches).cpu())

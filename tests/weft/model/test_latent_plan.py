@@ -14,6 +14,7 @@ from weft.model import spec
 from weft.model.config import read_config
 from weft.model.spec import WORKSPACE_BYTES, Latent
 from weft.model.step import LatentPlan, plan_latent
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import PagedBatch
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -27,12 +28,12 @@ def plan_of(*lengths: int) -> LatentPlan:
     pool = torch.zeros(1, 1, 1, 1, BLOCK_TOKENS, LATENT.kv_rank + LATENT.rope_dim, dtype=torch.bfloat16)
     starts = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     tables = [[0] * -(-length // BLOCK_TOKENS) for length in lengths]
-    return plan_latent(LATENT, PagedBatch(pool, NUM_HEADS, starts, list(lengths), tables))
+    return plan_latent(LATENT, PagedBatch(uniform_pool(pool), NUM_HEADS, starts, list(lengths), tables))
 
 
 def test_sequences_that_decode_expand_no_keys() -> None:
     pool = torch.zeros(1, 1, 1, 1, BLOCK_TOKENS, LATENT.kv_rank + LATENT.rope_dim, dtype=torch.bfloat16)
-    batch = PagedBatch(pool, NUM_HEADS, [0, 200, 400], [200, 250], [[0] * 13, [0] * 16], [False, True])
+    batch = PagedBatch(uniform_pool(pool), NUM_HEADS, [0, 200, 400], [200, 250], [[0] * 13, [0] * 16], [False, True])
     plan = plan_latent(LATENT, batch)
     assert [each.rows for each in plan.expanded] == [slice(0, 200)]
     assert plan.absorbed is not None
@@ -42,7 +43,7 @@ def test_sequences_that_decode_expand_no_keys() -> None:
 
 
 def held_bytes(plan: LatentPlan) -> int:
-    stores = {each.batch.pool.untyped_storage().data_ptr(): each.batch.pool for each in plan.expanded}
+    stores = {each.batch.pool.memory.untyped_storage().data_ptr(): each.batch.pool.memory for each in plan.expanded}
     return sum(pool.untyped_storage().nbytes() for pool in stores.values())
 
 

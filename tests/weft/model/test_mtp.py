@@ -15,7 +15,9 @@ from tests.weft.tiny_families import TinyFamily
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
 from weft.model.draft import DraftRows, DraftTarget
+from weft.model.kv_layout import block_bytes
 from weft.model.mtp import MtpLayer, mtp_config_of
+from weft.model.paged_pool import paged_pool
 from weft.model.spec import FINAL
 from weft_kernels.paged_attention import PagedBatch
 
@@ -71,7 +73,8 @@ def expected_states(oracle: Any, first: Tensor) -> tuple[list[Tensor], list[int]
 
 def run_layer(model: MtpLayer, first: Tensor, tokens: list[int]) -> list[Tensor]:
     config, pages = model.config, [(3 * page + 1) % 5 for page in range(5)]
-    pool = torch.zeros(5, config.num_kv_heads, 1, config.kv_parts, BLOCK_TOKENS, config.head_dim)
+    memory = torch.zeros(5, block_bytes(config, "float32", BLOCK_TOKENS) // 4)
+    pool = paged_pool(config, memory, BLOCK_TOKENS)
     state, found, ids = model.fuse(first[:, None]), list[Tensor](), TOKENS[1:]
     for step in range(STEPS + 1):
         start = 0 if step == 0 else PROMPT + step - 1

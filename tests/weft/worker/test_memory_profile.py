@@ -160,7 +160,7 @@ def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], 
     size = runner.pool_memory.block_bytes
     graphs = runner.executor.graphs
     assert graphs is not None
-    beside = runner.executor.pool.nbytes - limits.num_blocks * size
+    beside = runner.executor.pool.memory.nbytes - limits.num_blocks * size
     assert beside == 3 * size
     assert static_bytes(limits, size) == beside + sum(each.nbytes for each in graphs._tables)
     assert static_bytes(replace(limits, decode_graphs=False, max_pinned=0), size) == 0
