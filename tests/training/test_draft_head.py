@@ -16,6 +16,7 @@ from weft.model.draft import DraftRows, DraftTarget
 from weft.model.eagle import EagleHead
 from weft.model.spec import LayerSpec, ModelConfig, Rope
 from weft.weights.draft_checkpoint import read_draft_checkpoint
+from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.linear import pack
 from weft_kernels.paged_attention import PagedBatch
 
@@ -115,7 +116,7 @@ def test_engine_drafts_as_the_trainer_does(boundaries: tuple[int, ...], tmp_path
     assert trained.shape.boundaries == draft.boundaries == boundaries
     target = DraftTarget(embedding, pack(embedding, torch.float32), torch.float32, torch.device("cpu"))
     engine = EagleHead(draft, load_file(tmp_path / "model.safetensors"), target)
-    pool, found = torch.zeros(1, 2, 1, 2, 8, 4), []
+    pool, found = uniform_pool(torch.zeros(1, 2, 1, 2, 8, 4)), []
     with torch.inference_mode():
         expected = draft_one_by_one(trained, embedding, token_ids, features.unbind(1), start=1)
         state = engine.fuse(features[:2])

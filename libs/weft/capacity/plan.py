@@ -6,13 +6,14 @@ waiting.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from weft.capacity.footprint import ITEM_BYTES, Footprint, TensorKind, Weight, footprint
 from weft.capacity.layout import GIB, Demand, Layout, PipelineStage, on_stage, share
 from weft.kv.layer_groups import PagingPolicy
-from weft.model.kv_layout import kv_groups
+from weft.model.kv_layout import kv_groups, page_numbers, token_numbers
 from weft.model.spec import WORKSPACE_BYTES, ModelConfig
 
 TERA = 1e12
@@ -171,10 +172,11 @@ def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> CapacityPl
 
 def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footprint, layers: range) -> PipelineStage:
     item = ITEM_BYTES[demand.dtype]
-    token = -(-config.num_kv_heads // layout.tp) * config.kv_parts * config.head_dim * item
-    spans = [config.layers[index].window or config.layers[index].chunk for index in layers]
-    windows = sorted({span for span in spans if span})
-    groups = kv_groups(replace(config, layers=config.layers[layers.start : layers.stop]))
+    is_last = layers.stop == config.num_layers
+    own = replace(config, layers=config.layers[layers.start : layers.stop], drafts=config.drafts if is_last else ())
+    token_bytes: Counter[int] = Counter()
+    for layer in own.kv_layers:
+        token_bytes[layer.window or layer.chunk] += token_numbers(own, layer, layout.tp) * item
     reserve = RUNTIME_BYTES + (COMMUNICATION_BYTES if layout.num_gpus > 1 else 0)
     return PipelineStage(
         layers=layers,
@@ -182,11 +184,11 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         activations=_activations(config, layout, demand),
         reserve=reserve,
         memory=int(demand.gpu.memory_gib * GIB),
-        growing=token * spans.count(0),
-        bounded=tuple((token * spans.count(window), window) for window in windows),
-        page=token * groups.size * demand.block_tokens,
+        growing=token_bytes[0],
+        bounded=tuple((token_bytes[window], window) for window in sorted(token_bytes) if window),
+        page=page_numbers(own, layout.tp) * demand.block_tokens * item,
         # On a GPU the next step is scheduled while one is in flight.
-        paging=PagingPolicy(groups.spans, demand.block_tokens, 2 * demand.chunk_tokens),
+        paging=PagingPolicy(kv_groups(own).spans, demand.block_tokens, 2 * demand.chunk_tokens),
     )
 
 

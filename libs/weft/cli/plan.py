@@ -197,20 +197,17 @@ def _weight_lines(config: ModelConfig, plan: CapacityPlan, stage: PipelineStage)
 def _kv_lines(
     config: ModelConfig, demand: Demand, plan: CapacityPlan, stage: PipelineStage
 ) -> list[tuple[str, str, str]]:
-    heads = -(-config.num_kv_heads // plan.layout.tp)
-    each = f"{heads} heads x {config.kv_parts} x {config.head_dim} x {ITEM_BYTES[demand.dtype]} B"
-    token = heads * config.kv_parts * config.head_dim * ITEM_BYTES[demand.dtype]
     paging, size = stage.paging, stage.paging.block_tokens
-    group_layers = stage.page // token // size
-    lines = [("KV page", f"{group_layers} layers x {each} x {size} tokens", _gib(stage.page))]
+    page, group_layers = _page_parts(config, demand, plan, stage)
+    lines = [("KV page", f"{page} x {size} tokens", _gib(stage.page))]
     growing = sum(not reach.width for reach in paging.spans)
     if growing:
-        made_of = f"{growing} x {group_layers} growing layers, a page each for {size} tokens"
+        made_of = f"{growing} x {group_layers}growing layers, a page each for {size} tokens"
         lines.append(("KV a token", made_of, _gib(growing * stage.page / size)))
     for reach in sorted({reach for reach in paging.spans if reach.width}, key=lambda each: each.width):
         most = paging.max_pages_decoding(paging.spans.index(reach))
         number = paging.spans.count(reach)
-        made_of = f"{number} x {group_layers} layers that see {reach.width:,} tokens, at most {most:,} pages each"
+        made_of = f"{number} x {group_layers}layers that see {reach.width:,} tokens, at most {most:,} pages each"
         lines.append(("KV within windows", made_of, f"{_gib(number * most * stage.page)} a sequence"))
     if plan.fits and growing and plan.max_context != UNBOUNDED:
         bounded = paging.max_pages(plan.max_context) - growing * paging.num_blocks(plan.max_context)
@@ -228,6 +225,19 @@ def _kv_lines(
         made_of += f" x {plan.layout.replicas} replicas of the attention"
     lines.append((f"sequences of {demand.context:,}", made_of, f"{plan.sequences:,}"))
     return lines
+
+
+def _page_parts(config: ModelConfig, demand: Demand, plan: CapacityPlan, stage: PipelineStage) -> tuple[str, str]:
+    """Return what a token of a page is made of, and how many layers a group has; unlike layers are not counted."""
+    token, item = stage.page // stage.paging.block_tokens, ITEM_BYTES[demand.dtype]
+    kinds = {config.planes_of(layer) for layer in config.kv_layers}
+    planes = kinds.pop()
+    if kinds:
+        return f"{token:,} B of the largest group", "groups of "
+    heads, dims = -(-planes[0].heads // plan.layout.tp), [plane.dim for plane in planes]
+    num_layers = token // (heads * sum(dims) * item)
+    width = f"{len(dims)} x {dims[0]}" if len(set(dims)) == 1 else f"({' + '.join(map(str, dims))})"
+    return f"{num_layers} layers x {heads} heads x {width} x {item} B", f"{num_layers} "
 
 
 def _limit_lines(demand: Demand, plan: CapacityPlan, stage: PipelineStage) -> list[tuple[str, str, str]]:

@@ -27,7 +27,7 @@ class GroupedAttention:
     ) -> None:
         """`place`: group and layer of its KV in the pool, if they are not those of the model's layer `index`."""
         self.config = config
-        self.group, self.index = place or (kv_groups(config).places[index][0], index)
+        self.group, self.index = place or (kv_groups(config).group_of[index], index)
         self.layer = config.layers[index]
         self.span = KeySpan(self.layer.window, self.layer.chunk)
         self.num_heads = config.num_heads_with(self.layer.window)

@@ -40,7 +40,7 @@ class LatentAttention:
         assert config.latent is not None
         self.config = config
         self.latent: Latent = config.latent
-        self.group, self.index = place or (kv_groups(config).places[index][0], index)
+        self.group, self.index = place or (kv_groups(config).group_of[index], index)
         latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
         self.q_down = loader.linear(root + "q_a_proj") if latent.q_rank else None
         self.q_norm = loader.norm(root + "q_a_layernorm") if latent.q_rank else None

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft.model.kv_layout import kv_groups
+from weft.model.kv_layout import PlacedPlane, placed_planes
 from weft.model.spec import ModelConfig
-from weft_kernels.layer_cache import PagedPool, uniform_pool
+from weft_kernels.layer_cache import LayerCache, PagedPool
 
 
 def paged_pool(config: ModelConfig, pages: Tensor, block_tokens: int) -> PagedPool:
-    """Return the pool of a model. pages: [pages, items of a page]."""
-    groups = kv_groups(config)
-    shape = len(pages), config.num_kv_heads, groups.size, config.kv_parts, block_tokens, config.head_dim
-    places = uniform_pool(pages.view(shape)).layers
-    return PagedPool(pages, tuple(places[place] for _, place in groups.places))
+    """Return the pool of a model with its draft layers. pages: [pages, numbers of a page]."""
+    caches = []
+    for planes in placed_planes(config, block_tokens):
+        views = [_view(pages, placed, block_tokens) for placed in planes]
+        caches.append(LayerCache(views[0], views[-1]))
+    return PagedPool(pages, tuple(caches))
+
+
+def _view(pages: Tensor, placed: PlacedPlane, block_tokens: int) -> Tensor:
+    """Return a plane as [pages, heads, block_tokens, dim]."""
+    plane = placed.plane
+    shape = len(pages), plane.heads, block_tokens, plane.dim
+    strides = pages.stride(0), placed.head_stride, plane.dim, 1
+    return pages.as_strided(shape, strides, pages.storage_offset() + placed.offset)

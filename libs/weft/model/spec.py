@@ -178,13 +178,26 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Plane:
+    """Vectors that a layer keeps of each token: one of `dim` numbers for each of `heads` key heads."""
+
+    name: str
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What may differ from layer to layer. A query sees its last `window` keys, or those of its own aligned `chunk`."""
+    """What may differ from layer to layer. A query sees its last `window` keys, or those of its own aligned `chunk`.
+
+    `planes`: the layer's KV if it is not the model's; all with one number of heads.
+    """
 
     window: int = 0
     chunk: int = 0
     is_rotated: bool = True
     has_experts: bool = False
+    planes: tuple[Plane, ...] = ()
 
 
 class Packing(StrEnum):
@@ -252,7 +265,8 @@ class Quantization:
 class ModelConfig:
     """A decoder-only model. `dtype` is what the checkpoint's tensors are meant to be, not what they run in.
 
-    `num_kv_heads` and `head_dim` are those of the cache, `kv_parts` is 2 for keys and values, 1 when both are one.
+    `num_kv_heads` and `head_dim` are those of the cache. `drafts`: layers behind the model's that predict further
+    tokens; their KV lies in the model's pages.
     `prefix` stands before every tensor's name; tensors that begin with one of `ignored` are not the text model's.
     `renamed`: pairs of a part of our names and what a checkpoint has in its place, replaced one after the other.
 
@@ -281,7 +295,7 @@ class ModelConfig:
     is_tied: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
-    kv_parts: int = 2
+    drafts: tuple[LayerSpec, ...] = ()
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_sinks: bool = False
@@ -318,6 +332,16 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of decoder layers, without layers that predict further tokens."""
         return len(self.layers)
+
+    @property
+    def kv_layers(self) -> tuple[LayerSpec, ...]:
+        """All layers that keep KV: the model's, then the drafts."""
+        return self.layers + self.drafts
+
+    def planes_of(self, layer: LayerSpec) -> tuple[Plane, ...]:
+        """Return what a layer keeps of each token: keys and values, or in latent attention one vector for both."""
+        names = ("c",) if self.latent else ("k", "v")
+        return layer.planes or tuple(Plane(name, self.num_kv_heads, self.head_dim) for name in names)
 
     @property
     def rotated_dim(self) -> int:

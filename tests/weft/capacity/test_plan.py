@@ -21,7 +21,7 @@ from weft.capacity.layout import GPUS, UNBOUNDED, BadPlan, Demand, Gpu, Layout, 
 from weft.capacity.plan import FUSED_ROWS, CapacityPlan, make_plan
 from weft.kv.layer_groups import AttentionSpan, PagingPolicy
 from weft.model.config import expected_tensors, read_config
-from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.kv_layout import block_bytes, kv_groups, token_numbers
 from weft.model.spec import ModelConfig
 from weft_kernels.packed import pack_f12
 
@@ -115,7 +115,7 @@ def test_layers_with_a_window_grow_no_further(name: str, family_of: Callable[[st
     assert stage.kv_bytes_per_sequence(8) == block_bytes(config, "float32", 64) * len(groups.spans)
     assert stage.kv_bytes_read(8) == block_bytes(config, "float32", 8) * len(groups.spans)
     num_bounded = sum(bool(layer.window or layer.chunk) for layer in config.layers)
-    layer_bytes = block_bytes(config, "float32", 1) // groups.size
+    layer_bytes = token_numbers(config, config.layers[0]) * 4
     assert stage.kv_bytes_read(1000) - stage.kv_bytes_read(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
 
 

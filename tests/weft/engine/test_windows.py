@@ -13,7 +13,7 @@ from tests.weft.engine.poison import Poison
 from tests.weft.tiny_families import TinyFamily
 from weft.capacity.layout import GPUS, Demand, Layout
 from weft.capacity.plan import make_plan
-from weft.model.kv_layout import group_size, kv_groups
+from weft.model.kv_layout import kv_groups
 
 NAMES = ["mistral-window", "qwen2-window", "llama4"]
 LENGTHS = [1, 8, 23, 40, 57]
@@ -130,12 +130,3 @@ def test_the_planners_bytes_are_those_that_a_sequence_really_takes(
                 most_generating = max(most_generating, driver.load.active_blocks)
         assert most_generating * stage.page == stage.kv_bytes_per_sequence(num_tokens)
         assert most <= stage.paging.max_pages(num_tokens)
-
-
-def test_groups_are_few_and_waste_little() -> None:
-    assert group_size([32]) == 32
-    assert group_size([12, 36]) == 12
-    assert group_size([1, 2]) == 1
-    # 23 and 25 layers in two groups of 25: two places in fifty for nothing
-    assert group_size([23, 25]) == 25
-    assert group_size([10, 52]) == 13

@@ -36,7 +36,6 @@ def read_latent_model(fields: Fields) -> ModelConfig:
         layers=read_mlp_kinds(fields, config.num_layers, fields.integer("first_k_dense_replace", 3, least=0)),
         num_kv_heads=1,
         head_dim=latent.kv_rank + latent.rope_dim,
-        kv_parts=1,
         is_interleaved=fields.boolean("rope_interleave", True),
         latent=latent,
         ignored=further_layers(fields, config.num_layers),
