@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.engine.sequence import Sequence
-from weft.kv.block_pool import BlockPool, PoolExhausted
-from weft.kv.layer_groups import PageRange, PagingPolicy, page_key
+from weft.kv.block_pool import BlockPool, PoolExhausted, page_key
+from weft.kv.layer_groups import PageRange, PagingPolicy
 
 
 class BlockTables:

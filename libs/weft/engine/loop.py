@@ -21,8 +21,7 @@ from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFai
 from weft.engine.sequence import Sequence, SequenceState
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler, report_progress
 from weft.errors import EngineFailed, Overloaded, WeftError
-from weft.kv.block_pool import BlockPool, FullBlock, OffloadQueue, tenant_tag
-from weft.kv.layer_groups import page_key
+from weft.kv.block_pool import BlockPool, FullBlock, OffloadQueue, page_key, tenant_tag
 from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, RequestKey
 
 Command = Callable[[], None]

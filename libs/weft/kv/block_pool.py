@@ -3,6 +3,8 @@
 Keys are the same in every process on every machine, in worker pools and in the shared store:
 key(i) = BLAKE2b(key(i-1), token ids of block i); key(-1) = BLAKE2b(salt, extras).
 
+An entry of the pool has one key, and one block or several. They are held, released and evicted together.
+
 A block of the pool is free, held, cached or quarantined:
 
 free --reserve--> reserved(refs) --publish--> ready(key, refs) --last release--> cached(key) --evict--> free
@@ -20,11 +22,14 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from struct import Struct
 
 from weft.request import KEEP, ModelFingerprint, Retention
 
 KEY_BYTES = 32
+# Behind the key of a block: group, variant and part of a page.
+_PLACE = Struct("<HBH")
 
 
 class Tier(StrEnum):
@@ -70,6 +75,23 @@ def block_keys(token_ids: Sequence[int], block_tokens: int, cache_salt: bytes = 
         parent = block_key(parent, token_ids[start : start + block_tokens])
         keys.append(parent)
     return keys
+
+
+class PageVariant(IntEnum):
+    """What a page holds. PLAIN: KV of all layers. BARE: without that of draft layers. STATE: a recurrent state."""
+
+    PLAIN = 0
+    BARE = 1
+    STATE = 2
+
+
+def page_key(key: bytes, group: int, variant: PageVariant = PageVariant.PLAIN, part: int = 0) -> bytes:
+    """Return the key of a page of block `key`, which group, variant and part follow.
+
+    Plain pages of the first group use the block's own key. `part` counts the stored objects of one state; the pool
+    keeps all pages of a state under part 0.
+    """
+    return key + _PLACE.pack(group, variant, part) if group or variant or part else key
 
 
 def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
@@ -121,34 +143,39 @@ class BlockPool:
         self._free = list(range(num_blocks))
         self._refs: dict[int, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._blocks_of: dict[bytes, tuple[int, ...]] = {}
+        self._cached: OrderedDict[bytes, None] = OrderedDict()  # keys, least recently used first
+        self._num_cached = 0  # blocks
+        self._states_of: dict[bytes, set[bytes]] = {}  # keys of states, by the key of their block
         self._quarantined: set[int] = set()
         self._changes: dict[bytes, bool] = {}
 
     @property
     def num_available(self) -> int:
         """Blocks that `reserve` could return."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._num_cached
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix of `keys`, with one reference to each."""
-        blocks: list[int] = []
+        found: list[int] = []
         for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
+            blocks = self._blocks_of.get(key)
+            if blocks is None:
                 break
-            self._cached.pop(block, None)
-            self._refs[block] = self._refs.get(block, 0) + 1
-            blocks.append(block)
-        return blocks
+            if key in self._cached:
+                del self._cached[key]
+                self._num_cached -= len(blocks)
+            for block in blocks:
+                self._refs[block] = self._refs.get(block, 0) + 1
+            found += blocks
+        return found
 
     def is_known(self, key: bytes) -> bool:
         """True if `match` would find this key."""
-        return key in self._block_of
+        return key in self._blocks_of
 
     def reserve(self, count: int) -> list[int]:
-        """Take `count` private blocks with one reference each, evicting the least recently used cached ones.
+        """Take `count` private blocks with one reference each, evicting the least recently used entries.
 
         Raises PoolExhausted, having taken nothing.
         """
@@ -160,14 +187,23 @@ class BlockPool:
         self._refs.update(dict.fromkeys(blocks, 1))
         return blocks
 
-    def publish(self, block: int, key: bytes) -> bool:
-        """Make a held block findable. Returns False if `key` already has a block; this one then stays private."""
-        assert block in self._refs, f"block {block} is not held"
-        assert block not in self._key_of, f"block {block} is published already"
-        if key in self._block_of:
+    def publish(self, held: int | tuple[int, ...], key: bytes) -> bool:
+        """Make a held block, or several under one key, findable.
+
+        Returns False if `key` is known already; then they stay private. Several blocks have the same holders from then
+        on. A state is evicted with the plain page of its block, as no hit can reach it without.
+        """
+        blocks = (held,) if isinstance(held, int) else held
+        for block in blocks:
+            assert block in self._refs, f"block {block} is not held"
+            assert block not in self._key_of, f"block {block} is published already"
+        assert len({self._refs[block] for block in blocks}) == 1, f"blocks {blocks} have other holders"
+        if key in self._blocks_of:
             return False
-        self._key_of[block] = key
-        self._block_of[key] = block
+        self._key_of.update(dict.fromkeys(blocks, key))
+        self._blocks_of[key] = blocks
+        if _is_state(key):
+            self._states_of.setdefault(key[:KEY_BYTES], set()).add(key)
         self._changes[key] = True
         return True
 
@@ -178,10 +214,12 @@ class BlockPool:
             if self._refs[block]:
                 continue
             del self._refs[block]
-            if block in self._key_of:
-                self._cached[block] = None
-            else:
+            key = self._key_of.get(block)
+            if key is None:
                 heapq.heappush(self._free, block)
+            else:
+                self._cached[key] = None
+                self._num_cached += 1
 
     def num_freeable(self, blocks: Iterable[int]) -> int:
         """Return how many blocks become available if each of these is released, as often as it is listed."""
@@ -209,14 +247,34 @@ class BlockPool:
 
     def counts(self) -> PoolCounts:
         """Return the number of blocks in each state."""
-        return PoolCounts(len(self._free), len(self._refs), len(self._cached), len(self._quarantined))
+        return PoolCounts(len(self._free), len(self._refs), self._num_cached, len(self._quarantined))
 
     def _evict(self) -> None:
-        block, _ = self._cached.popitem(last=False)
-        key = self._key_of.pop(block)
-        del self._block_of[key]
+        key = next(iter(self._cached))
+        self._forget(key)
+        for state in self._states_of.pop(key, ()):
+            self._forget(state)
+
+    def _forget(self, key: bytes) -> None:
+        """Free the blocks of an entry; blocks that are held become private."""
+        blocks = self._blocks_of.pop(key)
+        for block in blocks:
+            del self._key_of[block]
         self._changes[key] = False
-        heapq.heappush(self._free, block)
+        states = self._states_of.get(key[:KEY_BYTES], set())
+        states.discard(key)
+        if not states:
+            self._states_of.pop(key[:KEY_BYTES], None)
+        if key in self._cached:
+            assert self._refs.keys().isdisjoint(blocks), f"blocks {blocks} were not released together"
+            del self._cached[key]
+            self._num_cached -= len(blocks)
+            for block in blocks:
+                heapq.heappush(self._free, block)
+
+
+def _is_state(key: bytes) -> bool:
+    return len(key) > KEY_BYTES and _PLACE.unpack_from(key, KEY_BYTES)[1] == PageVariant.STATE
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from weft.kv.block_pool import reusable_blocks
+from weft.kv.block_pool import page_key, reusable_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +182,6 @@ class PagingPolicy:
         reach = self.spans[group]
         latest = self.block_tokens - (1 if reach.window else gcd(reach.chunk, self.block_tokens))
         return (latest + num_tokens - 1) // self.block_tokens + 1
-
-
-def page_key(key: bytes, group: int) -> bytes:
-    """Return the key of one group's page; the first group uses the block's own key."""
-    return key + group.to_bytes(2, "little") if group else key
 
 
 @dataclass(frozen=True, slots=True)

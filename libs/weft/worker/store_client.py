@@ -16,8 +16,8 @@ from weft import metrics, trace
 from weft.engine.config import MAX_PINNED_SHARE, MIN_PINNED
 from weft.engine.messages import Reserved
 from weft.errors import WeftError
-from weft.kv.block_pool import FullBlock, Tier, block_keys, fingerprint_digest, reusable_blocks, store_key
-from weft.kv.layer_groups import PageRange, PagingPolicy, page_key
+from weft.kv.block_pool import FullBlock, Tier, block_keys, fingerprint_digest, page_key, reusable_blocks, store_key
+from weft.kv.layer_groups import PageRange, PagingPolicy
 from weft.kv.store_client_proxy import NO_SPACE, StoreLost
 from weft.kv.transfer import BlockBytes
 from weft.request import ModelFingerprint

@@ -37,8 +37,8 @@ async def store(tiny: Tiny) -> FakeStore:
     async with decoding(tiny, store) as (worker, gateway):
         await gateway.generate(PROMPT)
         assert len(store.keys) == 7, "all full blocks were asked for"
-        blocks = worker.engine._loop._pool._block_of
-        store.source = {key: bytes(worker.place.memory.read(blocks[key])) for key in store.keys[:5]}
+        blocks = worker.engine._loop._pool._blocks_of
+        store.source = {key: bytes(worker.place.memory.read(*blocks[key])) for key in store.keys[:5]}
     store.keys.clear()
     return store
 

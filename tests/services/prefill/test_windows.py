@@ -14,8 +14,8 @@ from tests.services.attach import new_key
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import TinyFamily, make_family
 from weft.engine.messages import Reserved
-from weft.kv.block_pool import Tier, block_keys
-from weft.kv.layer_groups import PagingPolicy, page_key
+from weft.kv.block_pool import Tier, block_keys, page_key
+from weft.kv.layer_groups import PagingPolicy
 from weft.request import RequestKey
 from weft.worker.engine_client import StatsRecorder
 from weft.worker.store_client import StoreClient, StorePrefix

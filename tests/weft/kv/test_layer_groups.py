@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.kv.block_pool import page_key
 from weft.kv.layer_groups import (
     AttentionSpan,
     HeadRange,
@@ -15,7 +16,6 @@ from weft.kv.layer_groups import (
     PagingPolicy,
     RankCopy,
     head_range,
-    page_key,
     rank_copies,
 )
 
