@@ -61,6 +61,19 @@ def test_head_gives_the_numbers_of_its_project(name: str, chunk: int, tmp_path: 
         torch.testing.assert_close(found / scale, recorded[expected] / scale, rtol=1e-5, atol=1e-5)
 
 
+def prompt_states(model: EagleHead, recorded: dict[str, Tensor]) -> Tensor:
+    slots = Slots(model, PROMPT)
+    with torch.inference_mode():
+        return model.forward(model.fuse(recorded["features"]), *slots.rows(recorded["tokens"][:PROMPT], 0))
+
+
+@pytest.mark.parametrize("name", ["safeai", "kimi"])
+def test_matrices_that_stay_packed_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    head = read_head(name)
+    states = [prompt_states(head.model(tmp_path, is_resident), head.recorded) for is_resident in (False, True)]
+    assert torch.equal(*states)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("modelopt", "modelopt-fp8"), ("kimi", "modelopt-nvfp4")])
 def test_quantized_head_is_that_of_its_unpacked_weights(name: str, kind: str, tmp_path: Path) -> None:
     packed, plain = read_head(name), read_head(name)
@@ -72,11 +85,6 @@ def test_quantized_head_is_that_of_its_unpacked_weights(name: str, kind: str, tm
             del packed.tensors[key]
             packed.tensors |= parts
     states = []
-    for kind_of, head in (("packed", packed), ("plain", plain)):
-        (tmp_path / kind_of).mkdir()
-        model, recorded = head.model(tmp_path / kind_of), head.recorded
-        slots = Slots(model, PROMPT)
-        with torch.inference_mode():
-            fused = model.fuse(recorded["features"])
-            states.append(model.forward(fused, *slots.rows(recorded["tokens"][:PROMPT], 0)))
+    for head in (packed, plain):
+        states.append(prompt_states(head.model(tmp_path), head.recorded))
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4 * float(states[1].std()))

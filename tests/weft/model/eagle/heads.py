@@ -63,11 +63,13 @@ class Head:
         save_file(self.tensors, directory / "model.safetensors")
         return directory
 
-    def model(self, directory: Path) -> EagleHead:
+    def model(self, directory: Path, is_resident: bool = False) -> EagleHead:
         draft = read_draft_checkpoint(self.write(directory), TARGET).config
         zeros = torch.zeros(VOCABULARY, 64)
         embedding, output = (self.target.get(name, zeros) for name in ("embed_tokens", "lm_head"))
-        target = DraftTarget(embedding, pack(output.float(), torch.float32), torch.float32, torch.device("cpu"))
+        target = DraftTarget(
+            embedding, pack(output.float(), torch.float32), torch.float32, torch.device("cpu"), is_resident
+        )
         return EagleHead(draft, self.tensors, target)
 
 
