@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from weft.errors import BadCheckpoint
-from weft.model.draft_layers import Producer, default_reading
+from weft.model.draft_layers import Producer, default_reading, draft_layer
 from weft.model.families.deepseek import read_latent_model
 from weft.model.fields import FULL, Fields, read_common, read_layers, read_window, set_defaults
 from weft.model.quantization import is_shape, read_quantization, stored_dtypes
@@ -87,7 +87,7 @@ def draft_config_of(fields: Fields, stored: Stored, target: ModelConfig) -> Draf
     _refuse_other_kinds(fields, stored)
     root = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
     eagle = fields if producer is Producer.SPECULATORS else fields.nested("eagle_config")
-    layer = _read_layer(fields, producer, root, stored)
+    layer = replace(_read_layer(fields, producer, root, stored), layers=(_span(fields, producer, target),))
     is_final = not eagle.boolean("use_aux_hidden_state", True)
     layer_ids = () if is_final else tuple(_layer_ids(fields, eagle))
     said = tuple(eagle.integers("boundaries", []))  # heads of Weft's trainer leave nothing to guess
@@ -182,12 +182,10 @@ def _read_layer(fields: Fields, producer: Producer, root: str, stored: Stored) -
     inner.values["architectures"] = fields.strings("architectures") or ["Eagle3Speculator"]
     set_defaults(inner, num_hidden_layers=1)
     if producer is Producer.KIMI:
-        config = replace(read_latent_model(inner), layers=(LayerSpec(),), ignored=())
+        config = replace(read_latent_model(inner), ignored=())
     else:
-        window = read_window(inner, 0) if producer is Producer.SPECULATORS else 0
         has_biases = {"attention_bias": False, "mlp_bias": False}  # SafeAI and SpecForge ignore the fields
         config = read_common(inner.with_values({**inner.values, **has_biases}))
-        config = replace(config, layers=read_layers(inner, window, [FULL]) if window else (LayerSpec(),))
     attention = root + "self_attn."
     return replace(
         config,
@@ -198,6 +196,14 @@ def _read_layer(fields: Fields, producer: Producer, root: str, stored: Stored) -
         quantization=read_quantization(fields),
         logit_scale=fields.number("logit_scale", 1.0),
     )
+
+
+def _span(fields: Fields, producer: Producer, target: ModelConfig) -> LayerSpec:
+    """Return the span of the layer; only speculators trains heads with a window of their own."""
+    inner = fields.nested("transformer_layer_config")
+    window = read_window(inner, 0) if producer is Producer.SPECULATORS else 0
+    own = read_layers(inner, window, [FULL])[0] if window else LayerSpec()
+    return own if own.window else draft_layer(target)
 
 
 def _layer_ids(fields: Fields, eagle: Fields) -> list[int]:

@@ -6,10 +6,11 @@ and FINAL is that state normed. No torch.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 from weft.errors import ConfigError
-from weft.model.spec import FINAL
+from weft.model.spec import FINAL, LayerSpec, ModelConfig
 
 Boundaries = tuple[int, ...]
 
@@ -76,3 +77,12 @@ def parse_boundaries(text: str, num_features: int, num_layers: int) -> Boundarie
         what = f"expected {num_features} boundaries from 0 to {num_layers} with commas, or final; found {text!r}"
         raise ConfigError(f"--draft-layers: {what}")
     return tuple(known[each] for each in parts)
+
+
+def draft_layer(target: ModelConfig) -> LayerSpec:
+    """Return how far back the layer of a draft model looks: as far as any layer of the target.
+
+    A target that has no layer without a window keeps nothing older, so the draft layer joins its widest group.
+    """
+    spans = [LayerSpec(window=layer.window, chunk=layer.chunk) for layer in target.layers]
+    return max(spans, key=lambda layer: layer.window or layer.chunk or math.inf)

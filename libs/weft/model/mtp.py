@@ -16,8 +16,9 @@ from weft.errors import BadCheckpoint
 from weft.model.attention import norm_rows
 from weft.model.decoder import DecoderLayer
 from weft.model.draft import DraftAngles, DraftRows, DraftTarget
+from weft.model.draft_layers import draft_layer
 from weft.model.loading import Loader, Tensors
-from weft.model.spec import FINAL, LayerSpec, ModelConfig
+from weft.model.spec import FINAL, ModelConfig
 from weft.model.tensors import Shapes, layer_tensors, linear_tensors, stored_name
 from weft_kernels.linear import linear
 from weft_kernels.packed import embedding_rows
@@ -50,7 +51,8 @@ def mtp_config_of(target: ModelConfig, names: Collection[str]) -> MtpConfig:
         raise BadCheckpoint(
             f"tensor {projection} is missing: the checkpoint has no layer that drafts; take a draft head"
         )
-    layer = replace(target, layers=(LayerSpec(has_experts=target.experts is not None),), ignored=())
+    spec = replace(draft_layer(target), has_experts=target.experts is not None)
+    layer = replace(target, layers=(spec,), ignored=())
     packed = linear_tensors(target, root + "eh_proj", 1, 1)
     is_plain = not {stored_name(name, target) for name in packed} <= set(names)
     return MtpConfig(layer, root, is_plain)

@@ -15,7 +15,7 @@ from weft.errors import BadCheckpoint, ConfigError
 from weft.model.draft import vocabulary_map
 from weft.model.draft_config import DraftConfig
 from weft.model.draft_layers import Producer, default_reading, parse_boundaries, readings
-from weft.model.spec import FINAL, HeadNorm
+from weft.model.spec import FINAL, HeadNorm, LayerSpec
 from weft.weights.draft_checkpoint import read_draft_checkpoint
 
 ZEROS = torch.zeros(4, 4)
@@ -212,3 +212,20 @@ def test_target_of_another_size_is_refused(tmp_path: Path) -> None:
     directory = read_head("specforge").write(tmp_path)
     with pytest.raises(BadCheckpoint, match="hidden_size: 64, but the target has 128; take its own head"):
         read_draft_checkpoint(directory, replace(TARGET, hidden_size=128))
+
+
+def test_layer_looks_as_far_back_as_the_target(tmp_path: Path) -> None:
+    """A target that keeps a window alone has no older keys for the head either."""
+    windows = replace(TARGET, layers=(LayerSpec(window=8), LayerSpec(window=32)) * 6)
+    mixed = replace(TARGET, layers=(LayerSpec(), LayerSpec(window=32), LayerSpec(chunk=16)) * 4)
+    directory = read_head("specforge").write(tmp_path)
+    for target, expected in ((TARGET, LayerSpec()), (windows, LayerSpec(window=32)), (mixed, LayerSpec())):
+        assert read_draft_checkpoint(directory, target).config.layer.layers == (expected,)
+
+
+def test_head_of_speculators_may_have_a_window(tmp_path: Path) -> None:
+    def change(head: Head) -> None:
+        head.config["transformer_layer_config"].update(sliding_window=16, layer_types=["sliding_attention"])
+
+    assert read_changed("speculators", change, tmp_path).layer.layers == (LayerSpec(window=16),)
+    assert read_changed("speculators", lambda head: None, tmp_path).layer.layers == (LayerSpec(),)
