@@ -67,7 +67,7 @@ def test_drafts_of_all_sources_change_no_text(nano: Any, sampling: str) -> None:
     heard: dict[bool, list[Any]] = {}
     prediction: tuple[int, ...] = ()
     for drafts in (False, True):
-        speculator = AdaptiveSpeculator(nano.config.eos_token_ids)
+        speculator = AdaptiveSpeculator(nano.config.eos_token_ids, clock=lambda: 0.0)
         with Driver(nano, **SETTINGS, speculator=EvenSteps(speculator) if drafts else None) as driver:
             keys = []
             for name, prompt in prompts.items():

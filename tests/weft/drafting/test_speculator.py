@@ -39,7 +39,7 @@ def misleading(num_tokens: int, seed: int) -> list[int]:
 
 
 def speculator() -> AdaptiveSpeculator:
-    return AdaptiveSpeculator((EOS,))
+    return AdaptiveSpeculator((EOS,), clock=lambda: 0.0)
 
 
 @pytest.mark.parametrize(

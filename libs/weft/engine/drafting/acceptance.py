@@ -54,7 +54,7 @@ class SourceRecord:
         self.factor = (self._accepted + OWN_PRIOR) / (self._predicted + OWN_PRIOR)
 
     def judge(self, saved_seconds: float, num_drafts: int, num_tokens: int) -> None:
-        """Add what drafts saved, less what their rows cost. After NUM_JUDGED drafts that lost, shut the source."""
+        """Add what drafts saved, less what they cost. After NUM_JUDGED drafts that lost, shut the source."""
         self._balance += saved_seconds
         self._num_judged += num_drafts
         if self._num_judged < NUM_JUDGED:

@@ -13,23 +13,28 @@ WINDOW_SECONDS = 20.0
 class LossLedger:
     """Adds up the seconds that steps with drafts took longer than their tokens take without drafts.
 
-    After each step:  loss = max(0, loss + seconds - T0 * tokens / sequences - MAX_LOSS * seconds of the step)
+    After each step:  balance += seconds - T0 * tokens / sequences - MAX_LOSS * seconds of the step
 
-    T0: seconds of a step without drafts. Gains do not count below 0, so they pay for no later losses. Above the cap,
-    drafts are off until the loss has fallen to half the cap. So the time S of a run has a bound, for all drafts. P:
-    time of its tokens without drafts.
+    T0: seconds of a step without drafts. Gains count only down to -cap, so they pay for no long losses, but for the
+    noise of single steps. Above the cap, drafts are off until the balance has fallen to half the cap. So the time S of
+    a run has a bound, for all drafts. P: time of its tokens without drafts.
 
-        S <= P + MAX_LOSS * S + cap + the loss of one step
+        S <= P + MAX_LOSS * S + 2 * cap + the loss of one step
     """
 
     def __init__(self) -> None:
-        self.loss_seconds = 0.0
         self.is_off = False
+        self._balance = 0.0
         self._elapsed = 0.0
+
+    @property
+    def loss_seconds(self) -> float:
+        """What drafts have lost lately beyond what they may lose; 0 while they gain."""
+        return max(0.0, self._balance)
 
     def add(self, seconds: float, lost_seconds: float = 0.0) -> None:
         """Add a step, and what its drafts lost; negative if they gained."""
         self._elapsed += seconds
-        self.loss_seconds = max(0.0, self.loss_seconds + lost_seconds - MAX_LOSS * seconds)
         cap = max(MIN_CAP_SECONDS, MAX_LOSS * min(self._elapsed, WINDOW_SECONDS))
-        self.is_off = self.loss_seconds > (cap / 2 if self.is_off else cap)
+        self._balance = max(-cap, self._balance + lost_seconds - MAX_LOSS * seconds)
+        self.is_off = self._balance > (cap / 2 if self.is_off else cap)

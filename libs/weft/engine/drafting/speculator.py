@@ -1,23 +1,22 @@
-"""Puts the sources of drafts in order, and chooses by measured time how many drafts each step verifies."""
+"""Chooses by measured time how many drafts each step verifies, and counts what became of them."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from itertools import takewhile
 
-from weft.engine.drafting.acceptance import AcceptanceRates, Records, SourceRecord
-from weft.engine.drafting.copying import NO_MATCH, CopyIndex, PredictionReader, TextMatch
+from weft.engine.drafting.acceptance import AcceptanceRates, SourceRecord
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, DraftOrder, StepCosts
 from weft.engine.drafting.draft_stats import DraftStats, OffReason, SourceStats
-from weft.engine.drafting.drafter import DecodeStep, DraftOutcome, DraftRequest, DraftSource, DraftToken, Proposal
+from weft.engine.drafting.drafter import DecodeStep, DraftOutcome, DraftRequest, DraftSource, Proposal
 from weft.engine.drafting.ledger import LossLedger
+from weft.engine.drafting.sequence_drafter import SequenceDrafter
 from weft.engine.sequence import Sequence
 
 # Prompt tokens indexed before a step, for all sequences together; takes about 1 ms.
 MAX_INDEXED = 8192
-# Tokens for which an index has slots beyond twice the prompt, as most answers end before `max_tokens`.
-EXPECTED_ANSWER = 4096
 # Of the steps that could have drafts, every 128th has none: it measures T0.
 SAMPLE_STEPS = 128
 # Of steps with drafts, every 16th has a number of drafts that was not measured, if there is one below the chosen.
@@ -29,70 +28,6 @@ PROBE_SHARE = 0.005
 MAX_PROBE_SECONDS = 1.0
 # A probe counts for at least this share of a step without drafts.
 MIN_PROBE = 0.02
-
-
-class _Drafter:
-    """The sources of one sequence without a draft model."""
-
-    __slots__ = ("_ends", "_index", "_reader", "_sequence", "records")
-
-    def __init__(self, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> None:
-        spec, text = sequence.spec, sequence.token_ids
-        num_answer = min(spec.sampling.max_tokens, EXPECTED_ANSWER + len(text))
-        prediction = spec.speculation.prediction
-        self._sequence = sequence
-        self._index = CopyIndex(text, len(text) + num_answer)
-        start = sequence.num_prompt - spec.resumed_tokens
-        self._reader = PredictionReader(prediction, text, start) if prediction else None
-        self._ends = frozenset((*spec.sampling.stop_token_ids, *(() if sequence.ignores_eos else eos_token_ids)))
-        self.records: Records = {}
-
-    @property
-    def num_indexed(self) -> int:
-        return self._index.num_indexed
-
-    def propose(self, limit: int, max_indexed: int) -> Proposal:
-        """Return drafts of the sequence's next tokens, before any end token. Its grammar accepts all of them."""
-        copied = self._index.find(max_indexed)
-        predicted = NO_MATCH if self._reader is None else self._reader.find()
-        constraint = self._sequence.spec.constraint
-        if constraint is None and not (copied.length or predicted.length):
-            return ()
-        drafts: list[DraftToken] = []
-        if predicted.length >= copied.length:
-            drafts = self._drafts(DraftSource.PREDICTION, predicted, self._reader)
-        if not drafts:
-            drafts = self._drafts(DraftSource.COPY, copied, self._index)
-        if constraint is not None:
-            drafts = self._fitting(drafts, limit)
-        return tuple(takewhile(lambda draft: draft.token_id not in self._ends, drafts[:limit]))
-
-    def _drafts(
-        self, source: DraftSource, match: TextMatch, text: CopyIndex | PredictionReader | None
-    ) -> list[DraftToken]:
-        """Return the tokens that continue a match, unless the source is shut."""
-        if not match.length or text is None or self._is_shut(source):
-            return []
-        return [DraftToken(token_id, source, match.grade) for token_id in text.copy(match)]
-
-    def _is_shut(self, source: DraftSource) -> bool:
-        record = self.records.get(source)
-        return record is not None and record.is_shut(len(self._sequence.token_ids))
-
-    def _fitting(self, drafts: list[DraftToken], limit: int) -> list[DraftToken]:
-        """Put tokens that the grammar forces before the drafts, and end before one that it refuses."""
-        sequence = self._sequence
-        constraint = sequence.token_history().advance(sequence.token_ids, len(sequence.token_ids))
-        forced = [] if self._is_shut(DraftSource.GRAMMAR) else constraint.forced()[:limit]
-        if forced:
-            is_continued = [draft.token_id for draft in drafts[: len(forced)]] == forced
-            others = drafts[len(forced) :] if is_continued else self._copied_after(forced)
-            drafts = [*(DraftToken(token_id, DraftSource.GRAMMAR) for token_id in forced), *others]
-        drafts = drafts[:limit]
-        return drafts[: constraint.valid([draft.token_id for draft in drafts])] if drafts else drafts
-
-    def _copied_after(self, forced: list[int]) -> list[DraftToken]:
-        return self._drafts(DraftSource.COPY, self._index.find_after(forced), self._index)
 
 
 class _SourceCounts:
@@ -114,14 +49,16 @@ class _SourceCounts:
 
 
 class AdaptiveSpeculator:
-    """Drafts by copies and predictions; implements `weft.engine.drafting.drafter.Speculator`.
+    """Drafts by grammar, prediction and copy; implements `weft.engine.drafting.drafter.Speculator`.
 
-    `stats` may be called on any thread.
+    The time to find drafts is part of what speculation costs. `stats` may be called on any thread.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._propose_seconds = 0.0  # since the last finished step
         self._eos_token_ids = eos_token_ids
-        self._drafters: dict[Sequence, _Drafter] = {}
+        self._drafters: dict[Sequence, SequenceDrafter] = {}
         self._rates = AcceptanceRates()
         self._costs = StepCosts()
         self._ledger = LossLedger()
@@ -134,6 +71,12 @@ class AdaptiveSpeculator:
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         """Return the drafts to verify in the next step."""
+        started_at = self._clock()
+        drafts = self._propose(requests, num_prompt_rows)
+        self._propose_seconds += self._clock() - started_at
+        return drafts
+
+    def _propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         self._reason = OffReason.LOSS if self._ledger.is_off else None
         proposals = [] if self._ledger.is_off else self._gather(requests)
         if not proposals:
@@ -151,13 +94,14 @@ class AdaptiveSpeculator:
         if step.num_rows > num_sequences:
             self._follow(step)
         else:
-            self._ledger.add(step.seconds)
+            self._ledger.add(step.seconds, self._propose_seconds)
             self._tokens_per_step[1] += num_sequences
             if not step.num_prompt_rows:
                 self._num_since_sample = 0
             if self._reason is not None:
                 self._off_seconds[self._reason] = self._off_seconds.get(self._reason, 0.0) + step.seconds
         self._reason = None
+        self._propose_seconds = 0.0
         self._costs.measure(step)
 
     def forget(self, sequence: Sequence) -> None:
@@ -188,7 +132,7 @@ class AdaptiveSpeculator:
                 continue
             drafter = self._drafters.get(sequence)
             if drafter is None:
-                drafter = self._drafters[sequence] = _Drafter(sequence, self._eos_token_ids)
+                drafter = self._drafters[sequence] = SequenceDrafter(sequence, self._eos_token_ids, self._clock)
             num_indexed = drafter.num_indexed
             proposal = drafter.propose(limit, max_indexed)
             max_indexed -= min(max_indexed, drafter.num_indexed - num_indexed)
@@ -255,7 +199,8 @@ class AdaptiveSpeculator:
             curve = self._costs.curve(num_sequences, num_drafts)
             row_seconds += (curve[num_drafts] - curve[0]) / num_drafts
             seconds = min(step.seconds, MAX_OUTLIER * (plain + num_drafts * row_seconds))
-        self._ledger.add(step.seconds, seconds - plain * num_tokens / num_sequences)
+        lost = seconds - plain * num_tokens / num_sequences
+        self._ledger.add(step.seconds, lost + self._propose_seconds)
         for outcome in step.outcomes:
             self._tokens_per_step[outcome.num_tokens] += 1
             if outcome.drafts:
