@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from training.weft_nano.corpus import Encoder
 from training.weft_nano.entities import Source
 from training.weft_nano_draft.answers import Target, draw_examples, read_shard, write_shard
+from training.weft_nano_draft.head import read_head
+from training.weft_nano_draft.target import load_target
 from training.weft_nano_draft.unroll import DraftStep
-from training.weft_nano_draft.walk import Accepted, answer_spans, count_matches, walk
+from training.weft_nano_draft.walk import Accepted, answer_spans, count_matches, measure, walk
 from transformers import PreTrainedTokenizerFast
 
 
@@ -49,3 +52,20 @@ def test_walk_counts_steps_of_accepted_drafts() -> None:
     assert walk(matches, 2, 8, drafts=1) == 3
     assert walk(matches, 2, 8, drafts=3) == 2
     assert walk([0] * 8, 2, 8, drafts=3) == 5
+
+
+def test_shipped_head_is_small_and_bf16(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "draft" / "model.safetensors")
+    assert all(each.dtype == torch.bfloat16 and each.isfinite().all() for each in weights.values())
+    assert sum(each.numel() for each in weights.values()) < 1_100_000
+    assert not any("embed_tokens" in name or "lm_head" in name for name in weights)
+
+
+def test_shipped_head_gains_three_tokens_a_step(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    encoder, source = Encoder(tokenizer), Source(random.Random("shipped head"), held_out=True)
+    target = Target(checkpoint, 8)
+    dialogues = list(target.answer(islice(draw_examples(encoder, source, 300), 8)))
+    target.stop()
+    accepted = measure(read_head(checkpoint / "draft"), load_target(checkpoint), dialogues)
+    assert accepted.tokens[3] > 150
+    assert accepted.tokens_per_step()[3] >= 3.0

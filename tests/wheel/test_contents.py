@@ -18,6 +18,7 @@ SOURCES = ("bundle", "services", "libs", "kernels", "protos/generated")
 SHIPPED_MODEL = {
     *("README.md", "chat_template.jinja", "config.json", "generation_config.json"),
     *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *("draft/config.json", "draft/model.safetensors"),
 }
 
 

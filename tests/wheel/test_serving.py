@@ -112,7 +112,7 @@ def test_other_commands_run_without_extras(base: Installation, full: Installatio
     http, grpc = map(str, free_ports(2))
     assert "pip install 'weft[cpu]'" in base.run("weft", "doctor", "--port", http, "--grpc-port", grpc)
     assert "no models" in base.run("weft", "models")
-    files = {path.name: path.read_bytes() for path in (ROOT / "models/weft-nano").iterdir()}
+    files = {path.name: path.read_bytes() for path in (ROOT / "models/weft-nano").glob("*.*")}
     with serving(Hub({"weft-lab/nano": Repository(files)})) as hub:
         client = replace(base, environ={**base.environ, "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"})
         assert "snapshots" in client.run("weft", "pull", "weft-lab/nano")

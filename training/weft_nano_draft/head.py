@@ -42,6 +42,13 @@ class HeadShape:
         return cls(**sizes, rope_theta=ROPE_THETA, boundaries=boundaries)
 
 
+class FloatNorm(nn.RMSNorm):
+    """Normalises in float32; torch has no fused norm of bfloat16 rows with float32 weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
 class Attention(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -70,9 +77,9 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn, self.mlp = Attention(shape), Mlp(shape)
         size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.hidden_norm = nn.RMSNorm(size, eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.input_layernorm = FloatNorm(size, eps)
+        self.hidden_norm = FloatNorm(size, eps)
+        self.post_attention_layernorm = FloatNorm(size, eps)
 
 
 class DraftHead(nn.Module):
@@ -82,10 +89,10 @@ class DraftHead(nn.Module):
         super().__init__()
         self.shape = shape
         size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in shape.boundaries)
+        self.fc_norm = nn.ModuleList(FloatNorm(size, eps) for _ in shape.boundaries)
         self.fc = nn.Linear(len(shape.boundaries) * size, size, bias=False)
         self.midlayer = DraftLayer(shape)
-        self.norm = nn.RMSNorm(size, eps)
+        self.norm = FloatNorm(size, eps)
         powers = torch.arange(0, shape.head_dim, 2).double() / shape.head_dim
         self._frequencies = shape.rope_theta**-powers
 
