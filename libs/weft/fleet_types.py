@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 
@@ -38,25 +38,39 @@ class TransferStats:
     num_failed: int = 0
 
 
+class DecodedRows(NamedTuple):
+    """The decoding part of a step: its sequences, their rows (one each and one for each draft), and tokens gained."""
+
+    num_sequences: int
+    num_rows: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineTimeStats:
     """Engine time for decoding and for prompts.
 
-    `generating_*` counts steps that decode. `computing_seconds` counts prompt time; a mixed step contributes by its
-    share of prompt tokens. A first token belongs to its prompt.
+    `generating_*` counts steps that decode, their sequences (once for each step) and the tokens these gained.
+    `computing_seconds` counts prompt time; a mixed step contributes by its share of prompt rows. A first token belongs
+    to its prompt.
     """
 
     generating_steps: int = 0
     generating_seconds: float = 0.0
     computing_seconds: float = 0.0
+    generating_sequences: int = 0
+    generating_tokens: int = 0
 
-    def add(self, prompt_tokens: int, text_tokens: int, seconds: float) -> EngineTimeStats:
+    def add(self, prompt_tokens: int, decoding: DecodedRows, seconds: float) -> EngineTimeStats:
         """Return the statistics with one more step."""
-        share = prompt_tokens / max(prompt_tokens + text_tokens, 1)
+        share = prompt_tokens / max(prompt_tokens + decoding.num_rows, 1)
+        is_decoding = decoding.num_sequences > 0
         return EngineTimeStats(
-            self.generating_steps + (text_tokens > 0),
-            self.generating_seconds + (seconds if text_tokens else 0.0),
+            self.generating_steps + is_decoding,
+            self.generating_seconds + (seconds if is_decoding else 0.0),
             self.computing_seconds + share * seconds,
+            self.generating_sequences + decoding.num_sequences,
+            self.generating_tokens + decoding.num_tokens,
         )
 
 

@@ -52,7 +52,7 @@ def windows(looks: Sequence[Look]) -> list[Window]:
                 Window(
                     steps,
                     (new.generating_seconds - old.generating_seconds) / max(steps, 1),
-                    (new.generated_tokens - old.generated_tokens) / max(steps, 1),
+                    (new.generating_sequences - old.generating_sequences) / max(steps, 1),
                     new.computed_prompt_tokens - old.computed_prompt_tokens,
                     new.computing_seconds - old.computing_seconds,
                     (sum(busy.values()) - busy[name]) / (later.at - earlier.at),

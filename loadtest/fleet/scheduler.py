@@ -143,7 +143,11 @@ class SimulatedScheduler:
             stats=WorkerStats(
                 PrefixCacheStats(dram_tokens=worker.fetched_tokens, dram_seconds=worker.fetching_seconds),
                 engine_time=EngineTimeStats(
-                    int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds
+                    int(worker.generating_steps),
+                    worker.generating_seconds,
+                    worker.computing_seconds,
+                    int(worker.generating_sequences),
+                    int(worker.generating_sequences),
                 ),
             ),
             role=WorkerRole(worker.role),

@@ -90,6 +90,7 @@ class SimulatedWorker:
         self.generated_tokens = 0.0
         self.generating_steps = 0.0
         self.generating_seconds = 0.0
+        self.generating_sequences = 0.0
         self.computing_seconds = 0.0
         self.fetched_tokens = 0
         self.fetching_seconds = 0.0
@@ -201,6 +202,7 @@ class SimulatedWorker:
             tokens = turns * len(self.batch)
             self.held_tokens += tokens
             self.generated_tokens += tokens
+            self.generating_sequences += tokens
             bucket = round(self._step * 10_000)
             self.itl[bucket] = self.itl.get(bucket, 0.0) + tokens
 

@@ -58,11 +58,13 @@ def test_time_between_steps_is_part_of_a_step() -> None:
 
 
 def test_windows_are_differences_of_counters() -> None:
-    before = WorkerReport(generating_steps=10, generating_seconds=1.0, generated_tokens=20, computed_prompt_tokens=5)
+    before = WorkerReport(
+        generating_steps=10, generating_seconds=1.0, generating_sequences=20, computed_prompt_tokens=5
+    )
     after = WorkerReport(
         generating_steps=30,
         generating_seconds=1.4,
-        generated_tokens=100,
+        generating_sequences=100,
         computed_prompt_tokens=25,
         computing_seconds=0.5,
     )

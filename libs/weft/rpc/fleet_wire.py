@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft import trace
 from weft.fleet_types import LoadingWorker, Priority, RouteQuery, StoreUsage, WorkerHello, WorkerReport, WorkerStatus
 from weft.rpc.wire import (
+    ENGINE_TIME,
     address_from_wire,
     address_to_wire,
     fingerprint_from_wire,
@@ -68,9 +69,7 @@ def report_to_wire(report: WorkerReport) -> pb.WorkerReport:
         ready=report.ready,
         generated_tokens=report.generated_tokens,
         computed_prompt_tokens=report.computed_prompt_tokens,
-        generating_steps=report.stats.engine_time.generating_steps,
-        generating_seconds=report.stats.engine_time.generating_seconds,
-        computing_seconds=report.stats.engine_time.computing_seconds,
+        **shared_values(report.stats.engine_time, ENGINE_TIME),
         draining=report.is_draining,
         asleep=report.is_asleep,
         full=report.full,

@@ -68,6 +68,7 @@ _RETENTION, _FINGERPRINT, _USAGE = shared_fields(Retention), shared_fields(Model
 _SAMPLING = shared_fields(
     SamplingParams, "stop_token_ids", "num_logprobs", "repetition_penalty", "logit_bias", "grammar"
 )
+ENGINE_TIME = shared_fields(EngineTimeStats)
 _PREFIX_STATS, _TRANSFER_STATS = shared_fields(PrefixCacheStats), shared_fields(TransferStats)
 _PREFILL_REQUEST = shared_fields(PrefillRequest, "key", "fingerprint", "token_ids", "sampling", "retention")
 _DRAFTS = shared_fields(DraftCounts)
@@ -249,7 +250,7 @@ def worker_stats_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand
             TransferStats(stats.prefill_worker_id, stats.num_prompts, stats.size_bytes, stats.num_failed)
             for stats in (report.hand_offs if with_hand_offs else ())
         ),
-        EngineTimeStats(report.generating_steps, report.generating_seconds, report.computing_seconds),
+        EngineTimeStats(**shared_values(report, ENGINE_TIME)),
     )
 
 

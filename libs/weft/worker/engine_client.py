@@ -28,7 +28,7 @@ from weft.engine.messages import (
     TokenDelta,
 )
 from weft.errors import Incompatible, InvalidRequest, PeerLost, WeftError
-from weft.fleet_types import NO_ENGINE_TIME, PrefixCacheStats, TransferStats, WorkerStats
+from weft.fleet_types import NO_ENGINE_TIME, DecodedRows, PrefixCacheStats, TransferStats, WorkerStats
 from weft.grammar import Grammars
 from weft.kv.block_pool import FullBlock, Tier
 from weft.request import Grammar, RequestKey, WorkerRole
@@ -102,9 +102,11 @@ class EngineEvents:
     def _measure(self, before: EngineLoad, output: StepOutput) -> None:
         num_tokens = output.load.computed_prompt_tokens - before.computed_prompt_tokens
         # A first token belongs to its prompt; sequences between two decode tokens do not wait for it.
-        num_of_texts = sum(len(delta.token_ids) for delta in output.deltas if delta.prompt is None)
-        self.engine_time = self.engine_time.add(num_tokens, num_of_texts, output.step_seconds)
-        if self.on_computed and num_tokens and not num_of_texts:
+        decoded = [delta for delta in output.deltas if delta.prompt is None and delta.token_ids]
+        num_rows = len(decoded) + sum(delta.drafts.verified for delta in decoded)
+        rows = DecodedRows(len(decoded), num_rows, sum(len(delta.token_ids) for delta in decoded))
+        self.engine_time = self.engine_time.add(num_tokens, rows, output.step_seconds)
+        if self.on_computed and num_tokens and not decoded:
             self.on_computed(num_tokens, output.step_seconds)
 
 

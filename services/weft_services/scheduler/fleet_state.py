@@ -114,40 +114,48 @@ class WorkerSpeed:
         """Return prompt tokens per second: the measured rate, smoothed with the peers' rate `usual`."""
         return (self.prompt_tokens + PRIOR_SECONDS * usual) / (self.prompt_seconds + PRIOR_SECONDS)
 
-    def measure_decode(self, tokens: int, steps: int, seconds: float) -> None:
-        """Add a measurement of decode steps; each sequence gets one token per step."""
-        if seconds < MIN_MEASURE_SECONDS or tokens <= 0 or steps <= 0:
+    def measure_decode(self, tokens: int, sequences: int, steps: int, seconds: float) -> None:
+        """Add a measurement of decode steps.
+
+        `sequences` counts a sequence once in each step. With drafts it gains several tokens there.
+        """
+        if seconds < MIN_MEASURE_SECONDS or min(tokens, sequences, steps) <= 0:
             return
         if self.step is None:
             self.step = StepTimeFit()
-        self.step.add(tokens / steps, seconds / steps)
+        self.step.add(sequences / steps, seconds / steps, tokens / sequences)
 
     @property
     def decode_rate(self) -> float | None:
         """Tokens per second of one sequence at recent batch sizes."""
-        return 1.0 / self.step.mean_seconds if self.step is not None else None
+        return self.step.mean_tokens / self.step.mean_seconds if self.step is not None else None
 
     def itl_seconds(self, num_running: int) -> float:
         """Predict the inter-token latency with that many sequences in the batch."""
-        return self.step.at(num_running) if self.step is not None else DEFAULT_ITL_SECONDS
+        return self.step.at(num_running) / self.step.mean_tokens if self.step is not None else DEFAULT_ITL_SECONDS
 
 
 class StepTimeFit:
-    """Fit of step seconds = a + b * sequences: least squares with decay; never decreasing, never negative."""
+    """Fit of step seconds = a + b * sequences: least squares with decay; never decreasing, never negative.
 
-    __slots__ = ("_mean_n", "_num", "_var_n", "_with_n", "mean_seconds")
+    `mean_tokens`: tokens that a sequence gains in a step; more than 1 with accepted drafts.
+    """
+
+    __slots__ = ("_mean_n", "_num", "_var_n", "_with_n", "mean_seconds", "mean_tokens")
 
     def __init__(self) -> None:
         self._num = 0
         self._mean_n = self._var_n = self._with_n = 0.0
         self.mean_seconds = 0.0
+        self.mean_tokens = 1.0
 
-    def add(self, n: float, seconds: float) -> None:
-        """Add a measured step time at a batch size."""
+    def add(self, n: float, seconds: float, tokens: float) -> None:
+        """Add a measured step time, and the tokens that a sequence gained, at a batch size."""
         self._num += 1
         share = max(NEWEST_SHARE, 1 / self._num)
         dn, ds = n - self._mean_n, seconds - self.mean_seconds
         self._mean_n += share * dn
+        self.mean_tokens += share * (tokens - self.mean_tokens)
         self.mean_seconds += share * ds
         self._var_n = (1 - share) * (self._var_n + share * dn * dn)
         self._with_n = (1 - share) * (self._with_n + share * dn * ds)
@@ -440,8 +448,12 @@ def measure_speed(worker: Worker, report: WorkerReport) -> None:
     old, new = before.stats.engine_time, report.stats.engine_time
     prompts = report.computed_prompt_tokens - before.computed_prompt_tokens
     speed.measure_prefill(prompts, new.computing_seconds - old.computing_seconds)
-    tokens, steps = report.generated_tokens - before.generated_tokens, new.generating_steps - old.generating_steps
-    speed.measure_decode(tokens, steps, new.generating_seconds - old.generating_seconds)
+    speed.measure_decode(
+        new.generating_tokens - old.generating_tokens,
+        new.generating_sequences - old.generating_sequences,
+        new.generating_steps - old.generating_steps,
+        new.generating_seconds - old.generating_seconds,
+    )
     was, found = before.stats.prefix, report.stats.prefix
     speed.memory.add(found.dram_tokens - was.dram_tokens, found.dram_seconds - was.dram_seconds)
     speed.disk.add(found.nvme_tokens - was.nvme_tokens, found.nvme_seconds - was.nvme_seconds)

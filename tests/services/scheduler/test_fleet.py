@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible, InvalidRequest, NotFound
@@ -18,6 +20,7 @@ from weft_services.scheduler.fleet_state import (
     ReservedLoad,
     StoreCredit,
     Worker,
+    WorkerSpeed,
     store_credit,
 )
 
@@ -100,11 +103,41 @@ def test_rates_count_busy_time_only(fleet: Fleet, worker: Worker) -> None:
     fleet.report(worker, WorkerReport(computed_prompt_tokens=50, generated_tokens=9), 2.0)
     assert (worker.speed.prompt_seconds, worker.speed.decode_rate) == (0.0, None)
     # four sequences at 50 tokens a second, and most of the ten seconds nothing to do
-    work = WorkerStats(engine_time=EngineTimeStats(generating_steps=100, generating_seconds=2.0, computing_seconds=2.0))
+    work = WorkerStats(engine_time=EngineTimeStats(100, 2.0, 2.0, generating_sequences=400, generating_tokens=400))
     fleet.report(worker, WorkerReport(computed_prompt_tokens=850, generated_tokens=409, stats=work), 12.0)
     assert (worker.speed.prompt_tokens, worker.speed.prompt_seconds) == (800.0, 2.0)
     assert worker.speed.decode_rate == pytest.approx(50.0)
     assert worker.speed.itl_seconds(4) == pytest.approx(0.02)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.floats(1.0, 16.0)), min_size=1, max_size=8),
+    st.floats(0.001, 0.1),
+    st.floats(0.0, 0.01),
+)
+def test_accepted_drafts_change_no_step_time(
+    windows: list[tuple[int, float]], step_seconds: float, a_sequence: float
+) -> None:
+    drafting, plain = WorkerSpeed(), WorkerSpeed()
+    for batch, gain in windows:
+        seconds = 1000 * (step_seconds + a_sequence * batch)
+        plain.measure_decode(1000 * batch, 1000 * batch, 1000, seconds)
+        drafting.measure_decode(round(gain * 1000 * batch), 1000 * batch, 1000, seconds)
+    assert drafting.step is not None
+    gains = [gain for _, gain in windows]
+    assert min(gains) - 0.001 <= drafting.step.mean_tokens <= max(gains) + 0.001
+    for batch in (1, 32, 100):
+        expected = plain.itl_seconds(batch) / drafting.step.mean_tokens
+        assert drafting.itl_seconds(batch) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_itl_is_the_step_time_by_tokens_per_step(batch: int) -> None:
+    speed = WorkerSpeed()
+    for num_sequences in (1, 32):
+        seconds = 100 * (0.01 + 0.001 * num_sequences)
+        speed.measure_decode(300 * num_sequences, 100 * num_sequences, 100, seconds)
+    assert speed.itl_seconds(batch) == pytest.approx((0.01 + 0.001 * batch) / 3)
 
 
 def test_too_little_work_measures_nothing(fleet: Fleet, worker: Worker) -> None:

@@ -50,7 +50,7 @@ def decode(name: str, running: int, held: int = 0, can_change_role: bool = True)
     """A step of this one takes a millisecond for each sequence, and ten besides."""
     worker = ready_worker(name, DECODE, can_change_role=can_change_role)
     for batch in (1, 101):
-        worker.speed.measure_decode(1000 * batch, 1000, 1000 * (0.01 + 0.001 * batch))
+        worker.speed.measure_decode(1000 * batch, 1000 * batch, 1000, 1000 * (0.01 + 0.001 * batch))
     worker.report = WorkerReport(ready=True, num_running=running, active_blocks=held, free_blocks=100 - held)
     return worker
 

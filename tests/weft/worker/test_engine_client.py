@@ -28,7 +28,7 @@ from weft.errors import EngineFailed, InvalidRequest, PeerLost
 from weft.fleet_types import EngineTimeStats, PrefixCacheStats, TransferStats
 from weft.kv.block_pool import Tier
 from weft.metrics import REGISTRY
-from weft.request import FinishReason, RequestKey, SamplingParams, WorkerRole
+from weft.request import DraftCounts, FinishReason, RequestKey, SamplingParams, WorkerRole
 from weft.rpc import wire
 from weft.worker import engine_client
 from weft.worker.engine_client import EngineClient, EngineEvents, EngineSequence, GrammarCompiler, StatsRecorder
@@ -94,6 +94,18 @@ async def test_work_is_counted_by_step_and_the_time_of_one_with_both_is_shared_b
     assert work.generating_steps == 2
     assert work.generating_seconds == pytest.approx(0.3 + 1.1)
     assert work.computing_seconds == pytest.approx(0.5 + 0.3 * 30 / 32 + 0.2 + 1.1 * 30 / 33)
+
+
+async def test_drafts_count_as_rows_of_a_step() -> None:
+    feed = EngineEvents()
+    done = asyncio.Event()
+    feed.subscribe(lambda output: done.set() if output.load.generated_tokens == 5 else None)
+    drafted = TokenDelta(KEY, (7, 8, 9), drafts=DraftCounts(verified=4, accepted=2))
+    emit(feed, step(30, 4, 0.8, drafted, TEXT), step(30, 5, 0.1, TEXT))
+    await done.wait()
+    work = feed.engine_time
+    assert (work.generating_steps, work.generating_sequences, work.generating_tokens) == (2, 3, 5)
+    assert work.computing_seconds == pytest.approx(0.8 * 30 / 36)
 
 
 async def test_a_prompts_first_token_is_no_text_and_its_step_one_of_prompts() -> None:
@@ -275,7 +287,7 @@ def test_sums_survive_the_wire() -> None:
     counted.on_transfer("prefill-0", 1000)
     counted.on_transfer("prefill-0", 500)
     counted.on_transfer_failed("prefill-1", "timeout")
-    now = replace(counted.read(), engine_time=EngineTimeStats(3, 0.5, 1.5))
+    now = replace(counted.read(), engine_time=EngineTimeStats(3, 0.5, 1.5, 7, 9))
     assert now.prefix == PrefixCacheStats(150, 48, 16, 8, 0.75, 2.0)
     assert now.transfers == (TransferStats("prefill-0", 2, 1500), TransferStats("prefill-1", num_failed=1))
     report = pb.WorkerReport(
@@ -284,6 +296,8 @@ def test_sums_survive_the_wire() -> None:
         generating_steps=3,
         generating_seconds=0.5,
         computing_seconds=1.5,
+        generating_sequences=7,
+        generating_tokens=9,
     )
     assert wire.worker_stats_from_wire(pb.WorkerReport.FromString(report.SerializeToString())) == now
 
