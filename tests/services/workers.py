@@ -166,7 +166,7 @@ async def start_worker(
     feed = EngineEvents()
     engine = _engine(tiny, feed, num_blocks, pins=bool(kvstore_addr))
     pool = engine.pool_memory
-    memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd)
+    memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd, pool.units)
     channels = ChannelPool()
     transports = _transports(transport, channels, memory)
     for each in transports:

@@ -18,7 +18,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
 from weft.kv.memfd import create_shared_memory
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import block_bytes, group_heads, kv_groups
+from weft.model.kv_layout import block_bytes, group_heads, kv_groups, units
 from weft.model.paged_pool import paged_pool
 from weft.model.step import TokenBatch
 from weft_kernels.cuda_graphs import GraphRecorder
@@ -131,7 +131,13 @@ class ModelExecutor:
         pages = memory[offset : offset + num_blocks * size].view(DTYPES[dtype]).view(num_blocks, -1)
         self.pool = paged_pool(model.config, pages, config.block_tokens)
         # Page-aligned and contiguous.
-        self.pool_memory = PoolMemory(pages.data_ptr(), size, config.num_blocks, shared.fd if shared else None)
+        self.pool_memory = PoolMemory(
+            address=pages.data_ptr(),
+            block_bytes=size,
+            num_blocks=config.num_blocks,
+            shared_fd=shared.fd if shared else None,
+            units=tuple(units(model.config, group, dtype, config.block_tokens) for group in range(len(groups.groups))),
+        )
         self.graphs = DecodeGraphs(model, self.pool, config, copier) if config.decode_graphs else None
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from weft.errors import WeftError
 from weft.kv.block_pool import FullBlock
-from weft.kv.layer_groups import PageRange
+from weft.kv.layer_groups import PageRange, Unit
 from weft.request import (
     KEEP,
     NO_DRAFTS,
@@ -209,9 +209,13 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Block i is [address + i * block_bytes, ... + block_bytes). `shared_fd`: on a CPU, an open file of these bytes."""
+    """Block i is [address + i * block_bytes, ... + block_bytes). `shared_fd`: on a CPU, an open file of these bytes.
+
+    `units`: those of a page of each layer group; none: a page is one unit.
+    """
 
     address: int
     block_bytes: int
     num_blocks: int
     shared_fd: int | None = None
+    units: tuple[tuple[Unit, ...], ...] = ()

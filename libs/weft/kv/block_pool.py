@@ -94,6 +94,12 @@ def page_key(key: bytes, group: int, variant: PageVariant = PageVariant.PLAIN, p
     return key + _PLACE.pack(group, variant, part) if group or variant or part else key
 
 
+def page_group(key: bytes) -> int:
+    """Return the group of a page from its key."""
+    group: int = _PLACE.unpack_from(key, KEY_BYTES)[0] if len(key) > KEY_BYTES else 0
+    return group
+
+
 def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
     """Return how many leading blocks may come from a cache: the logits need at least one computed token."""
     return (num_tokens - 1) // block_tokens

@@ -36,6 +36,15 @@ class AttentionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a page: `size` bytes from `offset` on. `number` is unique in the model."""
+
+    offset: int
+    size: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class PageRange:
     """Pages of one group of a sequence, for its blocks `first`, `first` + 1, ..."""
 

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import xxhash
 
+from weft.kv.layer_groups import Unit
 from weft.request import KEEP, ModelFingerprint, PositionLogprobs, RequestKey, Retention, SamplingParams
 
 # Messages that each side sends in the time of a lease, which is the silence that ends a transfer.
@@ -29,6 +30,7 @@ NUM_THREADS = 4
 MAX_READ_BYTES = 16 * 1024 * 1024
 # Reading this much takes less time than starting a thread.
 MAX_BYTES_AT_ONCE = 256 * 1024
+HASH_MASK = (1 << 64) - 1
 OPEN_FILES = Path("/proc")
 # Process, open file, and a name that no other file has.
 FILE_NAME = re.compile(r"(\d+/fd/\d+) (/memfd:\S+-[0-9a-f]{32}\b.*)")
@@ -133,6 +135,10 @@ class BlockBytes(Protocol):
         """Number of blocks in the pool."""
 
     @property
+    def units(self) -> tuple[tuple[Unit, ...], ...]:
+        """The units of a page of each group, for checksums."""
+
+    @property
     def shared_fd(self) -> int | None:
         """Open file that starts with the pool's bytes, for other processes to map; None without one."""
 
@@ -158,9 +164,18 @@ class HostBlocks:
 
     is_host = True
 
-    def __init__(self, address: int, block_bytes: int, num_blocks: int, shared_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        address: int,
+        block_bytes: int,
+        num_blocks: int,
+        shared_fd: int | None = None,
+        units: tuple[tuple[Unit, ...], ...] = (),
+    ) -> None:
+        """`units`: a page is one unit if they are not given."""
         self.address = address
         self.shared_fd = shared_fd
+        self.units = units or whole_page(block_bytes)
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         whole = (ctypes.c_ubyte * (block_bytes * num_blocks)).from_address(address)
@@ -186,9 +201,24 @@ class HostBlocks:
         self.read(block)[offset_bytes : offset_bytes + len(data)] = data
 
 
-def checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
-    """Return xxh3_64 of each block at about 10 GB/s; use a thread above 1 MB."""
-    return [xxhash.xxh3_64_intdigest(memory.read(block)) for block in blocks]
+def whole_page(block_bytes: int) -> tuple[tuple[Unit, ...], ...]:
+    """Return the units of a pool with pages of one group that are not divided."""
+    return ((Unit(0, block_bytes, 0),),)
+
+
+def checksum(page: memoryview, units: Sequence[Unit]) -> int:
+    """Return the sum of all units' xxh3_64, modulo 2^64; the number of a unit is its seed.
+
+    So ranks with a share of the units add their sums, and two units in each other's place change the sum.
+    """
+    hashes = [xxhash.xxh3_64_intdigest(page[unit.offset : unit.offset + unit.size], unit.number) for unit in units]
+    return sum(hashes) & HASH_MASK
+
+
+def checksums(memory: BlockBytes, blocks: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Return the checksum of each block, a page of its group, at about 10 GB/s; use a thread above 1 MB."""
+    pages = zip(blocks, groups, strict=True)
+    return [checksum(memory.read(block), memory.units[group]) for block, group in pages]
 
 
 def is_superseded(key: RequestKey, living: Iterable[RequestKey]) -> bool:

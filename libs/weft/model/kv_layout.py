@@ -8,7 +8,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 
-from weft.kv.layer_groups import AttentionSpan
+from weft.kv.layer_groups import AttentionSpan, Unit
 from weft.model.spec import LayerSpec, ModelConfig, Plane
 
 # [page][kv_head][layer of the group][plane][token][dim]: one page is one contiguous run, and so is any range of its
@@ -54,15 +54,6 @@ class PlacedPlane:
     plane: Plane
     offset: int
     head_stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A part of a page: `size` numbers from `offset` on. `number` is unique in the model."""
-
-    offset: int
-    size: int
-    number: int
 
 
 @lru_cache(maxsize=64)
@@ -153,17 +144,17 @@ def placed_planes(config: ModelConfig, block_tokens: int) -> tuple[tuple[PlacedP
     return tuple(found[index] for index in range(len(layers)))
 
 
-def units(config: ModelConfig, group: int, block_tokens: int) -> tuple[Unit, ...]:
-    """Return the parts of a group's page that have a checksum each: every head, and what stands before the first one.
+def units(config: ModelConfig, group: int, dtype: str, block_tokens: int) -> tuple[Unit, ...]:
+    """Return the parts of a group's page that are hashed one by one: every head, and what stands before the first.
 
-    A unit has one run of bytes, and ranks hold whole units. Units of (layer, head) cost up to 2.5 times the checksum
-    of a page, as a page of 96 KiB has 48 of them.
+    A unit is one run of bytes, and ranks hold whole units. Units of one layer and head would cost up to 2.5 times the
+    hash of a page: 96 KiB are 48 of them.
     """
-    groups = kv_groups(config).groups
+    groups, item = kv_groups(config).groups, ITEM_BYTES[dtype]
     first = sum(each.heads + 1 for each in groups[:group])
     placed = [each for index in groups[group].layers for each in placed_planes(config, block_tokens)[index]]
     shared = [each for each in placed if each.plane.heads == groups[group].heads]
-    start, size = min(each.offset for each in shared), shared[0].head_stride
+    start, size = min(each.offset for each in shared) * item, shared[0].head_stride * item
     heads = [Unit(start + head * size, size, first + head) for head in range(groups[group].heads)]
     return (Unit(0, start, first + groups[group].heads), *heads) if start else tuple(heads)
 

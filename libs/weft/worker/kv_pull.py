@@ -97,18 +97,19 @@ class ChecksumMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One block to copy from the peer's pool to ours; `checksum` is None if the peer sent none."""
+    """One page of `group` to copy from the peer's pool to ours; `checksum` is None if the peer sent none."""
 
     remote: int
     local: int
     checksum: int | None = None
+    group: int = 0
 
 
-async def block_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
-    """Return checksums of local blocks; large reads run in a thread."""
+async def block_checksums(memory: BlockBytes, blocks: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Return checksums of local blocks, each a page of its group; large reads run in a thread."""
     if len(blocks) * memory.block_bytes <= INLINE_CHECKSUM_BYTES:
-        return checksums(memory, blocks)
-    return await asyncio.to_thread(checksums, memory, blocks)
+        return checksums(memory, blocks, groups)
+    return await asyncio.to_thread(checksums, memory, blocks, groups)
 
 
 class KvPuller:
@@ -215,7 +216,8 @@ class KvPull:
 
     async def _verify(self, copies: Sequence[BlockCopy]) -> None:
         summed = [copy for copy in copies if copy.checksum is not None]
-        found = await block_checksums(self._puller.memory, [copy.local for copy in summed])
+        groups = [copy.group for copy in summed]
+        found = await block_checksums(self._puller.memory, [copy.local for copy in summed], groups)
         for copy, checksum in zip(summed, found, strict=True):
             if checksum != copy.checksum:
                 raise ChecksumMismatch(f"block {copy.remote} of {self._source.address} failed its checksum")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.messages import EngineLoad, PoolMemory
-from weft.kv.transfer import BlockBytes, HostBlocks
+from weft.kv.layer_groups import Unit
+from weft.kv.transfer import BlockBytes, HostBlocks, whole_page
 
 AHEAD_BYTES = 256 * 1024 * 1024
 # Pages touched at a time. Other mappings of this process wait for that long. So the thread keeps normal priority: at
@@ -31,8 +32,8 @@ MADV_POPULATE_WRITE = 23
 def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
     """Return access to this process' pool on "cpu" or "cuda"."""
     if device == "cpu":
-        return HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd)
-    return TensorBlocks(torch.as_tensor(_DeviceMemory(pool), device=device))
+        return HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd, pool.units)
+    return TensorBlocks(torch.as_tensor(_DeviceMemory(pool), device=device), pool.units)
 
 
 class TensorBlocks:
@@ -45,13 +46,14 @@ class TensorBlocks:
     is_host = False
     shared_fd = None
 
-    def __init__(self, pool: Tensor) -> None:
-        """`pool`: uint8 [num_blocks, block_bytes], contiguous."""
+    def __init__(self, pool: Tensor, units: tuple[tuple[Unit, ...], ...] = ()) -> None:
+        """`pool`: uint8 [num_blocks, block_bytes], contiguous. `units`: a page is one unit if they are not given."""
         assert pool.is_contiguous()
         assert pool.dtype == torch.uint8
         self._pool = pool
         self.address = pool.data_ptr()
         self.num_blocks, self.block_bytes = pool.shape
+        self.units = units or whole_page(self.block_bytes)
         self._aside = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:

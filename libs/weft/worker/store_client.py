@@ -16,7 +16,16 @@ from weft import metrics, trace
 from weft.engine.config import MAX_PINNED_SHARE, MIN_PINNED
 from weft.engine.messages import Reserved
 from weft.errors import WeftError
-from weft.kv.block_pool import FullBlock, Tier, block_keys, fingerprint_digest, page_key, reusable_blocks, store_key
+from weft.kv.block_pool import (
+    FullBlock,
+    Tier,
+    block_keys,
+    fingerprint_digest,
+    page_group,
+    page_key,
+    reusable_blocks,
+    store_key,
+)
 from weft.kv.layer_groups import PageRange, PagingPolicy
 from weft.kv.store_client_proxy import NO_SPACE, StoreLost
 from weft.kv.transfer import BlockBytes
@@ -314,7 +323,7 @@ class StoreWriter:
     async def _store(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> int:
         """Return the number of blocks that found room and were published."""
         if self._is_shared:
-            checksums = await staged_checksums(self._memory, [block.block for block in batch])
+            checksums = await staged_checksums(self._memory, [block.block for block in batch], _groups(batch))
         else:
             checksums = await self._stage(connection, batch)
         codes = await self._transfer(connection, batch, checksums)
@@ -358,7 +367,12 @@ class StoreWriter:
     async def _stage(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> list[int]:
         """Copy into the staging area's second half; return the checksums of the copies."""
         area = connection.client.staging[self._offset(0) : self._offset(len(batch))]
-        return await stage(self._memory, [block.block for block in batch], area)
+        return await stage(self._memory, [block.block for block in batch], _groups(batch), area)
 
     def _offset(self, slot: int) -> int:
         return (self._num_slots + slot) * self._memory.block_bytes
+
+
+def _groups(batch: Sequence[FullBlock]) -> list[int]:
+    """Return the group of each page."""
+    return [page_group(block.block_key) for block in batch]

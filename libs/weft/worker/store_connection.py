@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import xxhash
-
 from weft import trace
 from weft.errors import WeftError
 from weft.kv.block_pool import Tier
 from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
-from weft.kv.transfer import BlockBytes, checksums
+from weft.kv.transfer import BlockBytes, checksum, checksums
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
@@ -317,33 +315,36 @@ def _own_address(peer: str) -> str:
     return address
 
 
-async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> list[int]:
-    """Copy blocks one after another into the area; return the checksums of the copies."""
+async def stage(memory: BlockBytes, blocks: Sequence[int], groups: Sequence[int], area: memoryview) -> list[int]:
+    """Copy blocks one after another into the area; return the checksums of the copies. `groups`: of each block."""
     size = memory.block_bytes
 
     def copy(part: slice) -> list[int]:
         staged = area[part.start * size : part.stop * size]
         memory.copy_out(blocks[part], staged)
-        return [xxhash.xxh3_64_intdigest(each) for each in _split(staged, size)]
+        pages = zip(_split(staged, size), groups[part], strict=True)
+        return [checksum(page, memory.units[group]) for page, group in pages]
 
-    return [checksum async for _, found in _parts(memory, len(blocks), copy) for checksum in found]
+    return [each async for _, found in _parts(memory, len(blocks), copy) for each in found]
 
 
-async def staged_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
+async def staged_checksums(memory: BlockBytes, blocks: Sequence[int], groups: Sequence[int]) -> list[int]:
     """Return the checksums of blocks in the pool."""
-    parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part]))
-    return [checksum async for _, found in parts for checksum in found]
+    parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part], groups[part]))
+    return [each async for _, found in parts for each in found]
 
 
-async def unstage(memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int]) -> int:
-    """Copy leading blocks out of the area while their checksums match; return how many."""
+async def unstage(
+    memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int], groups: Sequence[int]
+) -> int:
+    """Copy leading blocks out of the area while their checksums match; return how many. `groups`: of each block."""
     size = memory.block_bytes
 
     def copy(part: slice) -> int:
         staged = area[part.start * size : part.stop * size]
         num_sound = 0
-        for each, checksum in zip(_split(staged, size), expected[part], strict=True):
-            if xxhash.xxh3_64_intdigest(each) != checksum:
+        for page, sum_, group in zip(_split(staged, size), expected[part], groups[part], strict=True):
+            if checksum(page, memory.units[group]) != sum_:
                 break
             num_sound += 1
         memory.copy_in(staged[: num_sound * size], blocks[part][:num_sound])

@@ -254,7 +254,7 @@ class KvReceiver:
             raise ProtocolViolation(f"{len(event.blocks)} blocks came with {len(event.checksums)} checksums")
         sums = event.checksums or (None,) * len(event.blocks)
         blocks = target.within(event.first_index, end).blocks
-        self._copies += [BlockCopy(*each) for each in zip(event.blocks, blocks, sums, strict=True)]
+        self._copies += [BlockCopy(*each, event.group) for each in zip(event.blocks, blocks, sums, strict=True)]
         announced += event.blocks
         self._announced_at = time.perf_counter()
         self._changed.set()

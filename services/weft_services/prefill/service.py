@@ -88,7 +88,7 @@ class KvLease(EngineSequence):
                 if run.end > next_index[group]:
                     blocks = run.within(next_index[group], run.end).blocks
                     self.announced_blocks.update(blocks)
-                    sums = await block_checksums(memory, blocks) if with_checksums else []
+                    sums = await block_checksums(memory, blocks, [group] * len(blocks)) if with_checksums else []
                     yield ReadyBlocks(next_index[group], blocks, tuple(sums), group)
                     next_index[group] = run.end
             if self.is_finished:

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from weft.kv import transfer
+from weft.kv.layer_groups import Unit
 from weft.kv.memfd import SharedMemory, create_shared_memory
 from weft.kv.transfer import (
     BlockBytes,
@@ -27,6 +28,7 @@ from weft.kv.transfer import (
     KvSource,
     LocalTransport,
     TransferFailed,
+    checksum,
     checksums,
 )
 from weft.request import RequestKey
@@ -197,7 +199,26 @@ def test_many_blocks_are_copied_out_and_in_one_behind_the_other(memory: BlockByt
 
 
 def test_checksums_are_xxh3_of_each_block(memory: BlockBytes) -> None:
-    assert checksums(memory, [1, 0]) == [
+    assert checksums(memory, [1, 0], [0, 0]) == [
         xxhash.xxh3_64_intdigest(bytes(range(8, 16))),
         xxhash.xxh3_64_intdigest(bytes(range(8))),
     ]
+
+
+def test_checksums_add_up_over_units_and_notice_a_swap() -> None:
+    page = memoryview(bytes(range(32)))
+    units = (Unit(0, 8, 40), Unit(8, 16, 41), Unit(24, 8, 42))
+    parts = [checksum(page, units[:1]), checksum(page, units[1:])]
+    assert checksum(page, units) == sum(parts) % 2**64
+    swapped = memoryview(bytes([*range(24, 32), *range(8, 24), *range(8)]))
+    assert checksum(swapped, units) != checksum(page, units)
+
+
+def test_pages_of_each_group_have_their_own_units() -> None:
+    backing = (ctypes.c_ubyte * 16)(*range(16))
+    units = ((Unit(0, 8, 0),), (Unit(0, 4, 1), Unit(4, 2, 2)))
+    pool = HostBlocks(ctypes.addressof(backing), 8, 2, units=units)
+    first, second = checksums(pool, [0, 1], [0, 1])
+    assert first == xxhash.xxh3_64_intdigest(bytes(range(8)))
+    hashes = xxhash.xxh3_64_intdigest(bytes(range(8, 12)), 1), xxhash.xxh3_64_intdigest(bytes(range(12, 14)), 2)
+    assert second == sum(hashes) % 2**64

@@ -63,10 +63,10 @@ def test_no_two_planes_overlap_and_all_lie_inside(config: ModelConfig, block_tok
                     taken[start:end] += 1
                     heads[start:end] = head if placed.plane.heads == group.heads else group.heads
         assert taken.max() == 1
-        found = units(config, index, block_tokens)
+        found = units(config, index, "bfloat16", block_tokens)
         # Each unit is one run with all of one head and nothing else; together they are the page's content.
-        assert sum(unit.size for unit in found) == taken.sum()
-        assert all(len(set(heads[unit.offset : unit.offset + unit.size])) == 1 for unit in found)
+        assert sum(unit.size for unit in found) == 2 * taken.sum()
+        assert all(len(set(heads[unit.offset // 2 : (unit.offset + unit.size) // 2])) == 1 for unit in found)
         assert not seen_units & {unit.number for unit in found}
         seen_units |= {unit.number for unit in found}
 

@@ -97,7 +97,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
 
 async def test_a_pull_asks_for_these_blocks_and_counts_their_bytes(scene: Scene) -> None:
     scene.transport.opening.set()
-    sums = checksums(scene.memory, [1, 6])
+    sums = checksums(scene.memory, [1, 6], [0, 0])
     await scene.borrowing.pull([BlockCopy(3, 1, sums[0]), BlockCopy(9, 6, sums[1])], 5)
     base = scene.memory.address
     assert scene.transport.runs == [CopyRange(10_024, base + 8, 8), CopyRange(10_072, base + 48, 8)]
