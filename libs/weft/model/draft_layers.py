@@ -7,9 +7,11 @@ and FINAL is that state normed. No torch.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from enum import StrEnum
 
 from weft.errors import ConfigError
+from weft.model.kv_layout import kv_groups
 from weft.model.spec import FINAL, LayerSpec, ModelConfig
 
 Boundaries = tuple[int, ...]
@@ -86,3 +88,14 @@ def draft_layer(target: ModelConfig) -> LayerSpec:
     """
     spans = [LayerSpec(window=layer.window, chunk=layer.chunk) for layer in target.layers]
     return max(spans, key=lambda layer: layer.window or layer.chunk or math.inf)
+
+
+def with_draft(target: ModelConfig, draft: ModelConfig) -> ModelConfig:
+    """Return the target's config with the KV of a draft model's layer, which lies in the target's pages."""
+    layer = draft.layers[0]
+    return replace(target, drafts=(replace(layer, planes=draft.planes_of(layer)),))
+
+
+def draft_place(config: ModelConfig) -> tuple[int, int]:
+    """Return group and number in the pool of the draft model's layer of such a config."""
+    return kv_groups(config).group_of[-1], config.num_layers

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.weft.model.eagle.heads import PRODUCERS, read_head
+from tests.weft.model.eagle.heads import PRODUCERS, TARGET, read_head
 from tests.weft.model.packers import FORMATS, pack
 from weft.model.draft import DraftRows
+from weft.model.draft_layers import draft_place, with_draft
 from weft.model.eagle import EagleHead
-from weft.model.kv_layout import block_bytes
+from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.paged_pool import paged_pool
+from weft.model.spec import Latent
 from weft_kernels.paged_attention import PagedBatch
 
 PROMPT, BLOCK_TOKENS = 12, 4
@@ -88,3 +91,30 @@ def test_quantized_head_is_that_of_its_unpacked_weights(name: str, kind: str, tm
     for head in (packed, plain):
         states.append(prompt_states(head.model(tmp_path), head.recorded))
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4 * float(states[1].std()))
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize("name", ["safeai", "kimi"])
+def test_layer_in_the_pages_of_its_target_gives_the_same_bits(name: str, is_latent: bool, tmp_path: Path) -> None:
+    """Heads with the target's kind of attention and with the other one; every other plane is poisoned."""
+    head, latent = read_head(name), Latent(24, 32, 16, 8, 16, 0.2)
+    target = replace(TARGET, latent=latent, num_kv_heads=1, head_dim=40) if is_latent else TARGET
+    own = head.model(tmp_path)
+    config = with_draft(target, own.config)
+    place = draft_place(config)
+    assert place == (len(kv_groups(config).groups) - 1, TARGET.num_layers)
+    count = block_bytes(config, "float32", BLOCK_TOKENS) // 4
+    pages = torch.full((3, count), float("nan"))
+    pool = paged_pool(config, pages, BLOCK_TOKENS)
+    cache = pool.layers[place[1]]
+    cache.keys.zero_()
+    cache.values.zero_()
+    model = EagleHead(own.draft, head.tensors, head.draft_target(), place)
+    tokens, places = head.recorded["tokens"][:PROMPT], torch.arange(PROMPT)
+    batch = PagedBatch(pool, own.config.num_heads, [0, PROMPT], [PROMPT], [[2, 0, 1]])
+    slots = torch.tensor([2, 0, 1])[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
+    rows = DraftRows(tokens, places + 1, slots.expand(place[0] + 1, -1).contiguous())
+    with torch.inference_mode():
+        states = model.forward(model.fuse(head.recorded["features"]), rows, [batch] * (place[0] + 1))
+    assert torch.equal(states, prompt_states(own, head.recorded))
+    assert int(pages.isfinite().sum()) == cache.keys.numel() + (cache.values.numel() if name == "safeai" else 0)

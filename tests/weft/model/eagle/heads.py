@@ -65,12 +65,14 @@ class Head:
 
     def model(self, directory: Path, is_resident: bool = False) -> EagleHead:
         draft = read_draft_checkpoint(self.write(directory), TARGET).config
+        return EagleHead(draft, self.tensors, self.draft_target(is_resident))
+
+    def draft_target(self, is_resident: bool = False) -> DraftTarget:
         zeros = torch.zeros(VOCABULARY, 64)
         embedding, output = (self.target.get(name, zeros) for name in ("embed_tokens", "lm_head"))
-        target = DraftTarget(
+        return DraftTarget(
             embedding, pack(output.float(), torch.float32), torch.float32, torch.device("cpu"), is_resident
         )
-        return EagleHead(draft, self.tensors, target)
 
 
 def read_head(name: str) -> Head:
