@@ -76,6 +76,22 @@ class StoreFetchPolicy(StrEnum):
     ALWAYS = "always"
 
 
+class DraftChoice(StrEnum):
+    """Where drafts of the next tokens come from.
+
+    `ngram` copies earlier tokens and the client's prediction; `auto` also takes tokens that a grammar forces. On a GPU
+    `auto` does not speculate: steps with drafts have no CUDA graphs.
+    """
+
+    AUTO = "auto"
+    NGRAM = "ngram"
+    NONE = "none"
+
+
+# Limits of WEFT_DRAFT_TOKENS. Rows beyond the first 16 of a sequence take another path through CPU kernels.
+MAX_DRAFT_TOKENS = 15
+
+
 def check_addresses(name: str, addresses: str) -> None:
     """Check the ports of comma-separated peer addresses. Raises ConfigError.
 

@@ -169,6 +169,8 @@ class MeshOptions:
     transport: str = "auto"
     threads: int = 0
     max_seqs: int = 0
+    draft: str = "auto"
+    draft_tokens: int = 0
     keys: str = ""
     allow_unauthenticated: bool = False
     cors_origins: str = ""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weft.options import MAX_THREADS, Dtype, TransportChoice, WeightFormat
+from weft.options import MAX_DRAFT_TOKENS, MAX_THREADS, DraftChoice, Dtype, TransportChoice, WeightFormat
 
 
 class LogLevelOption(StrEnum):
@@ -67,6 +67,22 @@ def up(
         int,
         typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Maximum sequences per step; 0: 64 on a CPU, 256 on a GPU."),
     ] = 0,
+    draft: Annotated[
+        DraftChoice,
+        typer.Option(
+            envvar="WEFT_DRAFT",
+            help="Drafts that steps verify; ngram: copied tokens; auto: also forced by grammars, none on a GPU.",
+        ),
+    ] = DraftChoice.AUTO,
+    draft_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_DRAFT_TOKENS,
+            envvar="WEFT_DRAFT_TOKENS",
+            help="Maximum drafts of a sequence in a step; 0: 15 on a CPU, 7 on a GPU.",
+        ),
+    ] = 0,
     keys: Annotated[
         str, typer.Option(envvar="WEFT_KEYS", help="File or Valkey URL of the accepted API keys; see `weft keys`.")
     ] = "",
@@ -118,6 +134,8 @@ def up(
             transport=transport,
             threads=threads,
             max_seqs=max_seqs,
+            draft=draft,
+            draft_tokens=draft_tokens,
             keys=keys,
             allow_unauthenticated=allow_unauthenticated,
             cors_origins=cors_origins,

@@ -13,10 +13,12 @@ from weft.config import Address, Count, Port, Settings, Share, Threads
 from weft.errors import ConfigError
 from weft.options import (
     CPU_NICENESS,
+    MAX_DRAFT_TOKENS,
     MAX_NICENESS,
     WILDCARD_HOSTS,
     CpuKernels,
     DeviceChoice,
+    DraftChoice,
     Dtype,
     StoreFetchPolicy,
     TransportChoice,
@@ -65,6 +67,8 @@ class WorkerConfig(SizeSettings):
     gpu_share: Share = 1.0
     transport: TransportChoice = TransportChoice.AUTO
     store_fetch_policy: StoreFetchPolicy = StoreFetchPolicy.CHEAPER
+    draft: DraftChoice = DraftChoice.AUTO
+    draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] = 0
     lease_seconds: Annotated[float, Field(ge=MIN_LEASE_SECONDS, le=MAX_LEASE_SECONDS)] = LEASE_SECONDS
     threads: Threads = 0
     cpus: str = ""

@@ -37,6 +37,7 @@ from weft.rpc.grpc_transport import GrpcTransport
 from weft.rpc.server import RpcServer, run, until_signal
 from weft.stall_clock import StallAwareClock
 from weft.weights.object_store import with_local_model
+from weft.worker import draft_metrics
 from weft.worker.config import LEASE_SECONDS, WorkerConfig
 from weft.worker.engine_client import EngineClient, EngineEvents, GrammarCompiler, StatsRecorder
 from weft.worker.fleet_client import LoadProgress, Membership, reporting_progress
@@ -144,9 +145,11 @@ async def _run_until_asleep(
         loaded.engine.start()
         progress.set_phase("joining")
         try:
-            async with background_tasks() as tasks:
-                tasks.create_task(clock.tick())
-                return await _serve(config, roles, is_draining, loaded, events, tasks, progress, clock)
+            speculator = loaded.speculator
+            with draft_metrics.exposed(speculator.stats if speculator else None):
+                async with background_tasks() as tasks:
+                    tasks.create_task(clock.tick())
+                    return await _serve(config, roles, is_draining, loaded, events, tasks, progress, clock)
         finally:
             await asyncio.to_thread(loaded.engine.stop)
             events.clear()

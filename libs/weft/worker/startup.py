@@ -20,6 +20,7 @@ from weft.capacity.host_limits import available_bytes, granted_cores
 from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.sizes import MemoryBudget, Sizes, choose_sizes, default_num_blocks, measured_budget
 from weft.engine.config import EngineConfig
+from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES, static_bytes
 from weft.engine.messages import StepOutput
@@ -30,7 +31,7 @@ from weft.model.decoder import Decoder
 from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.loading import DTYPE_NAMES
-from weft.options import DeviceChoice, Dtype
+from weft.options import MAX_DRAFT_TOKENS, DeviceChoice, DraftChoice, Dtype
 from weft.request import ModelFingerprint
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights.image_tensors import open_image
@@ -48,6 +49,8 @@ WEIGHTS_WAIT_SECONDS = 120.0
 RETRY_SECONDS = 0.5
 # Default pool size: this many sequences of full length, memory permitting.
 FULL_SEQUENCES = 32
+# Rows of one sequence that the GPU's decode kernel takes, less its last token.
+GPU_DRAFTS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class LoadedEngine:
     device: str
     fingerprint: ModelFingerprint
     engine_config: EngineConfig
+    speculator: AdaptiveSpeculator | None
 
 
 async def load_engine(
@@ -161,7 +165,7 @@ def _build(
     config: WorkerConfig,
     sizes: Sizes,
     ready: weights_service_pb2.LoadReady,
-    make_engine: Callable[[Decoder, str, EngineConfig], Engine],
+    make_engine: Callable[..., Engine],
     progress: LoadProgress,
 ) -> LoadedEngine:
     model, machine = parse_config(ready.config_json), sizes.machine
@@ -180,13 +184,21 @@ def _build(
     least = sizes.min_pool(model)[0] // size
     num_blocks = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
-    engine = make_engine(decoder, machine.dtype, engine_config)
+    speculator = make_speculator(config.draft, engine_config, is_gpu=machine.device == "cuda")
+    engine = make_engine(decoder, machine.dtype, engine_config, speculator=speculator)
     logger.info(
         "engine built dtype=%s device=%s blocks=%d block_tokens=%d block_kib=%d",
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
     fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
-    return LoadedEngine(engine, machine.device, fingerprint, engine_config)
+    return LoadedEngine(engine, machine.device, fingerprint, engine_config, speculator)
+
+
+def make_speculator(choice: DraftChoice, config: EngineConfig, is_gpu: bool) -> AdaptiveSpeculator | None:
+    """Return the source of drafts, or None if this worker does not speculate."""
+    if choice is DraftChoice.NONE or (choice is DraftChoice.AUTO and is_gpu):
+        return None
+    return AdaptiveSpeculator(config.eos_token_ids, follows_grammars=choice is DraftChoice.AUTO)
 
 
 def _profile_memory(
@@ -234,6 +246,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         shared_tokens=sizes.shared_tokens,
         burst_tokens=sizes.burst_tokens,
         max_num_seqs=sizes.max_seqs,
+        max_drafts=config.draft_tokens or (GPU_DRAFTS if is_gpu else MAX_DRAFT_TOKENS),
         eos_token_ids=model.eos_token_ids,
         spans=paging.spans,
         steps_ahead=int(is_gpu),

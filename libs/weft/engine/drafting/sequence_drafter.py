@@ -21,10 +21,14 @@ class SequenceDrafter:
     `records`: what the sources achieved in this sequence.
     """
 
-    __slots__ = ("_clock", "_ends", "_index", "_reader", "_sequence", "records")
+    __slots__ = ("_clock", "_ends", "_follows_grammar", "_index", "_reader", "_sequence", "records")
 
-    def __init__(self, sequence: Sequence, eos_token_ids: tuple[int, ...], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sequence: Sequence, eos_token_ids: tuple[int, ...], clock: Callable[[], float], follows_grammar: bool
+    ) -> None:
+        """`follows_grammar`: also draft the tokens that the sequence's grammar forces."""
         self._clock = clock
+        self._follows_grammar = follows_grammar
         spec, text = sequence.spec, sequence.token_ids
         num_answer = min(spec.sampling.max_tokens, EXPECTED_ANSWER + len(text))
         prediction = spec.speculation.prediction
@@ -72,7 +76,8 @@ class SequenceDrafter:
         """Put tokens that the grammar forces before the drafts, and end before one that it refuses."""
         sequence = self._sequence
         constraint = sequence.token_history().advance(sequence.token_ids, len(sequence.token_ids))
-        forced = [] if self._is_shut(DraftSource.GRAMMAR) else self._forced(constraint)[:limit]
+        is_off = not self._follows_grammar or self._is_shut(DraftSource.GRAMMAR)
+        forced = [] if is_off else self._forced(constraint)[:limit]
         if forced:
             is_continued = [draft.token_id for draft in drafts[: len(forced)]] == forced
             others = drafts[len(forced) :] if is_continued else self._copied_after(forced)

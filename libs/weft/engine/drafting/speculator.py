@@ -54,8 +54,15 @@ class AdaptiveSpeculator:
     The time to find drafts is part of what speculation costs. `stats` may be called on any thread.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        clock: Callable[[], float] = time.perf_counter,
+        follows_grammars: bool = True,
+    ) -> None:
+        """`follows_grammars`: also draft the tokens that a grammar forces."""
         self._clock = clock
+        self._follows_grammars = follows_grammars
         self._propose_seconds = 0.0  # since the last finished step
         self._eos_token_ids = eos_token_ids
         self._drafters: dict[Sequence, SequenceDrafter] = {}
@@ -132,7 +139,9 @@ class AdaptiveSpeculator:
                 continue
             drafter = self._drafters.get(sequence)
             if drafter is None:
-                drafter = self._drafters[sequence] = SequenceDrafter(sequence, self._eos_token_ids, self._clock)
+                drafter = self._drafters[sequence] = SequenceDrafter(
+                    sequence, self._eos_token_ids, self._clock, self._follows_grammars
+                )
             num_indexed = drafter.num_indexed
             proposal = drafter.propose(limit, max_indexed)
             max_indexed -= min(max_indexed, drafter.num_indexed - num_indexed)
