@@ -39,6 +39,7 @@ class EveryThird:
         self._fails_at = fails_at
 
     def accept(self, token_ids: Sequence[int]) -> None:
+        assert self.valid(token_ids) == len(token_ids), "drafts are validated before"
         self.accepted += token_ids
 
     def rollback(self, num_tokens: int) -> None:

@@ -181,6 +181,11 @@ class LoopMachine(RuleBasedStateMachine):
         assert len(self.runner.under_way) <= self.steps_ahead
 
     @invariant()
+    def no_step_with_drafts_is_under_way(self) -> None:
+        """Commands and admissions find the pages that rejected drafts released."""
+        assert not any(chunk.drafts for step in self.runner.under_way for chunk, _, _ in step.chunks)
+
+    @invariant()
     def what_a_peer_may_read_stays_as_it_is(self) -> None:
         for key, runs in self.lent.items():
             for group, run in enumerate(runs):
