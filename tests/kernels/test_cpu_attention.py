@@ -120,6 +120,28 @@ def test_decoding_rows_equal_rows_alone(heads: tuple[int, int], dim: int, span: 
             assert torch.equal(found[at : at + 1], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("span", [FULL, KeySpan(1021), KeySpan(0, 1030)])
+@pytest.mark.parametrize(("heads", "block_tokens"), [((16, 4), 16), ((4, 4), 5), ((7, 1), 32), ((16, 2), 7)])
+def test_grouped_rows_equal_rows_alone(
+    heads: tuple[int, int], block_tokens: int, span: KeySpan, dtype: torch.dtype
+) -> None:
+    """Sixteen rows of which some see more than one piece of 1,024 keys, next to a short sequence and one row."""
+    generator = torch.Generator().manual_seed(6)
+    spans, num_heads = [(16, 1033), (9, 50), (1, 40)], heads[0]
+    tables = [list(range(first, first + 220)) for first in (0, 220, 440)]
+    pool = uniform_pool(torch.randn(660, heads[1], 1, 2, block_tokens, 32, generator=generator).to(dtype))
+    q, sinks = torch.randn(26, num_heads, 32, generator=generator).to(dtype), torch.linspace(-2, 2, num_heads)
+    batch = PagedBatch(pool, num_heads, [0, 16, 25, 26], [context for _, context in spans], tables, [True] * 3)
+    found, at = paged_attention(q, 0, batch, span, sinks=sinks), 0
+    for table, (count, context) in zip(tables, spans, strict=True):
+        for row in range(count):
+            alone = PagedBatch(pool, num_heads, [0, 1], [context - count + 1 + row], [table])
+            expected = paged_attention(q[at : at + 1].contiguous(), 0, alone, span, sinks=sinks)
+            assert torch.equal(found[at : at + 1], expected)
+            at += 1
+
+
 def test_a_prompt_comes_out_the_same_whole_and_in_chunks() -> None:
     q, batch = make_batch([(90, 90)], (4, 2), 64, torch.float32)
     whole = paged_attention(q, 1, batch)

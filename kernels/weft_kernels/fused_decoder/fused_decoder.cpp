@@ -249,7 +249,7 @@ void fused_decoder(const Model& m, const Step& step, int threads) {
     Between<Item> between(m, step.num_rows);
     std::vector<Works> works;
     for (const View* view = step.views; view < step.views + step.num_views; view++)
-        works.emplace_back(view->blocks, view->spans, step.num_rows, m.num_heads, step.pools[0]);
+        works.emplace_back(view->blocks, view->spans, step.num_rows, m.num_heads, step.pools[0], threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     run_layers<Item, Weight>(m, step, works, between);
 }

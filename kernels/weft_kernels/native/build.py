@@ -66,6 +66,7 @@ KERNELS = SourceSet(
         "paged_attention/amx_chunks.h",
         "paged_attention/chunks.h",
         "paged_attention/products.h",
+        "paged_attention/row_groups.h",
         "paged_attention/rows.h",
         "rms_norm/rms_norm.h",
         "rope/rotate.h",

@@ -3,9 +3,10 @@
 // One piece of work is one row, one key head and at most PIECE keys. The heads that share the key head go over the keys
 // together, so that each key is read once; scores stay in a small buffer between the two products. Where a row sees more
 // keys, its pieces are summed up afterwards: a few long contexts keep all threads busy, and as the cuts depend on the
-// row alone, so does its result, whatever else is in the batch and however many threads there are.
+// row alone, so does its result, whatever else is in the batch and however many threads there are. Rows of one sequence
+// run together, see row_groups.h; their cuts and sums are those of single rows.
 
-#include "rows.h"
+#include "row_groups.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,16 +15,9 @@ using namespace weft;
 
 namespace {
 
-// Heads at a time and vectors of one value at a time: what the registers hold.
-constexpr int MAX_HEADS = REGISTERS == 32 ? 4 : 2;
-constexpr int MAX_VECTORS = 4;
 constexpr long SERIAL_PRODUCTS = 1 << 17;
-constexpr long PIECE = 1024;
-
-struct Row {
-    const int* blocks;  // of its sequence
-    long first, end;    // the keys that it sees
-};
+// Fewer queries gain less from turned keys than turning costs: 8 lost 10%, 16 gained 15% (Sapphire Rapids, AVX-512).
+constexpr long MIN_QUERIES = 12;
 
 // Calls visit(place among the keys seen, block, offset in the block, count, next block) for every run of keys in one
 // block.
@@ -36,12 +30,6 @@ WEFT_INLINE void each_run(const Pool& pool, const Row& row, Visit visit) {
         visit(at - row.first, row.blocks[index], offset, count, row.blocks[is_last ? index : index + 1]);
         at += count;
     }
-}
-
-// The hardware prefetcher follows a run, but not from one block to the next.
-template <typename Item>
-WEFT_INLINE void fetch(const Item* from, long count) {
-    for (long i = 0; i < count; i += 64 / long(sizeof(Item))) __builtin_prefetch(from + i);
 }
 
 // scores[h, 0..Keys] = q[h] . key, for Heads heads and Keys keys.
@@ -85,24 +73,6 @@ void score(const Pool& pool, const Row& row, long head, const float* q, float* s
             score_keys<Item, Heads, 1>(key + t * stride, stride, q, pool.dim, scores + place + t, width);
     });
     fetch(pool.values<Item>(row.blocks[row.first / pool.block_tokens], head), 16 * pool.value_stride);
-}
-
-// scores become weights that add up to 1, or with a sink to less; `width` is a multiple of W.
-Scale softmax(float* scores, long count, long width, const float* sink) {
-    for (long i = count; i < width; i++) scores[i] = -INFINITY;
-    Floats highest = splat(-INFINITY), total = {};
-    for (long i = 0; i < width; i += W) {
-        Floats value = load<Floats>(scores + i);
-        highest = value > highest ? value : highest;
-    }
-    float top = highest[0];
-    for (int i = 1; i < W; i++) top = std::max(top, highest[i]);
-    for (long i = 0; i < width; i += W) store(scores + i, exponential(load<Floats>(scores + i) - top));
-    for (long i = count; i < width; i++) scores[i] = 0;
-    for (long i = 0; i < width; i += W) total += load<Floats>(scores + i);
-    float sum_of_all = sum(total), factor = 1 / (sink ? sum_of_all + std::exp(*sink - top) : sum_of_all);
-    for (long i = 0; i < width; i += W) store(scores + i, load<Floats>(scores + i) * factor);
-    return {top, sum_of_all};
 }
 
 // out[h, d ..] = sum over keys of weights[h, place] * value[d ..], for Heads heads and Vectors vectors.
@@ -187,7 +157,7 @@ void rows(const Item* q, const Pool* cache, const int* blocks, const int* spans,
           float scale, const float* sinks, int num_threads) {
     Pool pool = *cache;
     pool.value_dim = sizes[2];
-    Works works(blocks, spans, sizes[0], sizes[1], pool);
+    Works works(blocks, spans, sizes[0], sizes[1], pool, num_threads);
     if (works.total * works.num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     attend_rows(works, pool, q, out, scale, sinks);
@@ -197,19 +167,27 @@ void rows(const Item* q, const Pool* cache, const int* blocks, const int* spans,
 
 namespace weft {
 
-Works::Works(const int* blocks, const int* spans, long num_rows, long num_heads, const Pool& pool)
+Works::Works(const int* blocks, const int* spans, long num_rows, long num_heads, const Pool& pool, int num_threads)
     : blocks(blocks), spans(spans), num_heads(num_heads), ratio(num_heads / pool.kv_heads) {
+    first_parts.resize(num_rows);
     for (long r = 0; r < num_rows; r++) {
-        long count = spans[4 * r + 3] - spans[4 * r + 2], pieces = (count + PIECE - 1) / PIECE;
-        longest = std::max(longest, std::min(count, PIECE));
-        total += count;
-        for (long head = 0; head < pool.kv_heads; head++) {
-            if (pieces > 1) split.push_back({r, head, 0, num_parts});
-            for (long piece = 0; piece < pieces; piece++) {
-                all.push_back({r, head, piece, num_parts});
-                if (pieces > 1) num_parts += ratio;
-            }
-        }
+        longest = std::max(longest, std::min(num_keys(r), PIECE));
+        total += num_keys(r);
+        first_parts[r] = num_parts;
+        if (num_pieces(r) == 1) continue;
+        num_parts += pool.kv_heads * num_pieces(r) * ratio;
+        for (long head = 0; head < pool.kv_heads; head++) split.push_back({r, 1, head, 0});
+    }
+    // Larger groups read less, but every thread needs work.
+    long most = std::clamp(num_rows * pool.kv_heads / (2 * num_threads), 1L, std::max(1L, MAX_QUERIES / ratio));
+    for (long r = 0, count; r < num_rows; r += count) {
+        long pieces = 0;
+        for (count = 0; count < most && r + count < num_rows && spans[4 * (r + count) + 1] == spans[4 * r + 1]; count++)
+            pieces = std::max(pieces, num_pieces(r + count));
+        if (count * ratio < MIN_QUERIES) count = 1, pieces = num_pieces(r);
+        largest = std::max(largest, count);
+        for (long head = 0; head < pool.kv_heads; head++)
+            for (long piece = 0; piece < pieces; piece++) all.push_back({r, count, head, piece});
     }
     parts.resize(num_parts * pool.value_dim);
     scales.resize(num_parts);
@@ -219,37 +197,50 @@ template <typename Item>
 void attend_rows(Works& works, const Pool& pool, const Item* q, Item* out, float scale, const float* sinks) {
     static thread_local std::vector<float> scratch;
     static thread_local std::vector<Scale> unread;
+    static thread_local std::vector<Member<Item>> members;
     long ratio = works.ratio;
     size_t scratch_size = MAX_HEADS * (pool.dim + works.longest + W);
+    if (works.largest > 1) scratch_size = group_floats(pool, works.largest * ratio, works.longest);
     if (scratch.size() < scratch_size) scratch.resize(scratch_size);
     if (unread.size() < size_t(ratio)) unread.resize(ratio);
 #pragma omp for schedule(dynamic) nowait
     for (size_t i = 0; i < works.all.size(); i++) {
         const Work& work = works.all[i];
-        const int* span = works.spans + 4 * work.row;
-        long first = span[2] + work.piece * PIECE, end = std::min<long>(span[3], first + PIECE);
-        Row row{works.blocks + span[1], first, end};
-        long head = span[0] * works.num_heads + work.head * ratio;
-        const float* own = sinks ? sinks + work.head * ratio : nullptr;
-        const Item* from = q + head * pool.dim;
-        if (span[3] - span[2] <= PIECE)
-            attend_all(pool, row, work.head, ratio, from, scale, scratch.data(), out + head * pool.value_dim,
-                       unread.data(), own);
-        else  // the sink counts once, where the pieces are merged
-            attend_all(pool, row, work.head, ratio, from, scale, scratch.data(),
-                       works.parts.data() + work.part * pool.value_dim, works.scales.data() + work.part, nullptr);
+        members.clear();
+        for (long r = work.row; r < work.row + work.count; r++) {
+            if (work.piece >= works.num_pieces(r)) continue;
+            const int* span = works.spans + 4 * r;
+            long first = span[2] + work.piece * PIECE, end = std::min<long>(span[3], first + PIECE);
+            long at = span[0] * works.num_heads + work.head * ratio, part = works.part(r, work.head, work.piece);
+            bool is_whole = works.num_pieces(r) == 1;
+            // The sink counts once: here, or where pieces are merged.
+            members.push_back({{works.blocks + span[1], first, end},
+                               q + at * pool.dim,
+                               out + at * pool.value_dim,
+                               is_whole ? nullptr : works.parts.data() + part * pool.value_dim,
+                               is_whole ? unread.data() : works.scales.data() + part,
+                               is_whole && sinks ? sinks + work.head * ratio : nullptr});
+        }
+        const Member<Item>& m = members[0];
+        if (members.size() > 1)
+            attend_group(pool, members.data(), members.size(), work.head, ratio, scale, works.longest,
+                         scratch.data());
+        else if (m.part)
+            attend_all(pool, m.row, work.head, ratio, m.q, scale, scratch.data(), m.part, m.scales, m.sinks);
+        else
+            attend_all(pool, m.row, work.head, ratio, m.q, scale, scratch.data(), m.out, m.scales, m.sinks);
     }
     if (works.split.empty()) return;
 #pragma omp barrier
 #pragma omp for schedule(dynamic) nowait
     for (size_t i = 0; i < works.split.size(); i++) {
         const Work& work = works.split[i];
-        const int* span = works.spans + 4 * work.row;
-        long pieces = (span[3] - span[2] + PIECE - 1) / PIECE;
-        for (long h = 0; h < ratio; h++)
-            merge(works.parts.data() + (work.part + h) * pool.value_dim, works.scales.data() + work.part + h, pieces,
-                  ratio, pool.value_dim, out + (span[0] * works.num_heads + work.head * ratio + h) * pool.value_dim,
-                  sinks ? sinks + work.head * ratio + h : nullptr);
+        long at = works.spans[4 * work.row] * works.num_heads + work.head * ratio;
+        for (long h = 0; h < ratio; h++) {
+            long part = works.part(work.row, work.head, 0) + h;
+            merge(works.parts.data() + part * pool.value_dim, works.scales.data() + part, works.num_pieces(work.row),
+                  ratio, pool.value_dim, out + (at + h) * pool.value_dim, sinks ? sinks + work.head * ratio + h : nullptr);
+        }
     }
 }
 
