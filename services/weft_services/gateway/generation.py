@@ -105,6 +105,7 @@ class Generation:
     - `repeats_prompt`: answers and their logprobs begin with the prompt's.
     - `num_prompt_logprobs`: alternatives per prompt token, returned next to the answer.
     - `prediction`: text that the client expects in the answer. `speculates`: False generates one token in each step.
+    - `include_draft_tokens`: pieces contain either accepted drafts or other tokens, and tell which.
     - `in_pieces`: the answer is sent as it comes, regardless of `stream`, as over gRPC.
     - `echo`: request fields that the API repeats in its answer.
     - `kept_items`: items that led to an answer which will be stored; `num_earlier_generated` counts the tokens
@@ -144,6 +145,7 @@ class Generation:
     in_pieces: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    include_draft_tokens: bool = False
     include_obfuscation: bool = False
     session: str = ""
     priority: int | None = None

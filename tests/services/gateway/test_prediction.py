@@ -30,8 +30,10 @@ def drafting(token_ids: Sequence[int], num_accepted: int, num_verified: int = 7,
         counts = decode_service_pb2.DraftCounts(
             verified=num_verified, accepted=num_accepted, predicted=num_verified - 1, predicted_accepted=num_accepted
         )
-        step = token_ids[1 : num_accepted + 2]
-        yield SequenceDelta(key=start.key, token_ids=step, drafts=counts)
+        step = SequenceDelta(key=start.key, token_ids=token_ids[1 : num_accepted + 2], drafts=counts)
+        for delta in rest[: num_accepted + 1]:
+            step.logprobs.extend(delta.logprobs)
+        yield step
         if dies:
             await forever()
         for delta in rest[num_accepted + 1 :]:

@@ -26,6 +26,8 @@ from weft_services.gateway.mesh.choice_text import ChoiceUpdate
 from weft_services.gateway.mesh.prepare import PreparedRequest
 from weft_services.gateway.text.parts import Part, PartKind, joined
 
+# Marks a chunk with draft tokens, for a client that asks for stream_options.include_draft_tokens.
+DRAFT = {"is_draft": True}
 TEXT_FIELDS = {PartKind.TEXT: b"content", PartKind.REASONING: b"reasoning_content"}
 
 
@@ -107,7 +109,8 @@ class CompletionEncoder:
         has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
         if not (piece.text or has_details or piece.finish_reason):
             return b""
-        return self.envelope.frame(self._choice(piece.index, piece.text, piece, piece.prompt_logprobs))
+        choice = self._choice(piece.index, piece.text, piece, piece.prompt_logprobs)
+        return self.envelope.frame(choice | DRAFT if piece.is_draft else choice)
 
     def encode_end(self, usage: Usage) -> bytes:
         return self.envelope.encode_end(usage)
@@ -186,11 +189,11 @@ class ChatEncoder:
         parts = answer.take(piece)
         if (self._wants_ids or self._wants_logprobs) and piece.token_ids:
             # Logprobs and ids belong to the whole piece and are sent once.
-            first = _choice(piece.index, delta_of(parts[0]) if parts else {"content": ""})
+            first = _piece_choice(piece, delta_of(parts[0]) if parts else {"content": ""})
             out += self.envelope.frame(self._with_details(first, piece))
             parts = parts[1:]
         for part in parts:
-            out += self._frame(piece.index, part)
+            out += self._frame(piece, part)
         if piece.finish_reason is not None:
             out += self.envelope.frame(_choice(piece.index, {}, answer.finish_reason))
         return out
@@ -225,10 +228,10 @@ class ChatEncoder:
             return {}
         return {"prompt_logprobs": prompt_logprobs(ids, choice.prompt_logprobs, wanted, self._codec)}
 
-    def _frame(self, index: int, part: Part) -> bytes:
-        if (field := TEXT_FIELDS.get(part.kind)) is not None:
-            return self.envelope.text_frame(index, field, part.text)
-        return self.envelope.frame(_choice(index, delta_of(part)))
+    def _frame(self, piece: ChoiceUpdate, part: Part) -> bytes:
+        if (field := TEXT_FIELDS.get(part.kind)) is not None and not piece.is_draft:
+            return self.envelope.text_frame(piece.index, field, part.text)
+        return self.envelope.frame(_piece_choice(piece, delta_of(part)))
 
     def _with_details(self, entry: dict[str, Any], source: ChoiceUpdate | CollectedChoice) -> dict[str, Any]:
         if self._wants_logprobs:
@@ -288,3 +291,9 @@ def calls_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 def _choice(index: int, delta: dict[str, Any], finish_reason: FinishReason | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _piece_choice(piece: ChoiceUpdate, delta: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice, marked if it has draft tokens. Tool calls have no mark: Weft may repair their text."""
+    choice = _choice(piece.index, delta)
+    return choice | DRAFT if piece.is_draft and "tool_calls" not in delta else choice

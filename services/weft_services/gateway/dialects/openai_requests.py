@@ -246,6 +246,7 @@ class StreamOptions(LenientModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's
     include_obfuscation: bool | None = None  # off by default
+    include_draft_tokens: bool | None = None  # Weft's
 
 
 class SamplingExtensions(LenientModel):
@@ -308,6 +309,7 @@ class _Body(SamplingExtensions):
             "include_usage": bool(options and options.include_usage),
             "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
             "include_obfuscation": bool(options and options.include_obfuscation),
+            "include_draft_tokens": bool(self.stream and options and options.include_draft_tokens),
             "speculates": self.speculation is not False,
             "retention": RETENTIONS[self.prompt_cache_retention],
             "session": session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user")),

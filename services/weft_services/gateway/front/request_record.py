@@ -200,9 +200,10 @@ class RequestRecord:
 
     def on_pieces(self, pieces: Sequence[ChoiceUpdate]) -> None:
         """Observe the latency of new tokens. Tokens of one batch share the time since the last batch."""
-        count = 0
-        for piece in pieces:
-            count = max(count, len(piece.token_ids))
+        index, of_choice, count = -1, 0, 0
+        for piece in pieces:  # Pieces of one choice are adjacent.
+            of_choice = len(piece.token_ids) + (of_choice if piece.index == index else 0)
+            index, count = piece.index, max(count, of_choice)
         if not count:
             return
         now = time.monotonic()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, PromptLogprobs
 from weft_services.gateway.mesh.decode_connection import SequenceUpdate
@@ -16,7 +18,7 @@ class ChoiceUpdate:
     """What a batch of updates adds to choice `index`.
 
     The last one has a finish reason, and the stop string if one was met. The first one has the prompt logprobs, if
-    requested.
+    requested. With `is_draft` all its tokens were drafts; only `accept_apart` sets it.
     """
 
     index: int
@@ -26,6 +28,7 @@ class ChoiceUpdate:
     finish_reason: FinishReason | None
     stop: str | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    is_draft: bool = False
 
 
 class ChoiceText:
@@ -74,6 +77,17 @@ class ChoiceText:
             self._prompt_logprobs.clear()
         return update
 
+    def accept_apart(self, deltas: Items[SequenceUpdate]) -> list[ChoiceUpdate]:
+        """Apply updates like `accept`, but return accepted drafts and other tokens in separate updates."""
+        updates: list[ChoiceUpdate] = []
+        for is_draft, batch in groupby(_draft_parts(deltas), key=lambda part: part.drafts.accepted > 0):
+            update = self.accept(tuple(batch))
+            update.is_draft = is_draft
+            updates.append(update)
+            if self.finish_reason is not None:
+                break
+        return updates
+
     def _note(self, update: PromptLogprobs) -> None:
         """Store prompt logprobs of an attempt without tokens; if that attempt is lost, the next one starts over."""
         if update.start == 1:
@@ -121,6 +135,19 @@ class ChoiceText:
         if self._stop is not None:
             self.finish_reason = FinishReason.STOP
         return text
+
+
+def _draft_parts(deltas: Items[SequenceUpdate]) -> Iterator[SequenceUpdate]:
+    """Split each update behind its accepted drafts. A part with accepted drafts contains no other tokens."""
+    for delta in deltas:
+        num_drafts = delta.drafts.accepted
+        # The finish reason stays with the last token: that token may be one without text.
+        if not 0 < num_drafts < len(delta.token_ids):
+            yield delta
+            continue
+        ids, logprobs = delta.token_ids, delta.logprobs
+        yield replace(delta, token_ids=ids[:num_drafts], logprobs=logprobs[:num_drafts], finish_reason=None)
+        yield replace(delta, token_ids=ids[num_drafts:], logprobs=logprobs[num_drafts:], drafts=NO_DRAFTS)
 
 
 def _kept(drafts: DraftCounts, num_tokens: int) -> DraftCounts:

@@ -377,6 +377,7 @@ class GenerationRun:
             for index, spec in enumerate(prepared.sequences)
         ]
         self._num_open = len(self._runners)
+        self._separates_drafts = prepared.generation.include_draft_tokens
         self._by_id = {runner.key.request_id: runner for runner in self._runners}
 
     async def __aenter__(self) -> Self:
@@ -458,7 +459,7 @@ class GenerationRun:
         return max(forecasts, key=lambda forecast: forecast.ttft_ms, default=None)
 
     async def next(self, idle_seconds: float) -> list[ChoiceUpdate] | None:
-        """Return what has arrived, one update per choice.
+        """Return what has arrived: one update per choice, or several in order if the request separates drafts.
 
         The list is empty after `idle_seconds` without updates; None means the end. Raises WeftError when a sequence has
         failed for good, DeadlineExceeded when the deadline has passed.
@@ -490,9 +491,9 @@ class GenerationRun:
                 broken[request_id] = delta
             else:
                 grouped.setdefault(request_id, []).append(delta)
-        advanced = [self._advance(self._by_id[request_id], batch) for request_id, batch in grouped.items()]
-        # Updates with prompt logprobs only are held back until the first token.
-        pieces = [piece for piece in advanced if piece.token_ids or piece.finish_reason is not None]
+        pieces: list[ChoiceUpdate] = []
+        for request_id, batch in grouped.items():
+            pieces += self._advance(self._by_id[request_id], batch)
         for runner in self._runners:
             self._failure = self._failure or runner.failure
         for request_id, delta in broken.items():
@@ -505,9 +506,12 @@ class GenerationRun:
                 self._failure = error
         return pieces
 
-    def _advance(self, runner: SequenceRunner, deltas: list[SequenceUpdate]) -> ChoiceUpdate:
-        piece = runner.choice.accept(deltas)
-        if piece.token_ids or piece.finish_reason is not None:
+    def _advance(self, runner: SequenceRunner, deltas: list[SequenceUpdate]) -> list[ChoiceUpdate]:
+        choice = runner.choice
+        updates = choice.accept_apart(deltas) if self._separates_drafts else [choice.accept(deltas)]
+        # Updates with prompt logprobs only are held back until the first token.
+        pieces = [piece for piece in updates if piece.token_ids or piece.finish_reason is not None]
+        if pieces:
             usage = None
             for delta in deltas:
                 usage = usage or delta.prompt
@@ -516,7 +520,7 @@ class GenerationRun:
             self._num_open -= 1
             engine_has_ended = deltas[-1].finish_reason is not None
             runner.end(RequestStage.FINISHED, cancel=not engine_has_ended)
-        return piece
+        return pieces
 
     def _cancel(self) -> None:
         self._shared.updates.close()
