@@ -275,3 +275,47 @@ async def test_an_answer_format_is_asked_for_by_its_schema(browser: Any, shown: 
         await page.wait_for_selector(".assistant .text:has-text('{}')")
     asked = bodies[0]["response_format"]
     assert (asked["type"], asked["json_schema"]["schema"]["required"]) == ("json_schema", ["name", "age", "likes"])
+
+
+async def test_accepted_drafts_are_shaded_and_explained(browser: Any, shown: Scene) -> None:
+    bodies: list[dict[str, Any]] = []
+    pieces = [
+        ("See **two", False), (" bold** words", True), (" and `code`.\n\n", False), ("1. one\n2. t", True),
+        ("wo\n\n```py\n", False), ("x = 1\n", True), ("y = 2\n```\n\n> quoted\n> ", False), ("text", True),
+    ]  # fmt: skip
+
+    async def speak(route: Any) -> None:
+        bodies.append(json.loads(route.request.post_data))
+        mark = {True: {"is_draft": True}, False: {}}
+        choices = [{"index": 0, "delta": {"content": text}, **mark[is_draft]} for text, is_draft in pieces]
+        thought = {"index": 0, "delta": {"reasoning_content": "Hm."}, "is_draft": True}
+        frames = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in (thought, *choices)]
+        told = f"event: weft.timeline\ndata: {json.dumps(timeline)}\n\ndata: [DONE]\n\n"
+        await route.fulfill(content_type="text/event-stream", body="".join([*frames, told]))
+
+    tokens = {"prompt": 9, "cached": 0, "from_store": 0, "completion": 30, "drafted": 15, "accepted": 12}
+    timeline = {
+        "elapsed_ms": {"prepared": 1, "routed": 2, "first_token": 9, "last_token": 30, "end": 31},
+        "workers": {"prefill": "decode-0", "decode": "decode-0"}, "num_attempts": 1, "route": {"waited_ms": 0},
+        "decode_stages_ms": {"routed": 0, "reserved": 0, "prefilling": 5, "transferring": 0},
+        "prefill": {"queue_ms": 0, "compute_ms": 5}, "transfer": {"bytes": 0}, "tokens": tokens, "itl_ms": {"mean": 1},
+    }  # fmt: skip
+    async with visit(browser, shown) as page:
+        await page.route("**/v1/chat/completions", speak)
+        await page.fill("#prompt", "hello")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+        marks = await page.locator(".text .draft").all_text_contents()
+        assert marks == ["Hm.", " bold", " words", "one", "t", "x = 1\n", "text"]
+        assert "drafts accepted\n12 of 15" in await page.inner_text(".figures")
+        assert "Shaded text comes from drafts" in await page.inner_text(".account")
+    assert bodies[0]["stream_options"] == {"include_draft_tokens": True}
+
+
+async def test_answer_without_drafts_has_no_legend(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        await page.fill("#prompt", "hello")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+        assert await page.locator(".draft").count() == 0
+        assert "drafts" not in await page.inner_text(".account")

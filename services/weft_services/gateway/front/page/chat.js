@@ -1,5 +1,6 @@
 // The playground: one conversation, streamed from /v1/chat/completions with the gateway's timeline.
 
+import { DraftedText, legend, shade } from "./drafts.js";
 import { byId, element } from "./format.js";
 import { copier, render } from "./markdown.js";
 import { events, headers, refusal, why } from "./sse.js";
@@ -112,7 +113,7 @@ function body(modelName) {
   const schema = json("schema", "Answer format");
   if (tools) fields.tools = tools;
   if (schema) fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
-  return JSON.stringify({ ...fields, stream: true });
+  return JSON.stringify({ ...fields, stream: true, stream_options: { include_draft_tokens: true } });
 }
 
 async function ask(text, modelName) {
@@ -157,7 +158,7 @@ async function answer(modelName) {
   const mine = new AbortController();
   run(mine);
   const shown = say("assistant running", modelName());
-  const told = { content: "", reasoning: "", calls: [], timeline: null, ended: null };
+  const told = { content: new DraftedText(), reasoning: new DraftedText(), calls: [], timeline: null, ended: null };
   let isDue = false; // Draw once per frame, however many chunks arrive in it.
   const draw = () => {
     if (!isDue) requestAnimationFrame(() => { isDue = false; show(shown, told); });
@@ -187,10 +188,10 @@ async function answer(modelName) {
 function take(told, event, frame) {
   if (frame.error) throw new Error(frame.error.message);
   if (event === "weft.timeline") { told.timeline = frame; return; }
-  const delta = frame.choices?.[0]?.delta ?? {};
+  const { delta = {}, is_draft: isDraft } = frame.choices?.[0] ?? {};
   told.ended = frame.choices?.[0]?.finish_reason ?? told.ended;
-  told.content += delta.content ?? "";
-  told.reasoning += delta.reasoning_content ?? "";
+  told.content.add(delta.content ?? "", isDraft);
+  told.reasoning.add(delta.reasoning_content ?? "", isDraft);
   for (const piece of delta.tool_calls ?? []) {
     const call = (told.calls[piece.index] ??= { id: piece.id, type: "function", function: { name: "", arguments: "" } });
     call.function.name += piece.function?.name ?? "";
@@ -201,15 +202,16 @@ function take(told, event, frame) {
 function show({ item, text }, told) {
   text.classList.add("rich");
   // Keep unchanged blocks, so that selecting and copying text is not interrupted.
-  const [old, blocks] = [[...text.children], render(told.content)];
+  const [old, blocks] = [[...text.children], render(told.content.text)];
+  shade(blocks, told.content);
   let same = 0;
   while (same < old.length && same < blocks.length && old[same].isEqualNode(blocks[same])) same += 1;
   for (const block of old.slice(same)) block.remove();
   text.append(...blocks.slice(same));
-  if (told.reasoning) {
+  if (told.reasoning.text) {
     let box = item.querySelector(".thoughts");
     if (!box) text.before(box = element("details", { class: "thoughts" }, element("summary", {}, "Thoughts"), element("div", { class: "text" })));
-    box.lastChild.textContent = told.reasoning;
+    box.lastChild.replaceChildren(...told.reasoning.slice(0, told.reasoning.text.length));
   }
   follow(false);
 }
@@ -217,10 +219,11 @@ function show({ item, text }, told) {
 function finish(shown, told, modelName) {
   shown.item.classList.remove("running");
   show(shown, told);
-  if (told.content) shown.item.firstChild.append(copier(() => told.content) ?? "");
+  const content = told.content.text;
+  if (content) shown.item.firstChild.append(copier(() => content) ?? "");
   const calls = told.calls.filter(Boolean);
-  if (told.content || calls.length || told.timeline) { // An answer without text counts.
-    messages.push({ role: "assistant", content: told.content || (calls.length ? null : ""), ...(calls.length ? { tool_calls: calls } : {}) });
+  if (content || calls.length || told.timeline) { // An answer without text counts.
+    messages.push({ role: "assistant", content: content || (calls.length ? null : ""), ...(calls.length ? { tool_calls: calls } : {}) });
   } else {
     messages.pop();
     shown.item.remove();
@@ -231,6 +234,7 @@ function finish(shown, told, modelName) {
   for (const call of calls) shown.item.append(request(call, open, modelName));
   if (told.timeline) {
     shown.item.append(account(told.timeline));
+    if (shown.item.querySelector(".draft")) shown.item.lastChild.append(legend());
     fit(shown.item);
   }
   follow(false);

@@ -21,6 +21,7 @@ function figures(told) {
     ["tokens/s", rate ? count(rate) : "–", `${count(tokens.completion)} tokens`],
     ["prompt", count(tokens.prompt), `${count(tokens.cached)} cached`],
   ];
+  if (tokens.drafted) rows.push(["drafts accepted", count(tokens.accepted), `of ${count(tokens.drafted)}`]);
   const list = rows.map(([name, value, more]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value, more ? element("small", {}, `  ${more}`) : null)));
   list.push(element("div", {}, element("dt", {}, "workers"), path(workers)));
