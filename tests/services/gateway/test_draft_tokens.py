@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.test_prediction import EXPECTED, drafting
+from weft.metrics import REGISTRY
 from weft.request import DraftCounts, FinishReason, RequestKey
-from weft_services.gateway.mesh.choice_text import ChoiceText
+from weft_services.gateway.front import request_record
+from weft_services.gateway.mesh.choice_text import ChoiceText, ChoiceUpdate
 from weft_services.gateway.mesh.decode_connection import SequenceUpdate
 from weft_services.gateway.text.codec import Codec
 
@@ -34,6 +37,10 @@ async def choices_of(b: Bench, path: str, is_asked: bool = True, **fields: Any) 
 
 def text_of(choice: dict[str, Any]) -> str:
     return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
+
+
+def tokens_of(logprobs: dict[str, Any]) -> list[str]:
+    return [entry["token"] for entry in logprobs["content"]] if "content" in logprobs else logprobs["tokens"]
 
 
 def by_kind(choices: list[dict[str, Any]]) -> tuple[str, str]:
@@ -66,12 +73,13 @@ async def test_logprobs_follow_their_tokens(bench: MakeBench, path: str) -> None
         b.decode.script = drafting([*ids, END], NUM_ACCEPTED)
         wanted = {"logprobs": True} if path == "chat/completions" else {"logprobs": 1}
         choices = await choices_of(b, path, **wanted)
-        counts = [
-            len(lists["content"] if "content" in lists else lists["tokens"])
+        spelled = [
+            (choice.get("is_draft", False), token)
             for choice in choices
-            if choice.get("is_draft") and (lists := choice["logprobs"])
+            for token in tokens_of(choice["logprobs"] or {"tokens": []})
         ]
-        assert counts == [NUM_ACCEPTED]
+        texts = [b.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in [*ids, END]]
+        assert spelled == [(1 <= place <= NUM_ACCEPTED, text) for place, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -108,7 +116,9 @@ def update(ids: list[int], num_accepted: int, finish_reason: FinishReason | None
 @pytest.mark.parametrize("max_tokens", [1, 3, 5, 100])
 @pytest.mark.parametrize("num_accepted", [0, 3, 5])
 def test_separation_keeps_text_and_counts(tokenizer: Any, max_tokens: int, num_accepted: int) -> None:
-    ids = [*tokenizer.encode("hello world").ids[:4], END]  # the last draft may be the token that ends the answer
+    ids = list(
+        tokenizer.encode("hello world, the answer").ids[:5]
+    )  # a stop token may be the last draft; it has no text
     updates = [update(ids[:1], 0), update(ids, num_accepted, FinishReason.STOP), update(ids, 2)]
     whole, apart = (ChoiceText(0, Codec(tokenizer), None, max_tokens) for _ in range(2))
     expected, parts = whole.accept(updates), apart.accept_apart(updates)
@@ -117,3 +127,16 @@ def test_separation_keeps_text_and_counts(tokenizer: Any, max_tokens: int, num_a
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [expected.finish_reason]
     assert apart.drafts == whole.drafts
     assert sum(len(part.token_ids) for part in parts if part.is_draft) == whole.drafts.accepted
+
+
+def test_latency_counts_all_pieces_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(request_record, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    record = request_record.RequestRecord(request_record.ApiEndpoint.CHAT)
+    record.set_model("drafting")
+    record.on_pieces([ChoiceUpdate(0, "a", (1,), (), None)])
+    now += 1.0
+    record.on_pieces(
+        [ChoiceUpdate(index, "b", ids, (), None) for index, ids in ((0, (1, 2, 3)), (0, (4,)), (1, (5, 6)))]
+    )
+    assert REGISTRY.get_sample_value("weft_inter_token_latency_seconds_sum", {"model": "drafting"}) == 0.25
