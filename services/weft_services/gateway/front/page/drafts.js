@@ -52,7 +52,7 @@ function texts(block) {
 }
 
 export function legend() {
-  return element("p", { class: "note" }, mark("Shaded text"), " comes from drafts that the model verified, several tokens in one step. The text is the same without them.");
+  return element("p", { class: "note" }, mark("Shaded text"), " comes from drafts that the model verified. They change the speed, not the text.");
 }
 
 const mark = (text) => element("mark", { class: "draft" }, text);
