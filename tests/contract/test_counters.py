@@ -16,7 +16,12 @@ from weft.metrics import REGISTRY
 found = [each for family in REGISTRY.collect() for each in family.samples if each.name.endswith("_total")]
 json.dump([[each.name, each.value, *each.labels.values()] for each in found if each.labels], sys.stdout)
 """
+SOURCES = {"grammar", "prediction", "copy"}
 WORKERS = {
+    "weft_spec_drafts_total": SOURCES,
+    "weft_spec_draft_tokens_total": SOURCES,
+    "weft_spec_accepted_tokens_total": SOURCES,
+    "weft_spec_off_seconds_total": {"cost", "loss", "sample"},
     "weft_engine_tokens_total": {"prompt", "generated"},
     "weft_prefix_cache_hit_tokens_total": {"pool", "dram", "nvme"},
     "weft_kv_store_blocks_total": {"put", "got", "failed", "skipped"},

@@ -17,20 +17,20 @@ from weft.metrics import REGISTRY
 TOKEN_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 SOURCES = [source for source in DraftSource if source is not DraftSource.HEAD]
 NO_STATS = SourceStats()
+NOTHING = DraftStats({}, (), {}, 0.0)
 
 
 class DraftCollector(Collector):
-    """Yields the metrics of one speculator. `read` may be called on any thread."""
+    """Yields the metrics of this process's speculator; all are 0 without one.
 
-    def __init__(self, read: Callable[[], DraftStats]) -> None:
-        self._read = read
+    `read` returns its counters and is called on any thread. With several engines in one process the last one counts.
+    """
 
-    def describe(self) -> Iterator[Metric]:
-        """Return the names alone, for the registry."""
-        return self.collect()
+    def __init__(self) -> None:
+        self.read: Callable[[], DraftStats] = lambda: NOTHING
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._read()
+        stats = self.read()
         proposals = CounterMetricFamily("weft_spec_drafts", "Proposals that steps verified", labels=["source"])
         verified = CounterMetricFamily("weft_spec_draft_tokens", "Draft tokens that steps verified", labels=["source"])
         accepted = CounterMetricFamily("weft_spec_accepted_tokens", "Draft tokens accepted", labels=["source"])
@@ -68,15 +68,16 @@ def _tokens_per_step(counts: Sequence[int]) -> Metric:
     return family
 
 
+COLLECTOR = DraftCollector()
+REGISTRY.register(COLLECTOR)
+
+
 @contextmanager
 def exposed(read: Callable[[], DraftStats] | None) -> Iterator[None]:
-    """Expose a speculator's metrics inside the block; None: the worker has no speculator."""
-    if read is None:
-        yield
-        return
-    collector = DraftCollector(read)
-    REGISTRY.register(collector)
+    """Expose a speculator's counters inside the block; None: the worker has no speculator."""
+    if read is not None:
+        COLLECTOR.read = read
     try:
         yield
     finally:
-        REGISTRY.unregister(collector)
+        COLLECTOR.read = lambda: NOTHING
