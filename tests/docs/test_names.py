@@ -15,6 +15,7 @@ from weft.cli.main import PassedOn, app
 from weft.config import Settings, variable_name
 from weft.metrics import REGISTRY
 from weft.model.config import FAMILIES
+from weft.worker import draft_metrics as draft_metrics
 from weft.worker.config import WorkerConfig
 from weft_bundle.__main__ import app as bundle_program
 from weft_services.gateway.config import GatewayConfig
