@@ -69,7 +69,7 @@ def test_a_state_leaves_with_the_block_that_it_follows(is_held: bool) -> None:
 
 
 def test_random_operations_leave_no_block_behind() -> None:
-    """Pages and states of a few blocks come and go; whatever happens, each block is in one state."""
+    """Random operations on pages and states of a few blocks; each block is always in one state."""
     dice, pool = random.Random(11), BlockPool(NUM_BLOCKS)
     held: list[tuple[int, ...]] = []
     known: set[bytes] = set()

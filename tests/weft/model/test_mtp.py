@@ -59,7 +59,7 @@ def as_stored(oracle: Any, num_layers: int) -> dict[str, Tensor]:
 
 
 def expected_states(oracle: Any, first: Tensor) -> tuple[list[Tensor], list[int]]:
-    """States of the prompt and of STEPS rows more, all rows computed anew in each step, and the tokens drafted."""
+    """Return the states of the prompt and STEPS more rows, and the drafted tokens; each step recomputes all rows."""
     ids, states, found, drafted = TOKENS[1:], first, [], []
     for step in range(STEPS + 1):
         positions = torch.arange(len(ids))[None]
