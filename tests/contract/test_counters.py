@@ -16,7 +16,7 @@ from weft.metrics import REGISTRY
 found = [each for family in REGISTRY.collect() for each in family.samples if each.name.endswith("_total")]
 json.dump([[each.name, each.value, *each.labels.values()] for each in found if each.labels], sys.stdout)
 """
-SOURCES = {"grammar", "prediction", "copy"}
+SOURCES = {"grammar", "prediction", "copy", "head"}
 WORKERS = {
     "weft_spec_drafts_total": SOURCES,
     "weft_spec_draft_tokens_total": SOURCES,

@@ -14,6 +14,7 @@ import yaml
 from prometheus_client import Counter, Gauge, Histogram
 
 from weft import metrics
+from weft.worker import draft_metrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "observability"
@@ -35,6 +36,9 @@ def known() -> dict[str, set[str]]:
             else:
                 series[f"{metric._name}_bucket"] = labels | {"le"}
                 series |= {f"{metric._name}_{kind}": labels for kind in ("sum", "count")}
+    for family in draft_metrics.COLLECTOR.collect():
+        for sample in family.samples:
+            series[sample.name] = set(sample.labels) | SCRAPED
     return series
 
 

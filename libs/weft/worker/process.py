@@ -149,6 +149,7 @@ async def _run_until_asleep(
             with draft_metrics.exposed(speculator.stats if speculator else None):
                 async with background_tasks() as tasks:
                     tasks.create_task(clock.tick())
+                    tasks.create_task(draft_metrics.watch_head())
                     return await _serve(config, roles, is_draining, loaded, events, tasks, progress, clock)
         finally:
             await asyncio.to_thread(loaded.engine.stop)
