@@ -50,9 +50,9 @@ class DecodedRows(NamedTuple):
 class EngineTimeStats:
     """Engine time for decoding and for prompts.
 
-    `generating_*` counts steps that decode, their sequences (once for each step) and the tokens these gained.
-    `computing_seconds` counts prompt time; a mixed step contributes by its share of prompt rows. A first token belongs
-    to its prompt.
+    `generating_*` counts steps that decode, their sequences (once for each step), the tokens these gained and the
+    drafts they verified. `computing_seconds` counts prompt time; a mixed step contributes by its share of prompt rows.
+    A first token belongs to its prompt.
     """
 
     generating_steps: int = 0
@@ -60,6 +60,7 @@ class EngineTimeStats:
     computing_seconds: float = 0.0
     generating_sequences: int = 0
     generating_tokens: int = 0
+    generating_drafts: int = 0
 
     def add(self, prompt_tokens: int, decoding: DecodedRows, seconds: float) -> EngineTimeStats:
         """Return the statistics with one more step."""
@@ -71,6 +72,7 @@ class EngineTimeStats:
             self.computing_seconds + share * seconds,
             self.generating_sequences + decoding.num_sequences,
             self.generating_tokens + decoding.num_tokens,
+            self.generating_drafts + decoding.num_rows - decoding.num_sequences,
         )
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import typer
@@ -31,7 +31,7 @@ PIPE_COLUMNS = 180
 ON_THE_LEFT = ("worker", "role", "model", "state", "KV in use", "transport")
 # what a narrow terminal does without, in this order
 FIRST_TO_GO = (
-    *("transport", "blocks free/cached/active/quarantined", "model", "age", "role"),
+    *("transport", "blocks free/cached/active/quarantined", "accepted", "tokens/step", "model", "age", "role"),
     *("tokens booked", "waiting", "running"),
 )
 # a report this old is worth a colour
@@ -215,11 +215,45 @@ def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
         "state": state_of(report),
         "running": Text(f"{report.num_running:,}"),
         "waiting": Text(f"{report.num_waiting:,}"),
+        **_decode_cells(decode_counts(report)),
         "tokens booked": Text(f"{worker.booked_prefill_tokens + worker.booked_decode_tokens:,}"),
         "KV in use": _bar(kv_use(worker)),
         "blocks free/cached/active/quarantined": Text("/".join(map(str, blocks))),
         "transport": Text(hello.transport),
         "age": Text(f"{worker.report_age_ms / 1000:.1f} s", style="yellow" if worker.report_age_ms > STALE_MS else ""),
+    }
+
+
+class DecodeCounts(NamedTuple):
+    """Decode steps of a worker, each counted once for every sequence in it, the tokens they gained and their drafts."""
+
+    steps: int = 0
+    tokens: int = 0
+    drafts: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a sequence gained in a step; there must be steps."""
+        return self.tokens / self.steps
+
+    @property
+    def accepted_share(self) -> float:
+        """Share of the drafts that became part of an answer; there must be drafts."""
+        return (self.tokens - self.steps) / self.drafts
+
+
+NO_DECODING = DecodeCounts()
+
+
+def decode_counts(report: pb.WorkerReport) -> DecodeCounts:
+    """Return the counts since the worker's start."""
+    return DecodeCounts(report.generating_sequences, report.generating_tokens, report.generating_drafts)
+
+
+def _decode_cells(counts: DecodeCounts) -> dict[str, Text]:
+    return {
+        "tokens/step": Text(f"{counts.tokens_per_step:.2f}" if counts.steps else ""),
+        "accepted": Text(f"{counts.accepted_share:.0%}" if counts.drafts else ""),
     }
 
 

@@ -14,7 +14,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.status import REFRESH_SECONDS, console, failures_reported, kv_use, list_workers, show_for_ever, state_of
+from weft.cli.status import (
+    NO_DECODING,
+    REFRESH_SECONDS,
+    DecodeCounts,
+    console,
+    decode_counts,
+    failures_reported,
+    kv_use,
+    list_workers,
+    show_for_ever,
+    state_of,
+)
 from weft.request import WorkerRole
 from weft.rpc.client import open_channel
 from weft.rpc.wire import role_from_wire
@@ -132,8 +143,18 @@ def _card(role: WorkerRole, worker: pb.WorkerStatus, rates: Rates) -> Panel:
         prefix = report.prefix
         tiers = (("pool", prefix.pool_tokens), ("memory", prefix.dram_tokens), ("disk", prefix.nvme_tokens))
         lines.append(Text("cached: " + ", ".join(f"{name} {found / looked:.0%}" for name, found in tiers)))
+    if not is_prefill and report.generating_drafts:
+        lines.append(Text(_drafts(rates.decoded)))
     title = Text.assemble((worker.hello.worker.worker_id, "bold"), " ", state_of(report))
     return Panel(Group(*lines), title=title, title_align="left", box=ROUNDED, border_style="dim", padding=(0, 1))
+
+
+def _drafts(counts: DecodeCounts) -> str:
+    """Return what drafts brought lately."""
+    if not counts.steps:
+        return "decodes nothing now"
+    accepted = f"{counts.accepted_share:.0%} accepted" if counts.drafts else "no drafts"
+    return f"{counts.tokens_per_step:.2f} tokens/step, {accepted}"
 
 
 def _pool(worker: pb.WorkerStatus, colour: str) -> Text:
@@ -207,17 +228,22 @@ class WorkerCounts:
     generated_tokens: int
     hand_offs: dict[str, int]
     hand_off_bytes: int
+    decoded: DecodeCounts = NO_DECODING
 
 
 @dataclass(slots=True)
 class Rates:
-    """One boot of a worker: its latest counts, and tokens a second over the last half minute."""
+    """One boot of a worker: its latest counts, and tokens a second over the last half minute.
+
+    `decoded`: what it decoded within the latest counts.
+    """
 
     counts: deque[WorkerCounts] = field(default_factory=deque)
     prompt: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     generated: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     hand_offs: dict[str, float] = field(default_factory=dict)
     bytes_per_second: float = 0.0
+    decoded: DecodeCounts = NO_DECODING
 
     def take(self, count: WorkerCounts) -> None:
         """Add the counts of a new picture; its report may be the one before."""
@@ -234,6 +260,7 @@ class Rates:
             lender: (num - first.hand_offs.get(lender, 0)) * per_second for lender, num in last.hand_offs.items()
         }
         self.bytes_per_second = (last.hand_off_bytes - first.hand_off_bytes) * per_second
+        self.decoded = DecodeCounts(*(new - old for new, old in zip(last.decoded, first.decoded, strict=True)))
 
 
 class RateHistory:
@@ -255,6 +282,7 @@ class RateHistory:
                     generated_tokens=worker.report.generated_tokens,
                     hand_offs={tally.prefill_worker_id: tally.num_prompts for tally in tallies},
                     hand_off_bytes=sum(tally.size_bytes for tally in tallies),
+                    decoded=decode_counts(worker.report),
                 )
             )
         self._boots = boots

@@ -157,6 +157,21 @@ def test_a_full_pool_fills_the_bar() -> None:
     assert "░░░░░░░░   5%" in shown([worker("decode-0", active_blocks=0)])
 
 
+def test_tokens_per_step_and_accepted_drafts_are_shown() -> None:
+    drafting = worker("decode-0")
+    drafting.report.generating_sequences, drafting.report.generating_tokens = 200, 482
+    drafting.report.generating_drafts = 376
+    header, row = shown([drafting]).splitlines()[:2]
+    assert row[header.index("tokens/step") :].split()[:2] == ["2.41", "75%"]
+
+
+def test_accepted_drafts_are_blank_without_drafts() -> None:
+    decoding = worker("decode-0")
+    decoding.report.generating_sequences = decoding.report.generating_tokens = 200
+    header, row = shown([decoding]).splitlines()[:2]
+    assert row[header.index("tokens/step") :].split()[:2] == ["1.00", "3,345"]
+
+
 def test_without_a_scheduler_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

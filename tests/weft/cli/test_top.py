@@ -59,6 +59,33 @@ def test_the_map_says_what_the_fleet_does(width: int) -> None:
     assert [piece for piece in expected if piece not in words] == []
 
 
+def test_decode_card_shows_drafts_of_the_last_seconds() -> None:
+    history = RateHistory()
+    for now, (steps, tokens, drafts) in enumerate(((1000, 1000, 10), (1100, 1350, 510))):
+        drafting = worker("decode-0", generating_sequences=steps, generating_tokens=tokens, generating_drafts=drafts)
+        history.take([drafting], float(now))
+    assert "3.50 tokens/step, 50% accepted" in pictured(drafting, history)
+    drafting.report.generating_sequences, drafting.report.generating_tokens = 1300, 1550
+    history.take([drafting], 3.0)
+    history.take([drafting], 6.0)
+    assert "decodes nothing now" in pictured(drafting, history)
+
+
+def test_steps_without_drafts_are_shown_as_such() -> None:
+    history = RateHistory()
+    for now, steps in enumerate((10, 30)):
+        plain = worker("decode-0", generating_sequences=steps, generating_tokens=steps, generating_drafts=5)
+        history.take([plain], float(now))
+    assert "1.00 tokens/step, no drafts" in pictured(plain, history)
+
+
+def pictured(decode: pb.WorkerStatus, history: RateHistory) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(pb.ListWorkersResponse(workers=[decode]), history, 120))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_an_empty_fleet_is_a_map_too() -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(render(pb.ListWorkersResponse(), RateHistory(), 120))

@@ -105,6 +105,7 @@ async def test_drafts_count_as_rows_of_a_step() -> None:
     await done.wait()
     work = feed.engine_time
     assert (work.generating_steps, work.generating_sequences, work.generating_tokens) == (2, 3, 5)
+    assert work.generating_drafts == 4
     assert work.computing_seconds == pytest.approx(0.8 * 30 / 36)
 
 
@@ -287,7 +288,7 @@ def test_sums_survive_the_wire() -> None:
     counted.on_transfer("prefill-0", 1000)
     counted.on_transfer("prefill-0", 500)
     counted.on_transfer_failed("prefill-1", "timeout")
-    now = replace(counted.read(), engine_time=EngineTimeStats(3, 0.5, 1.5, 7, 9))
+    now = replace(counted.read(), engine_time=EngineTimeStats(3, 0.5, 1.5, 7, 9, 4))
     assert now.prefix == PrefixCacheStats(150, 48, 16, 8, 0.75, 2.0)
     assert now.transfers == (TransferStats("prefill-0", 2, 1500), TransferStats("prefill-1", num_failed=1))
     report = pb.WorkerReport(
@@ -298,6 +299,7 @@ def test_sums_survive_the_wire() -> None:
         computing_seconds=1.5,
         generating_sequences=7,
         generating_tokens=9,
+        generating_drafts=4,
     )
     assert wire.worker_stats_from_wire(pb.WorkerReport.FromString(report.SerializeToString())) == now
 

@@ -686,6 +686,7 @@ class WorkerReport(_message.Message):
     FULL_FIELD_NUMBER: _builtins.int
     GENERATING_SEQUENCES_FIELD_NUMBER: _builtins.int
     GENERATING_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATING_DRAFTS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -725,6 +726,8 @@ class WorkerReport(_message.Message):
     """Sequences that decoded, summed over generating_steps. A sequence counts once in each step."""
     generating_tokens: _builtins.int
     """Tokens that they gained in these steps, accepted drafts included; first tokens of answers are not."""
+    generating_drafts: _builtins.int
+    """Drafts that these steps verified, accepted or not."""
     @_builtins.property
     def prefix(self) -> Global___PrefixTally:
         """Cache hits since its start."""
@@ -758,10 +761,11 @@ class WorkerReport(_message.Message):
         full: _builtins.bool | None = ...,
         generating_sequences: _builtins.int = ...,
         generating_tokens: _builtins.int = ...,
+        generating_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "full", b"full", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "asleep", b"asleep", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "full", b"full", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_sequences", b"generating_sequences", "generating_steps", b"generating_steps", "generating_tokens", b"generating_tokens", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "asleep", b"asleep", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "full", b"full", "generated_tokens", b"generated_tokens", "generating_drafts", b"generating_drafts", "generating_seconds", b"generating_seconds", "generating_sequences", b"generating_sequences", "generating_steps", b"generating_steps", "generating_tokens", b"generating_tokens", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__full: _TypeAlias = _typing.Literal["full"]  # noqa: Y015
     _WhichOneofArgType__full: _TypeAlias = _typing.Literal["_full", b"_full"]  # noqa: Y015
