@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,21 +98,25 @@ def make_cpu_batch(batch: PagedBatch, span: KeySpan, ratio: int, lanes: int) -> 
     The rows of a sequence that decodes are split as one row of it is.
     """
     blocks: list[int] = []
-    spans: list[tuple[int, int, int, int]] = []
+    spans: list[int] = []
     chunks = []
     sequences = zip(pairwise(batch.query_starts), batch.context_lens, batch.block_tables, strict=True)
     for index, ((start, end), length, table) in enumerate(sequences):
         size = 1 if batch.decodes_at(index) else end - start
         if size * ratio >= lanes:
-            own = torch.tensor(table, dtype=torch.int32)
+            own = _int32(list(table))
             chunks += [QueryChunk(row, size, length - (end - size - row), own) for row in range(start, end, size)]
             continue
-        places = zip(range(start, end), range(length - end + start, length), strict=True)
-        spans += [(row, len(blocks), span.first_visible(at), at + 1) for row, at in places]
+        for row in range(start, end):
+            at = length - end + row
+            spans += row, len(blocks), span.first_visible(at), at + 1
         blocks += table
-    return CpuBatch(
-        torch.tensor(blocks, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32).view(len(spans), 4), chunks
-    )
+    return CpuBatch(_int32(blocks), _int32(spans).view(-1, 4), chunks)
+
+
+def _int32(values: list[int]) -> Tensor:
+    """Return the values as a tensor: numpy takes 34 us for 1152 of them, `torch.tensor` 222."""
+    return torch.from_numpy(np.array(values, dtype=np.int32))
 
 
 def paged_attention_grouped(
