@@ -91,11 +91,11 @@ class KeptTokens(NamedTuple):
     `num_drafts`: leading tokens that were drafts. `num_rows`: rows of the step that count.
     """
 
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs]
-    reason: FinishReason | None
-    failure: WeftError | None
-    num_drafts: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    reason: FinishReason | None = None
+    failure: WeftError | None = None
+    num_drafts: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -103,14 +103,9 @@ class KeptTokens(NamedTuple):
         return len(self.token_ids) + (self.failure is not None)
 
     @property
-    def computed(self) -> list[int]:
+    def computed(self) -> tuple[int, ...]:
         """The tokens that have KV from the same step: accepted drafts that are not the last token."""
         return self.token_ids[:-1] if self.failure is None else self.token_ids
-
-    @property
-    def sampled(self) -> list[int]:
-        """The other token; empty if its row failed."""
-        return self.token_ids[-1:] if self.failure is None else []
 
     def draft_counts(self, drafts: Proposal) -> DraftCounts:
         """Return the counts of a step with these drafts."""
@@ -140,7 +135,7 @@ class Postprocessor:
         events: StepOutput,
     ) -> None:
         """Apply a finished step. `results` holds the tokens of each chunk, one for each of its sampled positions."""
-        kept = [self._finish(*each, seconds, events) for each in zip(chunks, results, strict=True)]
+        kept = [self._finish(chunk, each, seconds, events) for chunk, each in zip(chunks, results, strict=True)]
         if self._speculator is not None:
             self._learn(self._speculator, chunks, kept, seconds)
 
@@ -165,8 +160,8 @@ class Postprocessor:
     ) -> KeptTokens | None:
         """Apply a finished chunk. Returns None if its sequence has ended meanwhile."""
         sequence = chunk.sequence
-        kept = self._keep(sequence, tokens, chunk.draft_ids)
-        if not self._scheduler.on_step_done(chunk, kept.num_rows):
+        kept = self._keep(sequence, tokens, chunk.draft_ids) if chunk.drafts else self._keep_first(sequence, tokens)
+        if not self._scheduler.on_step_done(chunk, kept.num_rows if chunk.drafts else chunk.num_tokens):
             return None
         if not sequence.has_emitted:
             sequence.compute_seconds += seconds
@@ -182,7 +177,17 @@ class Postprocessor:
 
     def accept(self, sequence: Sequence, token: SampledToken, events: StepOutput) -> None:
         """Append the next token of a sequence that was sampled elsewhere."""
-        self._append(sequence, self._keep(sequence, (token,), []), (), events)
+        self._append(sequence, self._keep_first(sequence, (token,)), (), events)
+
+    def _keep_first(self, sequence: Sequence, tokens: Items[SampledToken]) -> KeptTokens:
+        """Keep the token of a chunk without drafts, if it sampled one: `_keep` in a third of its time."""
+        if not tokens:
+            return KeptTokens()
+        token = tokens[0]
+        if token.failure is not None:
+            return KeptTokens(failure=token.failure)
+        reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id)
+        return KeptTokens((token.token_id,), (token.logprobs,) if token.logprobs else (), reason)
 
     def _keep(self, sequence: Sequence, tokens: Items[SampledToken], drafts: list[int]) -> KeptTokens:
         """Choose the tokens to keep: as long as the draft before each of them equals the token before it.
@@ -205,20 +210,22 @@ class Postprocessor:
             num_drafts += is_draft
             if reason is not None or not is_draft:
                 break
-        return KeptTokens(ids, logprobs, reason, failure, num_drafts)
+        return KeptTokens(tuple(ids), tuple(logprobs), reason, failure, num_drafts)
 
     def _append(self, sequence: Sequence, kept: KeptTokens, drafts: Proposal, events: StepOutput) -> None:
         """Append the sampled token, emit all tokens, and end the sequence if they do."""
         prompt = None if sequence.has_emitted else sequence.prompt_counts()
-        sequence.token_ids += kept.sampled
+        if kept.failure is None:
+            sequence.token_ids.append(kept.token_ids[-1])
         if kept.token_ids:
             if sequence.is_prefill:
                 self._scheduler.hold(sequence)  # the worker that decodes counts this token
             else:
                 self.num_generated_tokens += len(kept.token_ids)
             counts = kept.draft_counts(drafts) if drafts else NO_DRAFTS
-            ids, logprobs = tuple(kept.token_ids), tuple(kept.logprobs)
-            events.deltas.append(TokenDelta(sequence.spec.key, ids, logprobs, prompt, kept.reason, counts))
+            events.deltas.append(
+                TokenDelta(sequence.spec.key, kept.token_ids, kept.logprobs, prompt, kept.reason, counts)
+            )
         if kept.failure is not None:
             events.failures.append(SequenceFailed(sequence.spec.key, kept.failure))
         if kept.failure is not None or kept.reason is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weft.errors import WeftError
 from weft.kv.block_pool import FullBlock
@@ -146,8 +146,7 @@ class PromptCounts:
     compute_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """New tokens of one sequence, and its end if `finish_reason` is set. `prompt` comes with the first token.
 
     `drafts`: of the step that generated the tokens. The first `drafts.accepted` tokens were drafts.

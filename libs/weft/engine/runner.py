@@ -7,7 +7,7 @@ device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
@@ -53,7 +53,8 @@ class StepInputBuilder:
                 token_ids.append(0)
             else:
                 token_ids += sequence.token_ids[start:end]
-                token_ids += chunk.draft_ids
+                if chunk.drafts:
+                    token_ids += chunk.draft_ids
             positions += range(start, end)
             for run, of_group in zip(sequence.page_ranges, slots, strict=True):
                 of_group += self._slots(run, start, end)
@@ -80,8 +81,16 @@ class StepInputBuilder:
             new_pages=new_pages,
         )
 
-    def _slots(self, run: PageRange, start: int, end: int) -> Iterator[int]:
-        """Yield the KV slots of consecutive positions."""
+    def _slots(self, run: PageRange, start: int, end: int) -> Iterable[int]:
+        """Return the KV slots of consecutive positions."""
+        size = self._block_tokens
+        first, last = start // size, (end - 1) // size
+        if first == last:  # as in nearly all decode steps
+            slot = run.blocks[first - run.first] * size + start % size
+            return range(slot, slot + end - start)
+        return self._slots_of_blocks(run, start, end)
+
+    def _slots_of_blocks(self, run: PageRange, start: int, end: int) -> Iterator[int]:
         size = self._block_tokens
         for index in range(start // size, -(-end // size)):
             shift = (run.blocks[index - run.first] - index) * size
@@ -156,6 +165,8 @@ def _launch_order(chunk: ScheduledChunk) -> tuple[bool, bool, int]:
 
 
 def _sampled_positions(chunk: ScheduledChunk) -> list[SampledPosition]:
+    if not chunk.drafts:
+        return [SampledPosition(chunk.sequence, at) for at in chunk.sampled_positions]
     drafts = tuple(chunk.draft_ids)
     return [SampledPosition(chunk.sequence, at, drafts[:i]) for i, at in enumerate(chunk.sampled_positions)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,13 +189,13 @@ class LaunchedStep:
         if not self.on_host:
             return [()] * len(self.spans)
         tokens, tops, shaped_tops, *found = (each.tolist() for each in self.on_host)
-        sampled = [
-            SampledToken(token, failure=self._failure(row, tops[row], shaped_tops[row]))
-            for row, token in enumerate(tokens)
-        ]
+        sampled = [SampledToken(token) for token in tokens]
+        for row, each in enumerate(zip(tops, shaped_tops, strict=True)):
+            if (failure := self._failure(row, *each)) is not None:
+                sampled[row] = SampledToken(tokens[row], failure=failure)
         for at, (row, num_top) in enumerate(self.asked.items()):
             position = _position_logprobs(tokens[row], [each[at] for each in found], num_top)
-            sampled[row] = replace(sampled[row], logprobs=position)
+            sampled[row] = sampled[row]._replace(logprobs=position)
         return [tuple(sampled[start:stop]) for start, stop in self.spans]
 
     def _failure(self, row: int, top: float, shaped_top: float) -> WeftError | None:

@@ -128,7 +128,7 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens for later steps. At least 1 while the sequence continues, because the last one gives the logits."""
-        return 0 if self.last_token_pending else self.num_tokens - self.num_launched
+        return 0 if self.last_token_pending else len(self.token_ids) + self.num_expected - self.num_launched
 
     @property
     def is_prefilling(self) -> bool:
@@ -216,10 +216,10 @@ class Sequence:
         `num_ahead`: tokens before it that are not appended yet.
         """
         sampling = self.spec.sampling
-        if token_id in sampling.stop_token_ids or (not self.ignores_eos and token_id in eos_token_ids):
+        if token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not self.ignores_eos):
             return FinishReason.STOP
-        num_new = num_ahead + 1
-        if self.num_generated + num_new >= sampling.max_tokens or len(self.token_ids) + num_new >= context_tokens:
+        num_tokens = len(self.token_ids) + num_ahead + 1
+        if num_tokens >= context_tokens or self.num_generated_before(num_tokens) >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -230,9 +230,9 @@ class Sequence:
     def expect_tokens(self, count: int, context_tokens: int) -> None:
         """Record that a launched step samples `count` tokens."""
         self.num_expected += count
-        is_full = self.num_tokens >= context_tokens
-        is_long = self.num_generated + self.num_expected >= self.spec.sampling.max_tokens
-        self.last_token_pending = self.is_prefill or is_full or is_long
+        num_tokens = self.num_tokens
+        is_long = self.num_generated_before(num_tokens) >= self.spec.sampling.max_tokens
+        self.last_token_pending = is_long or num_tokens >= context_tokens or self.is_prefill
 
     def token_history(self) -> TokenHistory:
         """Return the sequence's history. It is created on first use, because most sequences need none."""

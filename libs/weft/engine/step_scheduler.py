@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
+from typing import NamedTuple
 
 from weft.engine.block_tables import BlockTables
 from weft.engine.config import EngineConfig
@@ -61,8 +61,7 @@ class ScheduledChunk:
         return self.sequence.has_observer and self.start < self.sequence.num_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A sampled token with its logprobs. If `failure` is set, there is no token and the sequence fails."""
 
     token_id: int
@@ -107,10 +106,10 @@ class StepScheduler:
     def on_step_done(self, chunk: ScheduledChunk, num_kept: int) -> bool:
         """Account for a finished chunk. Returns False if the sequence has ended meanwhile.
 
-        `num_kept`: rows of a chunk with drafts that stand before the first rejected draft.
+        `num_kept`: rows that stand before the first rejected draft; without drafts all of the chunk.
         """
         sequence = chunk.sequence
-        sequence.num_computed += num_kept if chunk.drafts else chunk.num_tokens
+        sequence.num_computed += num_kept
         sequence.num_expected -= chunk.num_samples
         if chunk.drafts:
             sequence.num_launched = sequence.num_computed
@@ -200,11 +199,13 @@ class StepScheduler:
     def _build_chunks(self, now: float, is_drained: bool) -> list[ScheduledChunk]:
         """Choose the chunks of the next step. From here on the step counts as in flight."""
         single = [sequence for sequence in self.running if sequence.is_decoding]
-        prompts = (sequence for sequence in self.running if sequence.is_prefilling)
-        others = sorted(prompts, key=lambda sequence: prefill_priority(sequence, now), reverse=True)
+        others: list[Sequence] = []
+        if len(single) < len(self.running):
+            others = [sequence for sequence in self.running if sequence.is_prefilling]
+            others.sort(key=lambda sequence: prefill_priority(sequence, now), reverse=True)
         if is_burst(self._config, single, others, now):
             capacities = {prompt: self.block_tables.capacity_tokens(prompt) - prompt.num_launched for prompt in others}
-            if chunks := [self._chunk(*each, now=now) for each in burst_step(self._config, capacities)]:
+            if chunks := [self._chunk(*each, now) for each in burst_step(self._config, capacities)]:
                 return chunks
         parts: list[tuple[Sequence, int]] = []
         budget, shared = self._config.prompt_budgets(is_mixed=bool(single))
@@ -218,19 +219,20 @@ class StepScheduler:
         proposals: list[Proposal] = [()] * len(single)
         if self._drafts is not None and single and is_drained:
             proposals = self._drafts.plan(single, sum(num_tokens for _, num_tokens in parts), self._num_growing)
-        decoding = [self._chunk(*each, now=now) for each in zip(single, repeat(1), proposals)]
-        return decoding + [self._chunk(*each, now=now) for each in parts]
+        decoding = [self._chunk(sequence, 1, now, drafts) for sequence, drafts in zip(single, proposals, strict=True)]
+        return decoding + [self._chunk(*each, now) for each in parts]
 
-    def _chunk(self, sequence: Sequence, num_tokens: int, drafts: Proposal = (), *, now: float) -> ScheduledChunk:
+    def _chunk(self, sequence: Sequence, num_tokens: int, now: float, drafts: Proposal = ()) -> ScheduledChunk:
         """Return a chunk of the next `num_tokens` tokens and drafts behind them."""
-        num_samples = int(num_tokens == sequence.num_pending) + len(drafts)
-        chunk = ScheduledChunk(sequence, sequence.num_launched, num_tokens + len(drafts), num_samples, drafts)
-        sequence.num_launched += chunk.num_tokens
-        if chunk.num_samples:
+        start, num_samples = sequence.num_launched, int(num_tokens == sequence.num_pending)
+        if drafts:
+            num_tokens, num_samples = num_tokens + len(drafts), num_samples + len(drafts)
+        sequence.num_launched = start + num_tokens
+        if num_samples:
             if not sequence.num_generated:
                 sequence.started_at = now
-            sequence.expect_tokens(chunk.num_samples, self._config.context_tokens)
-        return chunk
+            sequence.expect_tokens(num_samples, self._config.context_tokens)
+        return ScheduledChunk(sequence, start, num_tokens, num_samples, drafts)
 
     def _admit(self, events: StepOutput, now: float, is_drained: bool) -> bool:
         """Admit waiting sequences in queue order; False if that needs a preemption while a step is in flight."""
