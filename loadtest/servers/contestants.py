@@ -81,8 +81,8 @@ def vllm(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
     return Contestant("vLLM", command, environment(str(python.parent.parent), threads))
 
 
-def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
-    """Return llama.cpp's server, which lies beside `python`, with a slot for each client; converts to GGUF first."""
+def make_gguf(python: Path, model: Path, dtype: str) -> Path:
+    """Convert the checkpoint with llama.cpp's environment, unless it is converted already. Raises BenchError."""
     made = subprocess.run(
         [str(python), "-m", "loadtest.engine.gguf_model", str(model), dtype],
         cwd=ROOT,
@@ -93,7 +93,12 @@ def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
     )
     if made.returncode:
         raise BenchError(f"llama.cpp: no GGUF was made\n{made.stderr[-1000:]}")
-    path = made.stdout.strip().splitlines()[-1]
+    return Path(made.stdout.strip().splitlines()[-1])
+
+
+def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
+    """Return llama.cpp's server, which lies beside `python`, with a slot for each client; converts to GGUF first."""
+    path = str(make_gguf(python, model, dtype))
 
     def command(port: int) -> list[str]:
         arguments = ["--model", path, "--host", "127.0.0.1", "--port", str(port)]

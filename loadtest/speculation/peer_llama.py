@@ -1,0 +1,108 @@
+"""llama.cpp's server as a peer of the speculation benchmark: one process for each answer, times and drafts from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadtest.processes import BenchError, Processes, answers
+from loadtest.servers.contestants import make_gguf
+from loadtest.speculation.bench import OFF, Run
+from loadtest.speculation.tasks import Prompt
+from weft.cli.layout import free_ports
+from weft.request import DraftCounts
+
+START_SECONDS, ANSWER_SECONDS = 60.0, 300.0
+CONTEXT_TOKENS = 2048
+# What a user of the server would set. The two numbers are the length of the looked-up n-gram and the number of drafts;
+# without them the server looks up 12 tokens and drafts 48 (ngram-simple), or 24 and 48 to 64 (ngram-mod).
+LLAMA_MODES: Mapping[str, Sequence[str]] = {
+    OFF: (),
+    "ngram-simple": ("--spec-type", "ngram-simple"),
+    "ngram-simple 4, 15": (
+        *("--spec-type", "ngram-simple"),
+        *("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "15"),
+    ),
+    "ngram-mod": ("--spec-type", "ngram-mod"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaServer:
+    """The server beside `python`, with one slot."""
+
+    python: Path
+    gguf: Path
+    threads: int
+    name: str = "llama.cpp"
+
+    @property
+    def modes(self) -> Sequence[str]:
+        return tuple(LLAMA_MODES)
+
+    def run(self, prompts: Mapping[str, Prompt], mode: str) -> Run:
+        """Answer the prompts one after another, each by a new server. Raises BenchError.
+
+        The n-grams of `ngram-mod` outlive a request, so an old server would have drafts from its answer to the same
+        prompt in an earlier round.
+        """
+        total = Run()
+        for name, prompt in prompts.items():
+            with Processes() as processes:
+                url = self._start(processes, mode)
+                answer = httpx.post(f"{url}/completion", json=completion_body(prompt), timeout=ANSWER_SECONDS)
+            if answer.status_code != httpx.codes.OK:
+                raise BenchError(f"{self.name}: HTTP {answer.status_code}: {answer.text[:300]}")
+            total.add(to_run(name, answer.json()))
+        return total
+
+    def close(self) -> None:
+        """No process is left between runs."""
+
+    def _start(self, processes: Processes, mode: str) -> str:
+        (port,) = free_ports(1)
+        threads = str(self.threads)
+        processes.start(
+            [
+                *(str(self.python.parent / "llama-server"), "--model", str(self.gguf)),
+                *("--host", "127.0.0.1", "--port", str(port), "--parallel", "1", "--ctx-size", str(CONTEXT_TOKENS)),
+                *("--threads", threads, "--threads-batch", threads, *LLAMA_MODES[mode]),
+            ]
+        )
+        processes.wait(self.name, answers(port, "/health"), START_SECONDS)
+        return f"http://127.0.0.1:{port}"
+
+
+def open_llama(python: Path, model: Path, dtype: str, threads: int) -> LlamaServer:
+    return LlamaServer(python, make_gguf(python, model, dtype), threads)
+
+
+def completion_body(prompt: Prompt) -> dict[str, Any]:
+    """Return the body of `/completion`: greedy, with the grammar that forces the same tokens as in our engine."""
+    body: dict[str, Any] = {
+        "prompt": list(prompt.token_ids),
+        "n_predict": prompt.max_tokens,
+        "temperature": 0,
+        "samplers": ["temperature"],  # the others are skipped, because none changes the most likely token
+        "return_tokens": True,
+    }
+    if prompt.replayed is not None:
+        body["grammar"] = f"root ::= {' '.join(f'<[{token_id}]>' for token_id in prompt.replayed[:-1])}"
+    elif prompt.grammar is not None:
+        (grammar,) = json.loads(prompt.grammar)["grammars"]
+        body["json_schema"] = grammar["json_schema"]
+    return body
+
+
+def to_run(name: str, answer: Mapping[str, Any]) -> Run:
+    """Return one answer as a run; the server's time starts with the first token, as ours does."""
+    timings = answer["timings"]
+    drafts = DraftCounts(timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
+    num_tokens = timings["predicted_n"] - 1
+    seconds = timings["predicted_ms"] / 1e3
+    return Run(seconds, num_tokens, num_tokens - drafts.accepted, drafts, {name: list(answer["tokens"])})
