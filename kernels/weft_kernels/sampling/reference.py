@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,25 +72,31 @@ def floors(logits: Tensor, rows: SamplingRows) -> Tensor:
 def _scores(logits: Tensor, rows: SamplingRows) -> Tensor:
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     # Relative to the best logit: a tiny temperature gives -inf for the others, never inf - inf.
-    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
 
 def _worst_kept(scores: Tensor, rows: SamplingRows) -> Tensor:
-    """Return [R]: the lowest score that top-k, then top-p keep. Scores that tie with it stay."""
-    ordered = _sorted_values(scores)  # worst first
-    num_kept = torch.where(rows.top_k > 0, rows.top_k, scores.shape[-1]).clamp_max(scores.shape[-1])
-    worst_kept = ordered.gather(-1, scores.shape[-1] - num_kept[:, None])
+    """Return [R]: the lowest score that top-k, then top-p keep; scores that tie with it stay. Overwrites `scores`."""
+    ordered, num_items = _sort(scores), scores.shape[-1]  # worst first
+    num_kept = torch.where(rows.top_k > 0, rows.top_k, num_items).clamp_max(num_items)
+    worst_kept = ordered.gather(-1, num_items - num_kept[:, None])
     if rows.has_top_p:
-        ordered = ordered.masked_fill(ordered < worst_kept, NEVER)
+        if rows.has_top_k:
+            ordered = ordered.masked_fill(ordered < worst_kept, NEVER)
         is_tail = ordered.softmax(-1).cumsum(-1) <= (1.0 - rows.top_p).float()[:, None]
-        is_tail &= (rows.top_p < 1.0)[:, None]
-        is_tail[:, -1] = False
-        worst_kept = torch.maximum(worst_kept, ordered.masked_fill(is_tail, float("inf")).amin(-1, keepdim=True))
+        # The sums never fall, so the tail is a prefix: its length is the place of the first score behind it. Counting
+        # takes a fifth of the time of masking the tail. The best score always stays.
+        num_cut = torch.where(rows.top_p < 1.0, is_tail.sum(-1).clamp_max(num_items - 1), 0)
+        worst_kept = torch.maximum(worst_kept, ordered.gather(-1, num_cut[:, None]))
     return worst_kept[:, 0]
 
 
-def _sorted_values(scores: Tensor) -> Tensor:
-    """Sort ascending. On a CPU numpy takes 0.08 ms for 32 x 2048, torch 4.9, because it also sorts positions."""
+def _sort(scores: Tensor) -> Tensor:
+    """Return the scores in ascending order, on a CPU in place.
+
+    There numpy takes 0.08 ms for 32 x 2048, torch 4.9, because it also sorts positions.
+    """
     if scores.is_cuda:
         return scores.sort(dim=-1).values
-    return torch.from_numpy(np.sort(scores.numpy(), axis=-1))
+    scores.numpy().sort(axis=-1)
+    return scores
