@@ -8,10 +8,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import httpx
@@ -43,7 +44,9 @@ class LocalMesh(Processes):
         environment: Mapping[str, str] | None = None,
         num_both: int = 0,
         log_path: Path | None = None,
+        options: Sequence[str] = (),
     ) -> None:
+        """`options`: further ones of `weft up`; they take precedence."""
         super().__init__(log_path)
         port, grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{port}"
@@ -53,7 +56,7 @@ class LocalMesh(Processes):
         command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
         command += ["--model", model or str(ROOT / "models" / "weft-nano"), "--dtype", "float32", "--threads", "1"]
         command += ["--prefill", str(num_prefill), "--decode", str(num_decode), "--both", str(num_both)]
-        self._up = self.start(command, environment)
+        self._up = self.start([*command, *options], environment)
 
     def __enter__(self) -> Self:
         try:
@@ -144,6 +147,11 @@ class LocalMesh(Processes):
         """Return the last report of every live worker by name."""
         return {worker.hello.worker.worker_id: worker.report for worker in self._fleet()}
 
+    def drain(self, worker_id: str) -> None:
+        """Let a worker take no more requests."""
+        with self._scheduler() as stub:
+            stub.Drain(scheduler_service_pb2.DrainRequest(worker_id=worker_id), timeout=10)
+
     def pool_tokens(self) -> int:
         """Return the size of the smallest pool."""
         return min(worker.hello.num_blocks * worker.hello.fingerprint.block_tokens for worker in self._fleet())
@@ -164,6 +172,10 @@ class LocalMesh(Processes):
         return len([w for w in able if w.hello.worker.boot_id not in self._gone]) == self._num_workers
 
     def _fleet(self) -> list[scheduler_service_pb2.WorkerStatus]:
-        with grpc.insecure_channel(self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]) as channel:
-            stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
+        with self._scheduler() as stub:
             return list(stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=10).workers)
+
+    @contextmanager
+    def _scheduler(self) -> Iterator[Any]:
+        with grpc.insecure_channel(self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]) as channel:
+            yield scheduler_service_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
