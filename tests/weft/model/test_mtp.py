@@ -16,7 +16,8 @@ from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
 from weft.model.draft import DraftRows, DraftTarget
 from weft.model.kv_layout import block_bytes
-from weft.model.mtp import MtpLayer, mtp_config_of
+from weft.model.mtp import MtpLayer
+from weft.model.mtp_config import mtp_config_of
 from weft.model.paged_pool import paged_pool
 from weft.model.spec import FINAL
 from weft_kernels.paged_attention import PagedBatch
