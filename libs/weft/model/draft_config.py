@@ -42,7 +42,8 @@ class DraftConfig:
 
     - `layer`: sizes of the head. Its `vocab_size` is that of the embedding.
     - `root`: what stands before the names of the layer's tensors.
-    - `layer_ids`: the ids in the file. `boundaries`: what they mean, see `weft.model.draft_layers`.
+    - `layer_ids`: the ids in the file. `boundaries`: what they mean, see `weft.model.draft_layers`. `names_boundaries`:
+      the file says so itself, as Weft's trainer writes it.
     - `feature_size`: the target's hidden size. `is_fused` False: the state of one boundary is read as it is.
     - `is_residual_normed`: the residual stream starts with the normed state.
     - `is_recycled_normed`: the next step reads the state behind the last norm.
@@ -55,6 +56,7 @@ class DraftConfig:
     root: str
     layer_ids: tuple[int, ...]
     boundaries: tuple[int, ...]
+    names_boundaries: bool
     feature_size: int
     is_fused: bool
     feature_norm: FeatureNorm
@@ -97,6 +99,7 @@ def draft_config_of(fields: Fields, stored: Stored, target: ModelConfig) -> Draf
         root=root,
         layer_ids=layer_ids,
         boundaries=said or default_reading(producer, layer_ids, target.num_layers, is_final),
+        names_boundaries=bool(said),
         feature_size=fields.integer("target_hidden_size", layer.hidden_size),
         is_fused=not is_final or any(name.startswith("fc.") for name in stored),
         feature_norm=_feature_norm(fields, eagle),

@@ -21,9 +21,9 @@ from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
 from weft.model.draft import DraftTarget
 from weft.model.draft_layers import readings
-from weft.model.draft_scoring import ScoringText, best_reading, score_readings
+from weft.model.draft_scoring import ScoringText, answer, best_reading, score_readings
 from weft.model.eagle import EagleHead
-from weft.model.spec import FINAL, LayerSpec
+from weft.model.spec import FINAL, LayerSpec, ModelConfig
 from weft.model.step import Capture, TokenBatch
 from weft.model.tensors import expected_tensors
 from weft.weights.draft_checkpoint import read_draft_checkpoint
@@ -43,7 +43,7 @@ def step_matrix(count: int) -> Tensor:
     return matrix
 
 
-def make_target() -> Decoder:
+def make_target(config: ModelConfig = CONFIG) -> Decoder:
     weights = {name: torch.zeros(shape) for name, shape in expected_tensors(CONFIG).items()}
     weights |= {name: torch.ones(shape) for name, shape in expected_tensors(CONFIG).items() if "norm" in name}
     weights |= {"model.embed_tokens.weight": torch.eye(SIZE), "lm_head.weight": torch.eye(SIZE)}
@@ -51,7 +51,7 @@ def make_target() -> Decoder:
         mlp = f"model.layers.{layer}.mlp."
         weights |= {mlp + "gate_proj.weight": torch.eye(SIZE), mlp + "up_proj.weight": torch.eye(SIZE)}
         weights[mlp + "down_proj.weight"] = factor * step_matrix(1)
-    return Decoder(CONFIG, weights, torch.float32, torch.device("cpu"))
+    return Decoder(config, weights, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_reading_with_the_best_agreement_wins(
 ) -> None:
     """SpecForge's ids name outputs of layers, which is right in the second case, and wrong in the first one."""
     head = make_head(step_matrix(3), tmp_path, target, layer_ids)
-    scores = score_readings(head, text, readings(head.draft.layer_ids, head.boundaries, LAYERS))
+    scores = score_readings(head, [text], readings(head.draft.layer_ids, head.boundaries, LAYERS))
     best = best_reading(scores, "head")
     assert (best.name, best.boundaries[0]) == (right, RIGHT)
     assert best.agreement == 1.0
@@ -112,7 +112,30 @@ def test_reading_with_the_best_agreement_wins(
 
 def test_head_of_another_model_is_refused(tmp_path: Path, target: Decoder, text: ScoringText) -> None:
     head = make_head(step_matrix(7), tmp_path, target, [2, 4, 5])
-    scores = score_readings(head, text, readings(head.draft.layer_ids, head.boundaries, LAYERS))
+    scores = score_readings(head, [text], readings(head.draft.layer_ids, head.boundaries, LAYERS))
     message = r"head: agrees .* at most 0% of the tokens, expected 15% \(chosen \[3, 5, 6\] 0%, ids \[2, 4, 5\] 0%"
     with pytest.raises(BadCheckpoint, match=message):
         best_reading(scores, "head")
+
+
+def test_answers_have_the_states_and_choices_of_one_pass(target: Decoder, text: ScoringText) -> None:
+    """Two prompts of other lengths are answered at a time."""
+    whole = text.token_ids.tolist()
+    prompts = [whole[: PROMPT + 3], whole[:PROMPT]]
+    longer, found = answer(target, prompts, text.states.keys(), NUM_TOKENS - PROMPT)
+    assert (longer.answer_start, found.answer_start) == (PROMPT + 3, PROMPT)
+    assert longer.token_ids[:NUM_TOKENS].tolist() == found.token_ids.tolist() == whole
+    assert longer.choices[:NUM_TOKENS].tolist() == found.choices.tolist() == text.choices.tolist()
+    for boundary, states in text.states.items():
+        torch.testing.assert_close(found.states[boundary], states)
+        torch.testing.assert_close(longer.states[boundary][:NUM_TOKENS], states)
+
+
+@pytest.mark.parametrize(("place", "size"), [(20, 20), (0, SIZE // 2)])
+def test_answer_ends_before_an_end_token(place: int, size: int, text: ScoringText) -> None:
+    """An end in place of the first token would leave nothing to compare. The text repeats after half of the cycle."""
+    whole = text.token_ids.tolist()
+    ending = make_target(replace(CONFIG, eos_token_ids=(whole[PROMPT + place],)))
+    (found,) = answer(ending, [whole[:PROMPT]], (RIGHT,), NUM_TOKENS - PROMPT)
+    assert found.token_ids.tolist() == whole[: PROMPT + size]
+    assert len(found.choices) == len(found.states[RIGHT]) == PROMPT + size
