@@ -81,6 +81,12 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, _served_config(directory, config), tensors, name, state, head, unread)
 
 
+def checkpoint_of(directory: Path, config_json: str, tensors: tuple[TensorSource, ...], part: str = "") -> Checkpoint:
+    """Return these tensors as a checkpoint. `part` names them if other tensors of the directory are another one."""
+    name = _digest([str(directory), part] if part else [str(directory)])
+    return Checkpoint(directory, config_json, tensors, name, source_id(directory, tensors))
+
+
 def source_id(directory: Path, tensors: Sequence[TensorSource], second_head: TensorSource | None = None) -> str:
     """Return an ID of the current state of the files. Raises BadCheckpoint, StorageUnavailable."""
     files = {tensor.file.name: tensor.file for tensor in tensors}

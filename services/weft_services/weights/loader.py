@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,11 +61,14 @@ class WeightLoader:
         tasks: asyncio.TaskGroup,
         peer: WeightsPeer | None = None,
         room: ShmBudget | None = None,
+        read: Callable[[Path], Checkpoint] = read_checkpoint,
     ) -> None:
+        """`read`: reads the headers of what this loader loads from the directory."""
         self.name = directory.name
         self._budget = room or ShmBudget()
         self._budget.register(self)
         self._directory = directory
+        self._read_headers = read
         self._num_readers = num_readers
         self._peer = peer
         self._tasks = tasks
@@ -195,7 +198,7 @@ class WeightLoader:
         Files that are wrong and unchanged raise BadCheckpoint.
         """
         try:
-            return read_checkpoint(self._directory)
+            return self._read_headers(self._directory)
         except BadCheckpoint as error:
             before, self._state = self._state, self._files_state()
             if before is None or before == self._state:

@@ -83,7 +83,7 @@ async def test_no_error_of_a_disk_ends_the_service(
 ) -> None:
     make_checkpoint(tmp_path / "model")
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(loader_module, step, fail)
@@ -92,10 +92,9 @@ async def test_no_error_of_a_disk_ends_the_service(
         with pytest.raises(StorageUnavailable, match="model: Input/output error"):
             async for _ in loader.load():
                 pass
-    monkeypatch.setattr(loader_module, "read_checkpoint", fail)
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(StorageUnavailable, match="model: Input/output error"):
-            await loader_module.WeightLoader(tmp_path / "model", 1, tasks).fits()
+            await loader_module.WeightLoader(tmp_path / "model", 1, tasks, read=fail).fits()
 
 
 Report = Callable[[str, int], None]
