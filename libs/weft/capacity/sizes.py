@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from weft.capacity.draft import DraftSize, feature_rows
 from weft.capacity.footprint import cpu_bytes, footprint
 from weft.capacity.layout import GIB, Demand, Gpu, Layout
 from weft.capacity.plan import RUNTIME_BYTES, make_plan
@@ -41,6 +42,11 @@ class MemoryBudget:
     weights: int
     activations: int
     available_for_kv: int
+
+    def with_draft(self, weights: int, features: int) -> MemoryBudget:
+        """Return the budget that is left beside a draft model with these bytes."""
+        left = self.available_for_kv - weights - features
+        return MemoryBudget(self.free, self.weights + weights, self.activations + features, left)
 
     def check(self, pool_bytes: int, what: str) -> None:
         """Raise BadCheckpoint if KV of `pool_bytes`, for `what`, does not fit."""
@@ -138,9 +144,15 @@ class Sizes:
             num_blocks, what = self.paging(model).max_pages(num_tokens), f"KV of {num_tokens} tokens"
         return num_blocks * block_bytes(model, self.machine.dtype, self.machine.block_tokens), what
 
-    def memory_budget(self, model: ModelConfig, free: int) -> MemoryBudget:
+    def memory_budget(self, model: ModelConfig, free: int, draft: DraftSize | None = None) -> MemoryBudget:
         """Return the budget for this model with `free` bytes before loading. Does not check that it fits."""
-        return estimate_budget(model, self.machine, self.burst_tokens, self.max_seqs, free)
+        room = estimate_budget(model, self.machine, self.burst_tokens, self.max_seqs, free)
+        return room.with_draft(draft.weight_bytes, self.feature_bytes(model, draft)) if draft else room
+
+    def feature_bytes(self, model: ModelConfig, draft: DraftSize) -> int:
+        """Return the bytes of the target's states that a draft model reads."""
+        kept = feature_rows(self.machine.block_tokens) * self.max_seqs
+        return draft.feature_bytes(model, kept + self.burst_tokens)
 
 
 def choose_sizes(wanted: RequestedSizes, has_cuda: bool) -> Sizes:
