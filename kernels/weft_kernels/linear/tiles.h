@@ -78,7 +78,7 @@ WEFT_INLINE void tile(const Number* x, const Weight* panel, float* out, const Sp
             Lines<Weight, Number> lines(line);
             const Weight* later = line + numbers_ahead(Rows) * LINE;
             __builtin_prefetch(later, 0, HINT);
-            if (LINE * sizeof(Weight) > 4 * W) __builtin_prefetch(later + LINE / 2, 0, HINT);
+            if (LINE * sizeof(Weight) > 64) __builtin_prefetch(later + LINE / 2, 0, HINT);
             if (Rows > 3) __builtin_prefetch(x + (k + AHEAD) * Rows, 0, 2);
 #pragma GCC unroll 12
             for (int r = 0; r < Rows; r++) {
