@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.test_paged_attention import BATCHES, NUM_BLOCKS, NUM_LAYERS, make_batch
+from tests.kernels.test_paged_attention import BATCHES, NUM_BLOCKS, NUM_LAYERS, hide, make_batch, shifted
 from weft_kernels.latent_attention import latent_attention, latent_attention_reference
 from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
@@ -85,17 +85,61 @@ def test_sequences_with_queries_enough_to_fill_vectors_are_chunks() -> None:
     assert not len(make_cpu_batch(batch, FULL, 2, 0).spans)
 
 
+@pytest.mark.parametrize("first", [None, (10, 1, 4, 7)])
 @pytest.mark.parametrize("span", SPANS)
-def test_nothing_but_the_keys_seen_is_read(span: KeySpan) -> None:
+def test_nothing_but_the_keys_seen_is_read(span: KeySpan, first: tuple[int, ...] | None) -> None:
     counts = (1, 1, 3, 19)
     q, batch = make_batch([(1, 22), (1, 5), (3, 7), (19, 30)], (4, 2), 16, torch.float32)
+    batch = replace(batch, first=first)
     expected = paged_attention(q, 0, batch, span)
     seen = torch.zeros(NUM_BLOCKS, batch.pool.block_tokens, dtype=torch.bool)
-    for table, length, count in zip(batch.block_tables, batch.context_lens, counts, strict=True):
-        for at in range(span.first_visible(length - count), length):
+    for index, (table, length) in enumerate(zip(batch.block_tables, batch.context_lens, strict=True)):
+        lowest = max(span.first_visible(length - counts[index]), batch.first_at(index))
+        for at in range(lowest, length):
             seen[table[at // 4], at % 4] = True
     batch.pool.memory.permute(0, 4, 1, 2, 3, 5)[~seen] = float("nan")
     assert torch.equal(paged_attention(q, 0, batch, span), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("span", [FULL, KeySpan(6), KeySpan(0, 5), KeySpan(3, 8)])
+@pytest.mark.parametrize(("heads", "dim"), [*SHAPES[1:4], ((6, 2), 10), ((40, 1), 24)])
+def test_rows_see_no_slots_below_first(
+    heads: tuple[int, int], dim: int, span: KeySpan, dtype: torch.dtype, share: float
+) -> None:
+    sinks = torch.linspace(-2, 2, heads[0])
+    rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2**-7, 4e-3)
+    for spans in (MIXED, [(37, 97), (64, 64), (20, 140)]):
+        q, batch = make_batch(spans, heads, dim, dtype, num_blocks=120)
+        batch = hide(batch, share)
+        found = paged_attention(q, 1, batch, span, sinks=sinks)
+        expected = paged_attention_reference(q, 1, batch, span, sinks)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+        if span == FULL:
+            alike = paged_attention_reference(q, 1, shifted(batch), span, sinks)
+            torch.testing.assert_close(found, alike, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_blocks_give_the_bits_of_a_shorter_table(dtype: torch.dtype) -> None:
+    q, batch = make_batch(MIXED, (4, 2), 64, dtype)
+    found = paged_attention(q, 1, replace(batch, first=[16, 4, 0, 20, 0, 4, 0]))
+    lens = [1, 5, 3, 10, 21, 1, 9]
+    tables = [table[-(-length // 4) * -1 :] for table, length in zip(batch.block_tables, lens, strict=True)]
+    shorter = PagedBatch(batch.pool, 4, batch.query_starts, lens, tables)
+    assert torch.equal(found, paged_attention(q, 1, shorter))
+
+
+def test_latent_rows_see_no_vectors_below_first() -> None:
+    generator = torch.Generator().manual_seed(5)
+    pool = torch.randn(NUM_BLOCKS, 1, NUM_LAYERS, 1, 4, 96, generator=generator)
+    for heads in (6, 40):
+        tables = [[7, 3, 9, 20], [5, 2, 11, 12]]
+        batch = PagedBatch(uniform_pool(pool), heads, [0, 1, 10], [13, 14], tables, first=[6, 5])
+        q = torch.randn(10, heads, 96, generator=generator)
+        expected = latent_attention_reference(q, 1, batch, 80, 0.2)
+        torch.testing.assert_close(latent_attention(q, 1, batch, 80, 0.2), expected, rtol=1e-5, atol=3e-6)
 
 
 def test_a_row_comes_out_the_same_alone_and_among_others() -> None:
@@ -104,27 +148,33 @@ def test_a_row_comes_out_the_same_alone_and_among_others() -> None:
     assert torch.equal(paged_attention(q[1:2].contiguous(), 1, alone), paged_attention(q, 1, batch)[1:2])
 
 
+@pytest.mark.parametrize("share", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize(("heads", "dim"), [*SHAPES[:5], ((8, 1), 64), ((40, 1), 32), ((8, 2), 10)])
-def test_decoding_rows_equal_rows_alone(heads: tuple[int, int], dim: int, span: KeySpan, dtype: torch.dtype) -> None:
+def test_decoding_rows_equal_rows_alone(
+    heads: tuple[int, int], dim: int, span: KeySpan, dtype: torch.dtype, share: float
+) -> None:
     spans = [(3, 9), (16, 30), (1, 5), (20, 21), (9, 24)]
     q, batch = make_batch(spans, heads, dim, dtype)
-    batch, sinks = replace(batch, decodes=[True, True, True, False, True]), torch.linspace(-2, 2, heads[0])
+    batch = replace(hide(batch, share), decodes=[True, True, True, False, True])
+    sinks = torch.linspace(-2, 2, heads[0])
     found = paged_attention(q, 1, batch, span, sinks=sinks)
     for index, (count, context) in enumerate(spans):
         for row in range(count) if batch.decodes[index] else ():
             table, at = [batch.block_tables[index]], batch.query_starts[index] + row
-            alone = PagedBatch(batch.pool, heads[0], [0, 1], [context - count + 1 + row], table)
+            lens, first = [context - count + 1 + row], [batch.first_at(index)]
+            alone = PagedBatch(batch.pool, heads[0], [0, 1], lens, table, first=first)
             expected = paged_attention(q[at : at + 1].contiguous(), 1, alone, span, sinks=sinks)
             assert torch.equal(found[at : at + 1], expected)
 
 
+@pytest.mark.parametrize("first", [(0, 0, 0), (1, 40, 39), (9, 13, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("span", [FULL, KeySpan(1021), KeySpan(0, 1030)])
 @pytest.mark.parametrize(("heads", "block_tokens"), [((16, 4), 16), ((4, 4), 5), ((7, 1), 32), ((16, 2), 7)])
 def test_grouped_rows_equal_rows_alone(
-    heads: tuple[int, int], block_tokens: int, span: KeySpan, dtype: torch.dtype
+    heads: tuple[int, int], block_tokens: int, span: KeySpan, dtype: torch.dtype, first: tuple[int, ...]
 ) -> None:
     """Sixteen rows of which some see more than one piece of 1,024 keys, next to a short sequence and one row."""
     generator = torch.Generator().manual_seed(6)
@@ -132,21 +182,22 @@ def test_grouped_rows_equal_rows_alone(
     tables = [list(range(first, first + 220)) for first in (0, 220, 440)]
     pool = uniform_pool(torch.randn(660, heads[1], 1, 2, block_tokens, 32, generator=generator).to(dtype))
     q, sinks = torch.randn(26, num_heads, 32, generator=generator).to(dtype), torch.linspace(-2, 2, num_heads)
-    batch = PagedBatch(pool, num_heads, [0, 16, 25, 26], [context for _, context in spans], tables, [True] * 3)
+    batch = PagedBatch(pool, num_heads, [0, 16, 25, 26], [context for _, context in spans], tables, [True] * 3, first)
     found, at = paged_attention(q, 0, batch, span, sinks=sinks), 0
-    for table, (count, context) in zip(tables, spans, strict=True):
+    for table, (count, context), bound in zip(tables, spans, first, strict=True):
         for row in range(count):
-            alone = PagedBatch(pool, num_heads, [0, 1], [context - count + 1 + row], [table])
+            alone = PagedBatch(pool, num_heads, [0, 1], [context - count + 1 + row], [table], first=[bound])
             expected = paged_attention(q[at : at + 1].contiguous(), 0, alone, span, sinks=sinks)
             assert torch.equal(found[at : at + 1], expected)
             at += 1
 
 
-def test_a_prompt_comes_out_the_same_whole_and_in_chunks() -> None:
-    q, batch = make_batch([(90, 90)], (4, 2), 64, torch.float32)
-    whole = paged_attention(q, 1, batch)
+@pytest.mark.parametrize("first", [0, 7])
+def test_a_prompt_comes_out_the_same_whole_and_in_chunks(first: int) -> None:
+    q, batch = make_batch([(90, 97)], (4, 2), 64, torch.float32)
+    whole = paged_attention(q, 1, replace(batch, first=[first]))
     for start, end in ((0, 16), (16, 41), (41, 90)):
-        part = PagedBatch(batch.pool, 4, [0, end - start], [end], batch.block_tables)
+        part = PagedBatch(batch.pool, 4, [0, end - start], [7 + end], batch.block_tables, first=[first])
         assert torch.equal(paged_attention(q[start:end].contiguous(), 1, part), whole[start:end])
 
 

@@ -34,7 +34,7 @@ def latent_attention_reference(q: Tensor, layer: int, batch: PagedBatch, value_d
         blocks = list(batch.block_tables[sequence][:num_blocks])
         vectors = batch.pool.layers[layer].keys[blocks, 0].float().flatten(0, 1)
         for row in range(start, end):
-            seen = vectors[: context - (end - 1 - row)]
+            seen = vectors[batch.first_at(sequence) : context - (end - 1 - row)]
             for head in range(q.shape[1]):
                 shares = (seen @ q[row, head].float() * scale).softmax(0)
                 out[row, head] = shares @ seen[:, :value_dim]

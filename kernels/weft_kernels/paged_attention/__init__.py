@@ -26,6 +26,8 @@ def paged_attention(
 ) -> Tensor:
     """out[r, h] = softmax(scale * q[r, h] . K^T) V over the keys that row r sees: up to itself, within `span`.
 
+    It sees none below `first` of its sequence, see `PagedBatch`.
+
     scale: 1 / sqrt(dim) if it is None. sinks: [heads] float32; exp(sinks[h]) is added to the softmax's denominator, so
     that the weights of a row may add up to less than 1.
 
@@ -58,7 +60,7 @@ def paged_attention_reference(
         keys, values = (each[blocks].float().transpose(0, 1).flatten(1, 2) for each in (cache.keys, cache.values))
         for row in range(start, end):
             visible = context - (end - 1 - row)
-            first = span.first_visible(visible - 1)
+            first = max(span.first_visible(visible - 1), batch.first_at(sequence))
             for head in range(q.shape[1]):
                 scores = keys[head // ratio, first:visible] @ q[row, head].float() * q.shape[-1] ** -0.5
                 seen = scores.softmax(0) @ values[head // ratio, first:visible]

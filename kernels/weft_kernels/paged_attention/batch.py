@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -62,6 +63,10 @@ class PagedBatch:
 
     decodes[s]: the rows of sequence s are a token and drafts behind it, as opposed to a prompt's. With the C++ kernels
     each of them gives the same bits as in a batch where it is the only row of its sequence. Empty: none decodes.
+
+    first[s]: the first KV slot that rows of sequence s may see, counted like context_lens[s] from the first block of
+    its table; None: 0 for all. No row may stand below it: its slot is at least first[s]. Slots below it must hold
+    finite numbers, because a kernel may multiply them by 0. Blocks that lie below it as a whole are not read.
     """
 
     pool: PagedPool
@@ -70,10 +75,21 @@ class PagedBatch:
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
     decodes: Sequence[bool] = ()
+    first: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.first is not None:
+            counts = (end - start for start, end in pairwise(self.query_starts))
+            bounds = zip(self.first, self.context_lens, counts, strict=True)
+            assert all(first <= context - count for first, context, count in bounds)
 
     def decodes_at(self, index: int) -> bool:
         """Return True if sequence `index` decodes."""
         return bool(self.decodes) and self.decodes[index]
+
+    def first_at(self, index: int) -> int:
+        """Return the first slot that rows of sequence `index` may see."""
+        return 0 if self.first is None else self.first[index]
 
     def groups_within(self, span: KeySpan, kv_heads: int, dim: int) -> list[GatherGroup]:
         """Return the groups of a span and a layer's keys, computed once for all such layers."""
@@ -148,6 +164,8 @@ class PagedBatch:
         """Build a group from positions [num_seqs, queries]."""
         block_tokens = self.pool.block_tokens
         firsts = span.first_visible_of(positions)
+        if self.first is not None:
+            firsts = torch.maximum(firsts, torch.tensor([self.first[index] for index in indices])[:, None])
         starts = firsts.min(1).values // block_tokens
         counts = positions.max(1).values // block_tokens + 1 - starts
         num_blocks = int(counts.max())

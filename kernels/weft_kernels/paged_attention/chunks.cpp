@@ -115,14 +115,14 @@ void attend_chunk(const Chunk& c, const Item* q, const int* blocks, Item* out, f
 }
 
 Chunk chunk_of(const Pool* cache, const long* sizes, const float* sinks) {
-    Chunk c{*cache, sizes[0], sizes[1], sizes[3], sizes[4], sizes[5], sinks};
+    Chunk c{*cache, sizes[0], sizes[1], sizes[3], sizes[4], sizes[5], sizes[6], sinks};
     c.value_dim = sizes[2];
     return c;
 }
 
 }  // namespace
 
-// sizes: rows, heads, value_dim, context, window, chunk. sinks: one for each head, or null.
+// sizes: rows, heads, value_dim, context, window, chunk, first slot to be seen. sinks: one for each head, or null.
 WEFT_EXPORT void weft_attend_chunk_f32(const float* q, const Pool* cache, const int* blocks, float* out,
                                        const long* sizes, float scale, const float* sinks, int num_threads) {
     attend_chunk<float>(chunk_of(cache, sizes, sinks), q, blocks, out, scale, num_threads);

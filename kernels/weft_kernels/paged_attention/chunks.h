@@ -24,11 +24,12 @@ constexpr float HIDDEN = -1e30f;
 
 struct Chunk : Pool {
     long rows, heads;
-    long context, window, chunk;  // tokens up to the last row; which keys a row sees, as in Span
+    long context, window, chunk;  // tokens up to the last row; which keys a row sees, as in KeySpan
+    long first;                   // no row sees a key below it
     const float* sinks;           // one for each head, or null
     long ratio() const { return heads / kv_heads; }
     long first_key(long position) const {
-        long start = chunk ? position - position % chunk : 0;
+        long start = std::max(first, chunk ? position - position % chunk : 0);
         return window ? std::max(start, position + 1 - window) : start;
     }
 };

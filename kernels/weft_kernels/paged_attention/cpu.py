@@ -20,11 +20,15 @@ from weft_kernels.paged_attention.batch import GatherGroup, KeySpan, PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class QueryChunk:
-    """Many rows of one sequence: first row, number of rows, tokens up to the last row, blocks [n] int32."""
+    """Many rows of one sequence: first row, number of rows, tokens up to the last row, first slot that they may see.
+
+    blocks: [n] int32.
+    """
 
     first_row: int
     num_rows: int
     context: int
+    first: int
     blocks: Tensor
 
 
@@ -66,7 +70,7 @@ def paged_attention_cpu(
         attend(q.data_ptr(), cache.address, *where, sizes, scale, sink_address, torch.get_num_threads())
     for chunk in rows.chunks:
         some, blocks, result = (each.data_ptr() for each in (q[chunk.first_row], chunk.blocks, out[chunk.first_row]))
-        sizes = _longs((chunk.num_rows, q.shape[1], value_dim, chunk.context, span.window, span.chunk))
+        sizes = _longs((chunk.num_rows, q.shape[1], value_dim, chunk.context, span.window, span.chunk, chunk.first))
         attend = getattr(library, f"weft_attend_chunk_{SUFFIXES[q.dtype]}")
         attend(some, cache.address, blocks, result, sizes, scale, sink_address, torch.get_num_threads())
     return out
@@ -102,14 +106,15 @@ def make_cpu_batch(batch: PagedBatch, span: KeySpan, ratio: int, lanes: int) -> 
     chunks = []
     sequences = zip(pairwise(batch.query_starts), batch.context_lens, batch.block_tables, strict=True)
     for index, ((start, end), length, table) in enumerate(sequences):
-        size = 1 if batch.decodes_at(index) else end - start
+        size, first = 1 if batch.decodes_at(index) else end - start, batch.first_at(index)
         if size * ratio >= lanes:
             own = _int32(list(table))
-            chunks += [QueryChunk(row, size, length - (end - size - row), own) for row in range(start, end, size)]
+            contexts = ((row, length - (end - size - row)) for row in range(start, end, size))
+            chunks += [QueryChunk(row, size, context, first, own) for row, context in contexts]
             continue
         for row in range(start, end):
             at = length - end + row
-            spans += row, len(blocks), span.first_visible(at), at + 1
+            spans += row, len(blocks), max(span.first_visible(at), first), at + 1
         blocks += table
     return CpuBatch(_int32(blocks), _int32(spans).view(-1, 4), chunks)
 

@@ -25,6 +25,8 @@ from weft_kernels.paged_attention import PagedBatch
 class ExpandedSequence:
     """One sequence: its rows, its blocks [B] in the real pool, and a batch over the workspace for some of the heads.
 
+    Blocks below the first slot that its rows may see are left out.
+
     The workspace is [B, heads, 1, 2, block_tokens, max(key, value dim)]; all sequences, layers and groups of heads use
     the same memory in turn.
     """
@@ -62,14 +64,15 @@ def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedB
     lens = [batch.context_lens[index] for index in indices]
     tables = [batch.block_tables[index] for index in indices]
     decodes = [batch.decodes_at(index) for index in indices]
+    first = None if batch.first is None else [batch.first[index] for index in indices]
     return pinned_upload(torch.cat(rows), batch.pool.device), PagedBatch(
-        batch.pool, batch.num_heads, starts, lens, tables, decodes
+        batch.pool, batch.num_heads, starts, lens, tables, decodes, first
     )
 
 
 def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int, ...]:
     block_tokens = batch.pool.block_tokens
-    num_blocks = -(-batch.context_lens[index] // block_tokens)
+    num_blocks = -(-batch.context_lens[index] // block_tokens) - batch.first_at(index) // block_tokens
     num_heads = latent.expanded_heads(batch.num_heads, num_blocks * block_tokens, batch.pool.dtype.itemsize)
     return num_blocks, num_heads, 1, 2, block_tokens, latent.expanded_dim
 
@@ -77,9 +80,13 @@ def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int
 def _expansion(batch: PagedBatch, index: int, memory: Tensor, shape: tuple[int, ...]) -> ExpandedSequence:
     start, end = batch.query_starts[index], batch.query_starts[index + 1]
     num_blocks, num_heads = shape[:2]
-    blocks = pinned_upload(torch.tensor(batch.block_tables[index][:num_blocks]), memory.device)
-    workspace, context = uniform_pool(memory[: prod(shape)].view(shape)), batch.context_lens[index]
-    whole = PagedBatch(workspace, num_heads, [0, end - start], [context], [range(num_blocks)])
+    skipped, first = divmod(batch.first_at(index), batch.pool.block_tokens)
+    own = batch.block_tables[index][skipped : skipped + num_blocks]
+    blocks = pinned_upload(torch.tensor(own), memory.device)
+    workspace = uniform_pool(memory[: prod(shape)].view(shape))
+    context = batch.context_lens[index] - skipped * batch.pool.block_tokens
+    lowest = [first] if first else None
+    whole = PagedBatch(workspace, num_heads, [0, end - start], [context], [range(num_blocks)], first=lowest)
     return ExpandedSequence(slice(start, end), blocks, whole)
 
 

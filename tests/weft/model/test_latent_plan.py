@@ -42,6 +42,19 @@ def test_sequences_that_decode_expand_no_keys() -> None:
     assert list(absorbed.decodes) == [True]
 
 
+def test_plan_carries_the_first_visible_slots() -> None:
+    pool = torch.zeros(1, 1, 1, 1, BLOCK_TOKENS, LATENT.kv_rank + LATENT.rope_dim, dtype=torch.bfloat16)
+    tables, first = [range(20, 36), range(2), range(40, 56)], [37, 3, 32]
+    batch = PagedBatch(uniform_pool(pool), NUM_HEADS, [0, 200, 201, 401], [250, 18, 251], tables, first=first)
+    plan = plan_latent(LATENT, batch)
+    assert plan.absorbed is not None
+    assert plan.absorbed[1].first == [3]
+    # Blocks that lie below it as a whole are not expanded.
+    assert [each.blocks.tolist() for each in plan.expanded] == [[*range(22, 36)], [*range(42, 56)]]
+    assert [each.batch.first_at(0) for each in plan.expanded] == [5, 0]
+    assert [list(each.batch.context_lens) for each in plan.expanded] == [[218], [219]]
+
+
 def held_bytes(plan: LatentPlan) -> int:
     stores = {each.batch.pool.memory.untyped_storage().data_ptr(): each.batch.pool.memory for each in plan.expanded}
     return sum(pool.untyped_storage().nbytes() for pool in stores.values())

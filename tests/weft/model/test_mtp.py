@@ -19,7 +19,7 @@ from weft.model.kv_layout import block_bytes
 from weft.model.mtp import MtpLayer
 from weft.model.mtp_config import mtp_config_of
 from weft.model.paged_pool import paged_pool
-from weft.model.spec import FINAL
+from weft.model.spec import FINAL, Latent
 from weft_kernels.paged_attention import PagedBatch
 
 PROMPT, STEPS, BLOCK_TOKENS = 12, 5, 4
@@ -102,6 +102,36 @@ def test_layer_gives_the_states_of_transformers(name: str, family_of: Callable[[
     assert model.boundaries == (FINAL,)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("min_expanded_rows", [1, 100])
+@pytest.mark.parametrize("first", [1, 4, 6])
+@pytest.mark.parametrize("name", ["deepseek", "glm4-moe"])
+def test_rows_ignore_slots_below_first(
+    name: str,
+    first: int,
+    min_expanded_rows: int,
+    family_of: Callable[[str], TinyFamily],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Latent, "min_expanded_rows", min_expanded_rows)
+    tiny = family_of(name)
+    ids, states = TOKENS[1 + first :], torch.randn(PROMPT - first, tiny.config.hidden_size)
+    with torch.inference_mode():
+        weights = tiny.weights | as_stored(make_oracle(tiny), tiny.config.num_layers)
+        target = DraftTarget.of(Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu")))
+        model = MtpLayer(mtp_config_of(tiny.config, weights), weights, target)
+        found = []
+        # The rows stand behind `first` slots that hold other numbers, and then at the front of a table.
+        for hidden in (first, 0):
+            memory = torch.full((3, block_bytes(model.config, "float32", BLOCK_TOKENS) // 4), 5.0)
+            memory[: hidden // BLOCK_TOKENS] = float("nan")
+            pool, places = paged_pool(model.config, memory, BLOCK_TOKENS), torch.arange(len(ids)) + hidden
+            context = hidden + len(ids)
+            batch = PagedBatch(pool, model.config.num_heads, [0, len(ids)], [context], [range(3)], first=[hidden])
+            positions = torch.arange(len(ids)) + first + 1
+            found.append(model.forward(states, DraftRows(ids, positions, places[None]), [batch]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_checkpoint_without_the_layer_is_refused(family_of: Callable[[str], TinyFamily]) -> None:
