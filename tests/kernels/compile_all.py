@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -208,14 +209,21 @@ def decode_launches() -> Launches:
     """Of heads and of latents, whose parts are joined."""
     q, pool = torch.empty(2, 32, 128, dtype=BF16), torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
     keys, values, sinks = pool[:, :, 0, 0], pool[:, :, 0, 1], torch.empty(32)
-    batch = plan_launches([0, 1, 2], [70, 3], [[1, 2], [0]], torch.device("cpu")).decode
+    lists = [0, 1, 2], [70, 3], [[1, 2], [0]]
+    batch, bounded = (plan_launches(*lists, torch.device("cpu"), first).decode for first in (None, [9, 0]))
     assert batch is not None
+    assert bounded is not None
     shape, windowed = AttentionShape(0.1, num_splits=8), AttentionShape(0.1, window=4096, num_splits=8)
     split = AttentionShape(0.1, num_splits=32)
     latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
     latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
     return {
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
+        "decode, first": (
+            decode,
+            "_decode",
+            lambda: decode.paged_attention_decode(q, keys, values, bounded, shape, q),
+        ),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "decode, sinks": (
             decode,
@@ -251,7 +259,7 @@ def prefill_launches() -> Launches:
     keys, values, sinks = pool[:, :, 0, 0], pool[:, :, 0, 1], torch.empty(32)
     long = plan_launches([0, 64], [70], [[1, 2]], torch.device("cpu")).prefill
     assert long is not None
-    few = long.slice(0, 1, 2)
+    few, bounded = long.slice(0, 1, 2), replace(long, first=torch.ones(1, dtype=torch.int32))
     shape, windowed = AttentionShape(0.1, num_splits=8), AttentionShape(0.1, window=4096, num_splits=8)
     latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
     latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
@@ -262,6 +270,11 @@ def prefill_launches() -> Launches:
             prefill,
             "_prefill",
             lambda: prefill.paged_attention_prefill(q, keys, values, long, shape, q),
+        ),
+        "prefill, first": (
+            prefill,
+            "_prefill",
+            lambda: prefill.paged_attention_prefill(q, keys, values, bounded, windowed, q),
         ),
         "prefill, sinks": (
             prefill,

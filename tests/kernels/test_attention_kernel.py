@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.kernels.device import DEVICE, close
-from tests.kernels.test_paged_attention import BATCHES, make_batch
+from tests.kernels.test_paged_attention import BATCHES, hide, make_batch
 from weft_kernels.latent_attention import latent_attention_reference
 from weft_kernels.layer_cache import uniform_pool
 from weft_kernels.paged_attention import FULL, KeySpan, PagedBatch, paged_attention, paged_attention_reference
 
 pytest.importorskip("triton")
 
+from weft_kernels.paged_attention.device_batch import plan_launches, resident_batch
 from weft_kernels.paged_attention.kernel import paged_attention_kernels
 
 
 def on_device(batch: PagedBatch) -> PagedBatch:
-    lists = batch.query_starts, batch.context_lens, batch.block_tables
-    return PagedBatch(uniform_pool(batch.pool.memory.to(DEVICE)), batch.num_heads, *lists)
+    return replace(batch, pool=uniform_pool(batch.pool.memory.to(DEVICE)))
 
 
 @pytest.mark.parametrize("span", [FULL, KeySpan(window=6), KeySpan(chunk=8)], ids=["full", "window", "chunk"])
@@ -29,6 +31,25 @@ def test_batches_of_all_kinds(spans: list[tuple[int, int]], span: KeySpan) -> No
     for layer in range(2):
         found = paged_attention_kernels(q.to(DEVICE), layer, moved, span, 10**-0.5)
         close(found.cpu(), paged_attention_reference(q, layer, batch, span))
+
+
+@pytest.mark.parametrize("span", [FULL, KeySpan(window=6), KeySpan(chunk=8)], ids=["full", "window", "chunk"])
+def test_kernels_hide_slots_below_first(span: KeySpan) -> None:
+    q, batch = make_batch([(1, 30), (12, 20), (2, 9)], (6, 2), 10, torch.float32)
+    batch = hide(batch, 0.8)
+    found = paged_attention_kernels(q.to(DEVICE), 1, on_device(batch), span, 10**-0.5)
+    close(found.cpu(), paged_attention_reference(q, 1, batch, span))
+
+
+def test_resident_batch_hides_slots_below_first() -> None:
+    q, batch = make_batch([(1, 30), (1, 9), (1, 17)], (4, 2), 16, torch.float32)
+    batch = hide(batch, 0.8)
+    lists = batch.query_starts, batch.context_lens, batch.block_tables
+    tensors = plan_launches(*lists, torch.device(DEVICE), batch.first).decode
+    assert tensors is not None
+    resident = resident_batch(on_device(batch).pool, 4, tensors)
+    close(paged_attention(q.to(DEVICE), 1, resident).cpu(), paged_attention_reference(q, 1, batch))
+    close(paged_attention_kernels(q.to(DEVICE), 1, resident, FULL, 0.25).cpu(), paged_attention_reference(q, 1, batch))
 
 
 def test_latent_batches() -> None:

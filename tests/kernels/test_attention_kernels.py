@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -53,6 +53,7 @@ class Case:
                 position = context - (end - row)
                 first = max(0, position - shape.window + 1) if shape.window else 0
                 first = max(first, position // shape.chunk * shape.chunk) if shape.chunk else first
+                first = first if self.batch.first is None else max(first, int(self.batch.first[index]))
                 for head in range(self.q.shape[1]):
                     seen = keys[first : position + 1, head // group]
                     scores = seen @ self.q[row, head].float() * shape.scale
@@ -93,6 +94,15 @@ def make_case(
         max(rows for rows, _ in spans),
     )
     return Case(q, pool[:, :, LAYER, 0], pool[:, :, LAYER, 1], batch)
+
+
+def hide(case: Case, first: list[int]) -> None:
+    """Hide the first slots of each sequence, and make them NaN."""
+    case.batch = replace(case.batch, first=torch.tensor(first, dtype=torch.int32, device=DEVICE))
+    for table, bound in zip(case.batch.block_tables.tolist(), first, strict=True):
+        for slot in range(bound):
+            for each in (case.keys, case.values):
+                each[table[slot // each.shape[2]], :, slot % each.shape[2]] = float("nan")
 
 
 def decode(case: Case, shape: AttentionShape, sinks: Tensor | None = None) -> Tensor:
@@ -144,6 +154,37 @@ def test_windows_and_chunks_at_all_their_edges(shape: AttentionShape) -> None:
     close(prefill(case, shape), expected)
 
 
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("chunk", [0, 48])
+@pytest.mark.parametrize("first", [[0] * 5, [1, 3, 40, 16, 1], [66, 12, 60, 64, 128], [63, 0, 0, 65, 129]])
+def test_slots_below_first_are_not_read(first: list[int], chunk: int, window: int, num_splits: int) -> None:
+    case = make_case([(4, 70), (8, 20), (1, 61), (3, 68), (1, 130)])
+    hide(case, first)
+    shape = AttentionShape(0.25, window, chunk, num_splits)
+    expected = case.expected(shape)
+    close(decode(case, shape), expected)
+    close(prefill(case, shape), expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [AttentionShape(0.25), AttentionShape(0.25, window=40), AttentionShape(0.25, chunk=48)]
+)
+@pytest.mark.parametrize("first", [[1, 0], [50, 30], [37, 7]])
+def test_prefill_reads_no_slots_below_first(first: list[int], shape: AttentionShape) -> None:
+    case = make_case([(150, 200), (40, 70)])
+    hide(case, first)
+    close(prefill(case, shape), case.expected(shape))
+
+
+def test_latent_rows_read_no_vectors_below_first() -> None:
+    case, shape = make_case([(2, 40), (1, 67)], heads=(24, 1), dim=80), AttentionShape(0.1, num_splits=2)
+    case.values = case.keys[..., :64]
+    hide(case, [38, 5])
+    close(decode(case, shape), case.expected(shape))
+    close(prefill(case, shape), case.expected(shape))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_splits", [1, 8])
 @pytest.mark.parametrize("window", [0, 8])
@@ -192,10 +233,16 @@ def test_places_of_a_graph_that_no_sequence_takes_give_zeros() -> None:
     expected[1] = 0
     close(decode(case, shape), expected)
     close(prefill(case, shape), expected)
+    for first in (1, 70):
+        case.batch = replace(case.batch, first=torch.tensor([0, first, 0], dtype=torch.int32, device=DEVICE))
+        close(decode(case, shape), expected)
+        close(prefill(case, shape), expected)
 
 
-def test_rows_of_other_sequences_are_left_alone() -> None:
+@pytest.mark.parametrize("first", [[0, 0, 0], [9, 3, 1]])
+def test_rows_of_other_sequences_are_left_alone(first: list[int]) -> None:
     case, shape = make_case([(2, 20), (1, 5), (3, 9)]), AttentionShape(0.25, num_splits=2)
+    hide(case, first)
     expected = case.expected(shape)
     case.batch = case.batch.slice(1, 2, 1)
     for run in (decode, prefill):
@@ -229,5 +276,19 @@ def test_launches_split_at_the_first_long_sequence() -> None:
     assert launches.prefill.query_starts.tolist() == [3, 20, 21]
     assert launches.prefill.block_tables[:, :2].tolist() == [[5, 6], [0, 0]]
     assert launches.prefill.block_tables.shape[1] % 16 == 0
+    assert launches.decode.first is launches.prefill.first is None
     assert plan_launches([0, 1], [9], [[3]], torch.device(DEVICE)).prefill is None
     assert plan_launches([0, 9], [9], [[3]], torch.device(DEVICE)).decode is None
+
+
+def test_launches_keep_first_of_their_sequences() -> None:
+    tables, first = [[3], [1], [5, 6], [0]], [4, 0, 1, 2]
+    launches = plan_launches([0, 1, 3, 20, 21], [9, 8, 20, 3], tables, torch.device(DEVICE), first)
+    assert launches.decode is not None
+    assert launches.prefill is not None
+    assert launches.decode.first is not None
+    assert launches.prefill.first is not None
+    assert launches.decode.first.tolist() == [4, 0]
+    assert launches.prefill.first.tolist() == [1, 2]
+    assert launches.decode.context_lens.tolist() == [9, 8]
+    assert launches.prefill.block_tables[:, :2].tolist() == [[5, 6], [0, 0]]

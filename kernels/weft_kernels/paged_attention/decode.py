@@ -56,6 +56,7 @@ def paged_attention_decode(
         values,
         batch.query_starts,
         batch.context_lens,
+        batch.lowest,
         batch.block_tables,
         q if sinks is None else sinks,
         parts,
@@ -70,6 +71,7 @@ def paged_attention_decode(
         GROUP=group,
         WINDOW=shape.window,
         CHUNK=shape.chunk,
+        HAS_FIRST=batch.first is not None,
         HAS_SINKS=sinks is not None,
         BLOCK_M=block_m,
         **tiles,
@@ -108,6 +110,7 @@ def _decode(
     p_values: tl.tensor,
     p_starts: tl.tensor,
     p_contexts: tl.tensor,
+    p_lowest: tl.tensor,
     p_tables: tl.tensor,
     p_sinks: tl.tensor,
     p_parts: tl.tensor,
@@ -124,6 +127,7 @@ def _decode(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     USES_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -147,13 +151,14 @@ def _decode(
     start = tl.load(p_starts + i_seq)
     num_rows = tl.load(p_starts + i_seq + 1) - start
     context = tl.load(p_contexts + i_seq)
+    lowest = tl.load(p_lowest + i_seq) if HAS_FIRST else 0
     if i_m * BLOCK_M < num_rows * GROUP:
         # The query heads of one key head stand below each other, so that a key is read once for all of them.
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         m_m = o_m < num_rows * GROUP
         b_position = context - num_rows + o_m // GROUP
-        b_first = first_visible(b_position, WINDOW, CHUNK)
-        _, begin, end = keys_of_tile(context, num_rows, i_m, GROUP, WINDOW, CHUNK, BLOCK_M)
+        b_first = first_visible(b_position, lowest, WINDOW, CHUNK)
+        _, begin, end = keys_of_tile(context, num_rows, i_m, lowest, GROUP, WINDOW, CHUNK, BLOCK_M)
         i_first = begin // BLOCK_N
         i_end = tl.cdiv(end, BLOCK_N)
         num_tiles = tl.cdiv(tl.maximum(i_end - i_first, 0), SPLITS)

@@ -26,25 +26,32 @@ class PagedTensors:
 
     Sequence s has rows query_starts[s] .. query_starts[s + 1], the last of its context_lens[s] tokens. A context of
     0 gives zeros, so a captured graph can run with fewer sequences. `max_rows` bounds the rows of one sequence,
-    known on the host.
+    known on the host. `first` [S] int32: see `PagedBatch`; the kernels for None are others, which do not read it.
     """
 
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
     max_rows: int
+    first: Tensor | None = None
 
     def __post_init__(self) -> None:
         size = len(self.context_lens)
         assert self.query_starts.shape == (size + 1,)
         assert len(self.block_tables) == size
-        tensors = (self.query_starts, self.context_lens, self.block_tables)
+        assert self.first is None or len(self.first) == size
+        tensors = (self.query_starts, self.context_lens, self.block_tables, self.lowest)
         assert all(each.dtype == torch.int32 and each.is_contiguous() for each in tensors)
 
-    def slice(self, first: int, end: int, max_rows: int) -> PagedTensors:
-        """Return sequences first .. end of the batch; their rows keep their positions."""
-        tables = self.block_tables[first:end]
-        return PagedTensors(self.query_starts[first : end + 1], self.context_lens[first:end], tables, max_rows)
+    @property
+    def lowest(self) -> Tensor:
+        """Return `first`, or another tensor of its size and alignment that no kernel reads."""
+        return self.context_lens if self.first is None else self.first
+
+    def slice(self, start: int, end: int, max_rows: int) -> PagedTensors:
+        """Return sequences start .. end of the batch; their rows keep their positions."""
+        tables, first = self.block_tables[start:end], None if self.first is None else self.first[start:end]
+        return PagedTensors(self.query_starts[start : end + 1], self.context_lens[start:end], tables, max_rows, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +63,27 @@ class Launches:
 
 
 def plan_launches(
-    query_starts: Sequence[int], context_lens: Sequence[int], tables: Sequence[Sequence[int]], device: torch.device
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    device: torch.device,
+    first: Sequence[int] | None = None,
 ) -> Launches:
     """Copy a batch from host lists to the device in one transfer, once for all layers."""
     size = len(context_lens)
     width, head = aligned(max(map(len, tables))), aligned(size + 1)
-    memory = np.zeros(2 * head + size * width, dtype=np.int32)
-    memory[: size + 1] = query_starts
-    memory[head : head + size] = context_lens
-    table = memory[2 * head :].reshape(size, width)
-    for row, blocks in enumerate(tables):
-        table[row, : len(blocks)] = blocks
+    heads = (query_starts, context_lens) if first is None else (query_starts, context_lens, first)
+    memory = np.zeros(len(heads) * head + size * width, dtype=np.int32)
+    for place, numbers in enumerate(heads):
+        memory[place * head : place * head + len(numbers)] = numbers
+    table = memory[len(heads) * head :].reshape(size, width)
+    for row, own in enumerate(tables):
+        table[row, : len(own)] = own
     run = pinned_upload(torch.from_numpy(memory), device)
     rows = [query_starts[i + 1] - query_starts[i] for i in range(size)]
-    whole = PagedTensors(run[: size + 1], run[head : head + size], run[2 * head :].view(size, width), max(rows))
+    lowest = None if first is None else run[2 * head : 2 * head + size]
+    blocks = run[len(heads) * head :].view(size, width)
+    whole = PagedTensors(run[: size + 1], run[head : head + size], blocks, max(rows), lowest)
     split = next((i for i, count in enumerate(rows) if count > MAX_DECODE_ROWS), size)
     return Launches(
         whole.slice(0, split, max(rows[:split])) if split else None,
@@ -156,6 +170,7 @@ def resident_batch(pool: PagedPool, num_heads: int, tensors: PagedTensors) -> Pa
         lens = tensors.context_lens.tolist()
         num_blocks = [-(-each // pool.block_tokens) for each in lens]
         rows = zip(tensors.block_tables.tolist(), num_blocks, strict=True)
-        batch = PagedBatch(pool, num_heads, starts, lens, [blocks[:count] for blocks, count in rows])
+        first = None if tensors.first is None else tensors.first.tolist()
+        batch = PagedBatch(pool, num_heads, starts, lens, [blocks[:count] for blocks, count in rows], first=first)
     vars(batch)["launches"] = Launches(tensors, None)
     return batch

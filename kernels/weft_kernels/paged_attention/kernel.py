@@ -37,6 +37,7 @@ def _launches(batch: PagedBatch) -> Launches:
     """Return the launches of a batch, computed in the first layer and cached with the batch."""
     kept = vars(batch)
     if "launches" not in kept:
-        kept["launches"] = plan_launches(batch.query_starts, batch.context_lens, batch.block_tables, batch.pool.device)
+        lists = batch.query_starts, batch.context_lens, batch.block_tables
+        kept["launches"] = plan_launches(*lists, batch.pool.device, batch.first)
     launches: Launches = kept["launches"]
     return launches

@@ -40,6 +40,7 @@ def paged_attention_prefill(
         values,
         batch.query_starts,
         batch.context_lens,
+        batch.lowest,
         batch.block_tables,
         q if sinks is None else sinks,
         out,
@@ -51,6 +52,7 @@ def paged_attention_prefill(
         GROUP=group,
         WINDOW=shape.window,
         CHUNK=shape.chunk,
+        HAS_FIRST=batch.first is not None,
         HAS_SINKS=sinks is not None,
         BLOCK_M=block_m,
         **shape.tiles(keys, values, 32 if is_wide else 64),
@@ -60,13 +62,14 @@ def paged_attention_prefill(
 
 
 # Long prompts start at any sequence of a batch; compile once for any alignment.
-@triton.jit(do_not_specialize_on_alignment=["p_starts", "p_contexts"])
+@triton.jit(do_not_specialize_on_alignment=["p_starts", "p_contexts", "p_lowest"])
 def _prefill(
     p_q: tl.tensor,
     p_keys: tl.tensor,
     p_values: tl.tensor,
     p_starts: tl.tensor,
     p_contexts: tl.tensor,
+    p_lowest: tl.tensor,
     p_tables: tl.tensor,
     p_sinks: tl.tensor,
     p_out: tl.tensor,
@@ -80,6 +83,7 @@ def _prefill(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -99,16 +103,17 @@ def _prefill(
     start = tl.load(p_starts + i_seq)
     num_rows = tl.load(p_starts + i_seq + 1) - start
     context = tl.load(p_contexts + i_seq)
+    lowest = tl.load(p_lowest + i_seq) if HAS_FIRST else 0
     if i_m * BLOCK_M < num_rows * GROUP:
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         m_m = o_m < num_rows * GROUP
         b_position = context - num_rows + o_m // GROUP
-        b_first = first_visible(b_position, WINDOW, CHUNK)
-        position, begin, end = keys_of_tile(context, num_rows, i_m, GROUP, WINDOW, CHUNK, BLOCK_M)
+        b_first = first_visible(b_position, lowest, WINDOW, CHUNK)
+        position, begin, end = keys_of_tile(context, num_rows, i_m, lowest, GROUP, WINDOW, CHUNK, BLOCK_M)
         i_first = begin // BLOCK_N
         i_end = tl.cdiv(end, BLOCK_N)
         # Between these two every row sees every key, and nothing needs a mask.
-        i_full = tl.minimum(tl.cdiv(first_visible(end - 1, WINDOW, CHUNK), BLOCK_N), i_end)
+        i_full = tl.minimum(tl.cdiv(first_visible(end - 1, lowest, WINDOW, CHUNK), BLOCK_N), i_end)
         i_edge = tl.maximum(tl.minimum((position + 1) // BLOCK_N, i_end), i_full)
         # [BLOCK_M]
         o_out = (start + o_m // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + i_head * GROUP + o_m % GROUP

@@ -11,11 +11,11 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def first_visible(position: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
-    """Return the first key that a query at `position` sees, by WINDOW and CHUNK."""
-    first = position * 0
+def first_visible(position: tl.tensor, lowest: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+    """Return the first key that a query at `position` sees, by WINDOW and CHUNK, and not below `lowest`."""
+    first = position * 0 + lowest
     if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0)
+        first = tl.maximum(position - WINDOW + 1, lowest)
     if CHUNK > 0:
         first = tl.maximum(first, tl.maximum(position, 0) // CHUNK * CHUNK)
     return first
@@ -38,6 +38,7 @@ def keys_of_tile(
     context: tl.tensor,
     num_rows: tl.tensor,
     i_m: tl.tensor,
+    lowest: tl.tensor,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -45,7 +46,7 @@ def keys_of_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the position of a tile's first row, and the range begin .. end of keys that its rows see."""
     position = context - num_rows + i_m * BLOCK_M // GROUP
-    begin = first_visible(position, WINDOW, CHUNK)
+    begin = first_visible(position, lowest, WINDOW, CHUNK)
     return position, begin, tl.minimum(context, context - num_rows + (i_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
 
 
