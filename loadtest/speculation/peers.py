@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -34,7 +33,7 @@ from transformers import AutoTokenizer
 
 from loadtest.processes import BenchError
 from loadtest.report import machine, made_at, number, table
-from loadtest.speculation.bench import OFF, Answers, Bench, Point, Run, default_model
+from loadtest.speculation.bench import CLOCKS, OFF, Answers, Bench, Point, Run, default_model
 from loadtest.speculation.peer_llama import open_llama
 from loadtest.speculation.tasks import Prompt, TaskMaker
 from weft.engine.drafting.speculator import AdaptiveSpeculator
@@ -118,9 +117,9 @@ def num_same(answers: Answers, expected: Answers) -> int:
 
 
 def contestants_of(options: argparse.Namespace, model: Path) -> list[Contestant]:
-    found: list[Contestant] = [Weft(Bench(model, options.dtype, 0.0, time.perf_counter))]
+    found: list[Contestant] = [Weft(Bench(model, options.dtype, 0.0, CLOCKS[options.clock]))]
     if options.llama_python:
-        found.append(open_llama(options.llama_python, model, options.llama_dtype, options.threads))
+        found.append(open_llama(options.llama_python, model, options.llama_dtype, options.threads, options.clock))
     return found
 
 
@@ -134,6 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--llama-dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     return parser.parse_args()
 
 
@@ -153,8 +153,8 @@ def main() -> None:
     finally:
         for contestant in contestants:
             contestant.close()
-    where = f"{machine()}, {options.threads} threads, {options.dtype}, one sequence, T=0, {model.name}"
-    print(f"\n{made_at()}, {where}; llama.cpp in {options.llama_dtype}\n")
+    where = f"{machine()}, {options.threads} threads, {options.clock} time, one sequence, T=0, {model.name}"
+    print(f"\n{made_at()}, {where}; Weft in {options.dtype}, llama.cpp in {options.llama_dtype}\n")
     print(table(HEADINGS, made))
 
 

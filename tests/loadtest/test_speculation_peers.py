@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import stat
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from loadtest.processes import BenchError
@@ -86,3 +89,40 @@ def test_llama_run_counts_from_the_first_token() -> None:
     assert run.drafts == DraftCounts(8, 6)
     undrafted = peer_llama.to_run("p0", {"tokens": [7], "timings": {"predicted_n": 11, "predicted_ms": 1.0}})
     assert undrafted.drafts == DraftCounts()
+
+
+LLAMA_SERVER = f"""#!{sys.executable}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({{}})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        drafts = {{"draft_n": 5, "draft_n_accepted": 2}} if "--spec-type" in sys.argv else {{}}
+        count = body["n_predict"]
+        self.answer({{"tokens": [7] * count, "timings": {{"predicted_n": count, "predicted_ms": 500.0, **drafts}}}})
+
+    def answer(self, found):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("clock", "tokens"), [("wall", 3), ("cpu", 4)])
+def test_llama_server_answers_with_and_without_drafts(tmp_path: Path, clock: str, tokens: int) -> None:
+    server = tmp_path / "llama-server"
+    server.write_text(LLAMA_SERVER)
+    server.chmod(server.stat().st_mode | stat.S_IXUSR)
+    llama = peer_llama.LlamaServer(tmp_path / "python", tmp_path / "model.gguf", 1, clock)
+    runs = {mode: llama.run({"p0": FORCED}, mode) for mode in (OFF, "ngram-mod")}
+    assert {run.tokens for run in runs.values()} == {tokens}
+    assert runs[OFF].drafts == DraftCounts()
+    assert runs["ngram-mod"].drafts == DraftCounts(5, 2)
+    assert runs["ngram-mod"].steps == tokens - 2
+    assert runs[OFF].answers == {"p0": [7] * 4}
