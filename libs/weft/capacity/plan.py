@@ -188,7 +188,7 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         bounded=tuple((token_bytes[window], window) for window in sorted(token_bytes) if window),
         page=page_numbers(own, layout.tp) * demand.block_tokens * item,
         # On a GPU the next step is scheduled while one is in flight.
-        paging=PagingPolicy(kv_groups(own).spans, demand.block_tokens, 2 * demand.chunk_tokens),
+        paging=PagingPolicy(kv_groups(own).spans, demand.block_tokens, 2 * demand.chunk_tokens, len(own.drafts)),
     )
 
 

@@ -134,7 +134,9 @@ class Sizes:
     def paging(self, model: ModelConfig) -> PagingPolicy:
         """How the model's sequences lie in the pool. On a GPU a step is planned beside the one under way."""
         steps = 1 if self.machine.device == "cpu" else 2
-        return PagingPolicy(kv_groups(model).spans, self.machine.block_tokens, self.chunk_tokens * steps)
+        return PagingPolicy(
+            kv_groups(model).spans, self.machine.block_tokens, self.chunk_tokens * steps, len(model.drafts)
+        )
 
     def min_pool(self, model: ModelConfig) -> tuple[int, str]:
         """Return the bytes of the smallest useful pool, and what it holds, as text."""

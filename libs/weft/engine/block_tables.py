@@ -68,9 +68,9 @@ class BlockTables:
             if is_short or self._paging.first(group, self._visible_from(sequence, group)) > run.first:
                 self._shift_window(sequence, group, run.end)
 
-    def release_unused(self, sequence: Sequence) -> None:
-        """Release the pages behind the last token, which rejected drafts do not need any more."""
-        num_blocks = self._paging.num_blocks(sequence.num_tokens)
+    def release_unused(self, sequence: Sequence, num_drafts: int = 0) -> None:
+        """Release the pages behind the last token and `num_drafts` drafts, which no other draft needs any more."""
+        num_blocks = self._paging.num_blocks(sequence.num_tokens + num_drafts)
         for group, run in enumerate(sequence.page_ranges):
             if run.end > num_blocks:
                 self._pool.release(run.within(num_blocks, run.end).blocks)

@@ -46,18 +46,31 @@ class DraftPlanner:
         """Return the drafts of each decoding sequence, and give it the pages for them. No step may be in flight."""
         num_spare = self._pool.num_available - num_growing * self._num_groups
         num_rows = max(self._config.max_num_seqs, MIN_SAMPLED_ROWS) - len(decoding)
-        requests = [DraftRequest(sequence, min(num_rows, self._limit(sequence, num_spare))) for sequence in decoding]
+        requests: list[DraftRequest] = []
+        for sequence in decoding:
+            limit = min(num_rows, self._limit(sequence, num_spare))
+            requests.append(DraftRequest(sequence, limit))
+            if self._config.has_draft_layer:
+                num_spare -= self._reserve(sequence, limit)  # a draft model writes to the pages before it proposes
         proposals = self._speculator.propose(requests, num_prompt_rows)
         granted: list[Proposal] = []
         for (sequence, limit), proposal in zip(requests, proposals, strict=True):
             drafts = proposal[: min(limit, num_rows, self._num_places(sequence, num_spare))]
             granted.append(drafts := _valid(sequence, drafts))
+            num_rows -= len(drafts)
             if drafts:
-                num_rows -= len(drafts)
-                num_spare -= self._block_tables.num_missing_blocks(sequence, len(drafts))
-                self._block_tables.append_blocks(sequence, len(drafts))
+                num_spare -= self._reserve(sequence, len(drafts))
+            if self._config.has_draft_layer:
+                self._block_tables.release_unused(sequence, len(drafts))
         self._num_quiet_steps = ASK_STEPS if any(granted) else 0
         return granted
+
+    def _reserve(self, sequence: Sequence, num_drafts: int) -> int:
+        """Give a sequence the pages for drafts. Returns how many were added."""
+        num_pages = self._block_tables.num_missing_blocks(sequence, num_drafts)
+        if num_pages:
+            self._block_tables.append_blocks(sequence, num_drafts)
+        return num_pages
 
     def forget(self, ended: Iterable[Sequence]) -> list[Sequence]:
         """Drop the speculator's state of ended sequences, and return those that a step in flight still computes."""

@@ -8,21 +8,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
+from weft.engine.device_copier import Array, DeviceCopier
+from weft.engine.head_executor import HeadExecutor
+from weft.engine.head_planner import HeadStep, num_feature_places
 from weft.engine.messages import PoolMemory
+from weft.engine.page_slots import Tables
 from weft.kv.memfd import create_shared_memory
 from weft.model.decoder import Decoder
+from weft.model.draft import DraftModel
 from weft.model.kv_layout import block_bytes, group_heads, kv_groups, units
 from weft.model.paged_pool import paged_pool
 from weft.model.step import TokenBatch
 from weft_kernels.cuda_graphs import GraphRecorder
-from weft_kernels.launch import pinned_upload
 from weft_kernels.layer_cache import PagedPool
 from weft_kernels.paged_attention import PagedBatch, PagedTensors, aligned, resident_batch
 
@@ -30,52 +33,6 @@ PAGE_BYTES = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Beyond this many rows a step's launches take less time than its work.
 MAX_SIZE = 256
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceEvent:
-    """A point in the device's queue of work. On a CPU all work before it is already done."""
-
-    event: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Sleep until the device has reached this point."""
-        if self.event is not None:
-            self.event.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceCopier:
-    """Copies to and from one device, in order with its other work."""
-
-    device: torch.device
-
-    @property
-    def is_direct(self) -> bool:
-        """True if the device computes in host memory."""
-        return self.device.type == "cpu"
-
-    def upload(self, array: Array) -> Tensor:
-        """Copy an array to the device. The caller may change the array afterwards."""
-        return pinned_upload(torch.from_numpy(np.ascontiguousarray(array)), self.device)
-
-    def download(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the host. Its values are valid after a later event."""
-        if self.is_direct:
-            return tensor
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-    def record_event(self) -> DeviceEvent:
-        """Return an event behind all work launched so far."""
-        if self.is_direct:
-            return DeviceEvent(None)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return DeviceEvent(event)
-
-
-Tables = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +47,7 @@ class StepInput:
     - `starts` [S + 1]: first row of each chunk. `decodes` [S], `lens` [G][S], `tables` [G][S]: see `PagedBatch`.
     - `new_pages`: pages that this step begins and does not fill. They must be zeroed first, because attention reads
       the rest of the page under a mask, and numbers of the last owner may be NaN.
+    - `head`: the part of the draft model, if there is one.
     """
 
     rows: Array
@@ -101,6 +59,7 @@ class StepInput:
     tables: list[Tables]
     hidden_rows: list[int]
     new_pages: list[int]
+    head: HeadStep | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -111,7 +70,17 @@ class StepInput:
 class ModelExecutor:
     """One model on one device with its block pool. No method waits for the device."""
 
-    def __init__(self, model: Decoder, config: EngineConfig, dtype: str, copier: DeviceCopier) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        dtype: str,
+        copier: DeviceCopier,
+        head: DraftModel | None = None,
+    ) -> None:
+        """`head`: a draft model whose layer is part of the model's pages."""
+        if config.has_draft_layer != bool(model.config.drafts) or bool(model.config.drafts) != (head is not None):
+            raise ValueError("drafts: model, engine and draft model must agree on whether there is a draft layer")
         groups = kv_groups(model.config)
         if groups.spans != config.spans:
             raise ValueError(f"spans: the model has {groups.spans}, but the engine has {config.spans}")
@@ -138,6 +107,9 @@ class ModelExecutor:
             shared_fd=shared.fd if shared else None,
             units=tuple(units(model.config, group, dtype, config.block_tokens) for group in range(len(groups.groups))),
         )
+        self.head = None
+        if head is not None:
+            self.head = HeadExecutor(head, self.pool, num_feature_places(config), copier, model.config.hidden_size)
         self.graphs = DecodeGraphs(model, self.pool, config, copier) if config.decode_graphs else None
 
     @torch.inference_mode()
@@ -154,7 +126,7 @@ class ModelExecutor:
                 rows, sources = self._copier.upload(np.array(step.pending_tokens).T)
                 ids[rows] = sampled[sources]
 
-        if self.graphs is not None and self.graphs.fits(step):
+        if self.graphs is not None and self.head is None and self.graphs.fits(step):
             return self.graphs.forward(step, fill_pending), None
         rows = self._copier.upload(step.rows)
         fill_pending(rows[0])
@@ -164,11 +136,12 @@ class ModelExecutor:
             PagedBatch(self.pool, heads, step.starts, lens, tables, step.decodes) for heads, lens, tables in contexts
         ]
         batch = TokenBatch(rows[0], rows[1], rows[2:], wanted)
-        if not step.hidden_rows:
-            return self._model.forward(batch, batches), None
-        hidden = self._model.hidden(batch, batches)
+        capture = self.head.capture(len(rows[0])) if self.head is not None else None
+        hidden = self._model.hidden(batch, batches, capture)
+        if self.head is not None and step.head is not None:
+            self.head.run(step.head, rows[0])
         num_sampled = len(step.logit_rows)
-        return self._model.logits(hidden[:num_sampled]), hidden[num_sampled:]
+        return self._model.logits(hidden[:num_sampled]), hidden[num_sampled:] if step.hidden_rows else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab] float32 of hidden states that `forward` returned."""
@@ -183,17 +156,20 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def num_scratch_blocks(config: EngineConfig) -> int:
-    """Return the pages behind the pool that only padding writes to: a slot for every row."""
-    return -(-graph_sizes(config.max_num_seqs)[-1] // config.block_tokens) if config.decode_graphs else 0
+    """Return the pages behind the pool that only padding and repeated tokens write to: a slot for every row."""
+    padding = graph_sizes(config.max_num_seqs)[-1] if config.decode_graphs else 0
+    repeated = config.max_num_seqs if config.has_draft_layer else 0
+    return -(-max(padding, repeated) // config.block_tokens)
 
 
 def static_bytes(config: EngineConfig, block_bytes: int) -> int:
-    """Return the bytes that graphs keep in addition to the pool: scratch pages and block tables."""
+    """Return the bytes of scratch pages, and of the block tables of graphs."""
+    scratch = num_scratch_blocks(config) * block_bytes
     if not config.decode_graphs:
-        return 0
+        return scratch
     widths = [aligned(each) for each in config.paging.table_widths(config.context_tokens)]
     tables = sum(widths) * graph_sizes(config.max_num_seqs)[-1] * torch.int32.itemsize
-    return num_scratch_blocks(config) * block_bytes + tables
+    return scratch + tables
 
 
 class DecodeGraphs:

@@ -7,8 +7,9 @@ device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,36 +17,50 @@ import torch
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
+from weft.engine.device_copier import DeviceCopier
 from weft.engine.drafting.drafter import Speculator
 from weft.engine.engine import Engine
-from weft.engine.executor import DTYPES, DeviceCopier, ModelExecutor, StepInput, Tables
+from weft.engine.executor import DTYPES, ModelExecutor, StepInput
+from weft.engine.head_drafter import HeadDrafter
+from weft.engine.head_planner import HeadPlanner
 from weft.engine.messages import PoolMemory, StepOutput
+from weft.engine.page_slots import attention_context, slots
 from weft.engine.sampler import LaunchedStep, LogitsProcessor, SampledPosition, Sampler
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import ScheduledChunk
-from weft.kv.layer_groups import PageRange, PagingPolicy
+from weft.kv.layer_groups import PagingPolicy
 from weft.model.config import ModelConfig
 from weft.model.decoder import Decoder
+from weft.model.draft import DraftModel
 from weft_kernels.native import release_threads
 
 
 class StepInputBuilder:
     """Builds the inputs of consecutive steps, and remembers which row of a step sampled each sequence's last token."""
 
-    def __init__(self, paging: PagingPolicy) -> None:
+    def __init__(self, paging: PagingPolicy, num_blocks: int = 0) -> None:
+        """`num_blocks`: blocks of the pool, behind which scratch blocks lie."""
         self._paging = paging
+        self._first_scratch_slot = num_blocks * paging.block_tokens
         self._block_tokens = paging.block_tokens
         self._sampled_rows: dict[Sequence, int] = {}
 
-    def build(self, chunks: Items[ScheduledChunk]) -> StepInput:
-        """Pack the chunks in their order. Call it once for each step, in the order of the steps."""
+    def build(self, chunks: Items[ScheduledChunk], boundaries: Items[ScheduledChunk] = ()) -> StepInput:
+        """Pack the chunks in their order. Call it once for each step, in the order of the steps.
+
+        `boundaries`: chunks whose last token before them is computed once more, in a row of its own at the beginning.
+        """
         rows: list[list[int]] = [[], [], *([] for _ in self._paging.spans)]
-        token_ids, positions, *slots = rows
+        token_ids, positions, *slots_of = rows
         logit_rows: list[int] = []
         pending_tokens: list[tuple[int, int]] = []
         hidden_rows: list[int] = []
-        new_pages: list[int] = []
         sampled_rows: dict[Sequence, int] = {}
+        for place, chunk in enumerate(boundaries):
+            token_ids.append(chunk.sequence.token_ids[chunk.start - 1])
+            positions.append(chunk.start - 1)
+            for of_group in slots_of:
+                of_group.append(self._first_scratch_slot + place)
         for chunk in chunks:
             sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.num_tokens
             if start == len(sequence.token_ids):
@@ -56,60 +71,44 @@ class StepInputBuilder:
                 if chunk.drafts:
                     token_ids += chunk.draft_ids
             positions += range(start, end)
-            for run, of_group in zip(sequence.page_ranges, slots, strict=True):
-                of_group += self._slots(run, start, end)
+            for run, of_group in zip(sequence.page_ranges, slots_of, strict=True):
+                of_group += slots(run, start, end, self._block_tokens)
             if chunk.num_samples:
                 logit_rows += range(len(token_ids) - chunk.num_samples, len(token_ids))
                 sampled_rows[sequence] = len(logit_rows) - 1
             if chunk.has_observer:
                 hidden_rows += range(len(token_ids) - chunk.num_tokens, len(token_ids))
-            index, num_filled = divmod(end, self._block_tokens)
-            if num_filled and index * self._block_tokens >= start:
-                new_pages += [page for run in sequence.page_ranges if (page := run.page(index)) is not None]
         self._sampled_rows = sampled_rows
-        starts = list(accumulate((chunk.num_tokens for chunk in chunks), initial=0))
-        contexts = [self._contexts(chunks, group) for group in range(len(self._paging.spans))]
+        counts = [*(1 for _ in boundaries), *(chunk.num_tokens for chunk in chunks)]
+        contexts = [self._contexts(chunks, boundaries, group) for group in range(len(self._paging.spans))]
         return StepInput(
             rows=np.array(rows, dtype=np.int64),
             pending_tokens=pending_tokens,
             logit_rows=logit_rows,
-            starts=starts,
-            decodes=[chunk.is_decode for chunk in chunks],
-            lens=[each[0] for each in contexts],
-            tables=[each[1] for each in contexts],
+            starts=list(accumulate(counts, initial=0)),
+            decodes=[*(True for _ in boundaries), *(chunk.is_decode for chunk in chunks)],
+            lens=[[length for length, _ in each] for each in contexts],
+            tables=[[table for _, table in each] for each in contexts],
             hidden_rows=hidden_rows,
-            new_pages=new_pages,
+            new_pages=self._new_pages(chunks),
         )
 
-    def _slots(self, run: PageRange, start: int, end: int) -> Iterable[int]:
-        """Return the KV slots of consecutive positions."""
-        size = self._block_tokens
-        first, last = start // size, (end - 1) // size
-        if first == last:  # as in nearly all decode steps
-            slot = run.blocks[first - run.first] * size + start % size
-            return range(slot, slot + end - start)
-        return self._slots_of_blocks(run, start, end)
-
-    def _slots_of_blocks(self, run: PageRange, start: int, end: int) -> Iterator[int]:
-        size = self._block_tokens
-        for index in range(start // size, -(-end // size)):
-            shift = (run.blocks[index - run.first] - index) * size
-            yield from range(max(start, index * size) + shift, min(end, (index + 1) * size) + shift)
-
-    def _contexts(self, chunks: Items[ScheduledChunk], group: int) -> tuple[list[int], Tables]:
-        """Return length and page table of each chunk's context.
-
-        A context begins at the group's first page or slightly before it. Attention needs only distances between
-        positions, and positions relative to aligned chunks, so earlier pages are left out.
-        """
-        lens: list[int] = []
-        tables: Tables = []
+    def _new_pages(self, chunks: Items[ScheduledChunk]) -> list[int]:
+        new_pages: list[int] = []
         for chunk in chunks:
-            run = chunk.sequence.page_ranges[group]
-            num_skipped = self._paging.skipped_blocks(group, run.first)
-            lens.append(chunk.start + chunk.num_tokens - num_skipped * self._block_tokens)
-            tables.append(run.blocks[:1] * (run.first - num_skipped) + run.blocks)
-        return lens, tables
+            index, num_filled = divmod(chunk.start + chunk.num_tokens, self._block_tokens)
+            if num_filled and index * self._block_tokens >= chunk.start:
+                ranges = chunk.sequence.page_ranges
+                new_pages += [page for run in ranges if (page := run.page(index)) is not None]
+        return new_pages
+
+    def _contexts(
+        self, chunks: Items[ScheduledChunk], boundaries: Items[ScheduledChunk], group: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Return length and page table of each row's or chunk's context."""
+        ends = [(chunk.sequence, chunk.start) for chunk in boundaries]
+        ends += [(chunk.sequence, chunk.start + chunk.num_tokens) for chunk in chunks]
+        return [attention_context(self._paging, group, each.page_ranges[group], end) for each, end in ends]
 
 
 Spans = list[tuple[int, int]]
@@ -118,12 +117,23 @@ Spans = list[tuple[int, int]]
 class ModelRunner:
     """Runs one model on one device; see `weft.engine.loop.Runner`."""
 
-    def __init__(self, model: Decoder, config: EngineConfig, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, model: Decoder, config: EngineConfig, dtype: str, device: torch.device, head: DraftModel | None = None
+    ) -> None:
+        """`head`: a draft model whose layer the model's config lists in `drafts`."""
         copier = DeviceCopier(device)
-        self.executor = ModelExecutor(model, config, dtype, copier)
-        self._builder = StepInputBuilder(config.paging)
+        self.executor = ModelExecutor(model, config, dtype, copier, head)
+        self._builder = StepInputBuilder(config.paging, config.num_blocks)
         self._processor = LogitsProcessor(config.vocab_size, config.eos_token_ids, copier)
         self._sampler = Sampler(copier)
+        self._head_planner = None if head is None else HeadPlanner(config, head.place[0])
+
+    @property
+    def drafter(self) -> HeadDrafter | None:
+        """Drafts with the head, if there is one."""
+        if self._head_planner is None or self.executor.head is None:
+            return None
+        return HeadDrafter(self._head_planner, self.executor.head, self._sampler.rows_of)
 
     @property
     def pool_memory(self) -> PoolMemory:
@@ -142,7 +152,16 @@ class ModelRunner:
         num_rows = 0
         for i, chunk in zip(order, ordered, strict=True):
             spans[i] = (num_rows, num_rows := num_rows + chunk.num_samples)
-        return self._execute(ordered, self._builder.build(ordered), spans)
+        return self._execute(ordered, self._build(ordered), spans)
+
+    def _build(self, chunks: Items[ScheduledChunk]) -> StepInput:
+        planner = self._head_planner
+        if planner is None:
+            return self._builder.build(chunks)
+        boundaries = planner.boundaries(chunks)
+        step = self._builder.build(chunks, boundaries)
+        new_pages = [page for page in step.new_pages if page not in planner.zeroed] + planner.first_pages(chunks)
+        return replace(step, head=planner.plan(chunks, step.starts, boundaries), new_pages=new_pages)
 
     @torch.inference_mode()
     def _execute(self, chunks: Items[ScheduledChunk], step: StepInput, spans: Spans) -> LaunchedStep:
@@ -201,7 +220,15 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
     *,
     speculator: Speculator | None = None,
+    head: DraftModel | None = None,
 ) -> Engine:
-    """Build an engine around a loaded model. This thread must not use the model afterwards."""
+    """Build an engine around a loaded model. This thread must not use the models afterwards.
+
+    `head`: a draft model. Its layer is part of the model's `drafts` and thus of every page, so all engines that
+    exchange KV need the same one, also those that do not speculate.
+    """
     release_threads()
-    return Engine(ModelRunner(model, config, dtype, model.device), config, listener, clock, speculator)
+    runner = ModelRunner(model, config, dtype, model.device, head)
+    if speculator is not None and (drafter := runner.drafter) is not None:
+        speculator.set_head(drafter)
+    return Engine(runner, config, listener, clock, speculator)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.engine.executor import DeviceCopier, DeviceEvent
+from weft.engine.device_copier import DeviceCopier, DeviceEvent
 from weft.engine.messages import Constraint
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import SampledToken
@@ -214,6 +214,7 @@ class Sampler:
 
     def __init__(self, copier: DeviceCopier) -> None:
         self.last = torch.zeros(0, dtype=torch.int64, device=copier.device)
+        self.rows_of = SamplingRowsMaker(copier)
         self._copier = copier
 
     def launch(
@@ -234,8 +235,7 @@ class Sampler:
         if not params:
             self.last = self.last[:0]
             return LaunchedStep((), spans, self._copier.record_event())
-        is_greedy = all(each.temperature <= 0 for each in params)
-        tokens = sample(shaped, None if is_greedy else self._sampling_rows(params, positions))
+        tokens = sample(shaped, self.rows_of(params, positions))
         self.last = tokens
         asked = {row: each.num_logprobs for row, each in enumerate(params) if each.num_logprobs is not None}
         found: tuple[Tensor, ...] = ()
@@ -247,8 +247,18 @@ class Sampler:
         on_host = tuple(self._copier.download(each) for each in (tokens, *largest, *found))
         return LaunchedStep(on_host, spans, self._copier.record_event(), asked, failures)
 
-    def _sampling_rows(self, params: Items[SamplingParams], positions: Items[int]) -> SamplingRows:
-        upload = self._copier.upload
+
+class SamplingRowsMaker:
+    """Makes the sampler's columns on the device from the parameters of each row."""
+
+    def __init__(self, copier: DeviceCopier) -> None:
+        self._upload = copier.upload
+
+    def __call__(self, params: Items[SamplingParams], positions: Items[int]) -> SamplingRows | None:
+        """Return None if all rows are greedy. `positions`: where the sampled tokens will stand."""
+        if all(each.temperature <= 0 for each in params):
+            return None
+        upload = self._upload
         seeds = np.array([each.seed & 0xFFFF_FFFF_FFFF_FFFF for each in params], dtype=np.uint64).view(np.int64)
         return SamplingRows(
             temperature=upload(np.array([each.temperature for each in params], dtype=np.float32)),

@@ -72,11 +72,15 @@ class PagingPolicy:
 
     A group that sees everything has pages from block 0 on. Any other group holds the pages that the next token sees and
     the next step writes; earlier pages are freed.
+
+    `num_repeated`: tokens before the next one that a step may compute once more; it needs what they see. A draft model
+    needs the state of the last token, which no cache holds.
     """
 
     spans: tuple[AttentionSpan, ...]
     block_tokens: int
     chunk_tokens: int
+    num_repeated: int = 0
 
     @property
     def is_bounded(self) -> bool:
@@ -89,11 +93,11 @@ class PagingPolicy:
 
     def first(self, group: int, num_tokens: int) -> int:
         """Return the first block that a group still needs once the KV of `num_tokens` tokens exists."""
-        return self.spans[group].first(num_tokens) // self.block_tokens
+        return self.spans[group].first(max(0, num_tokens - self.num_repeated)) // self.block_tokens
 
     def max_pages_per_step(self, group: int) -> int:
         """Return the pages with which a group can run any step, wherever it starts in a block; 0 means no limit."""
-        width = self.spans[group].width
+        width = self._width(group)
         # Includes a whole block after a prompt's last step, see `retention_point`.
         return self._spanned(group, width - 1 + max(self.chunk_tokens, self.block_tokens)) if width else 0
 
@@ -106,7 +110,7 @@ class PagingPolicy:
 
     def max_pages_decoding(self, group: int) -> int:
         """Return the maximum pages of a group while decoding; 0 means no limit."""
-        width = self.spans[group].width
+        width = self._width(group)
         return self._spanned(group, width) if width else 0
 
     def num_pages(self, num_tokens: int) -> int:
@@ -171,8 +175,13 @@ class PagingPolicy:
         chunk = self.spans[group].chunk
         return first - first % (chunk // gcd(chunk, self.block_tokens)) if chunk else first
 
+    def _width(self, group: int) -> int:
+        """Return the maximum tokens that a step sees before and with its first new one; 0 means all."""
+        width = self.spans[group].width
+        return width + self.num_repeated if width else 0
+
     def _max_held(self, group: int, num_tokens: int) -> int:
-        total, width = self.num_blocks(num_tokens), self.spans[group].width
+        total, width = self.num_blocks(num_tokens), self._width(group)
         return min(total, self._spanned(group, width - 1) + self.max_pages_per_step(group)) if width else total
 
     def _prefix_without_gap(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool], num_blocks: int) -> int:

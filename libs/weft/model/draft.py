@@ -60,6 +60,8 @@ class DraftModel(Protocol):
     """Where it reads the target's residual stream, see `weft.model.step.Capture`."""
     place: tuple[int, int]
     """Group of layers, and layer in the pool, of its keys and values."""
+    vocabulary: Tensor | None
+    """The target's id of each draft token, int32 and rising; None if all ids are the same."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the first state of each row from the target's states [T, boundaries, hidden] of the token before."""

@@ -43,7 +43,8 @@ class EagleHead:
         loader.check_all_read()
         self.packed = tuple(loader.packed)
         offsets = weights[MAP].to(target.device) if draft.has_map else None
-        self.ids = None if offsets is None else vocabulary_map(offsets, draft.target_vocab_size)
+        ids = None if offsets is None else vocabulary_map(offsets, draft.target_vocab_size)
+        self.vocabulary = None if ids is None else ids.int()
         self._angles = DraftAngles(self.config, target, place[0])
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class EagleHead:
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self.ids is None else self.ids[draft_ids]
+        return draft_ids if self.vocabulary is None else self.vocabulary[draft_ids].long()
 
     def _load_layer(self, loader: Loader, place: tuple[int, int]) -> None:
         root, config = self.draft.root, self.config

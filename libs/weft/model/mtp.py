@@ -43,6 +43,7 @@ class MtpLayer:
         loader.check_all_read()
         self.packed = tuple(loader.packed)
         self.embedding, self.output = target.embedding, target.output
+        self.vocabulary: Tensor | None = None
         self._angles = DraftAngles(self.config, target, place[0])
 
     def fuse(self, features: Tensor) -> Tensor:

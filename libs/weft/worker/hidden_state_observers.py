@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.executor import DeviceCopier
+from weft.engine.device_copier import DeviceCopier
 from weft.request import PromptLogprobs
 from weft_kernels.sampling import logprobs
 

@@ -15,6 +15,7 @@ import torch
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.drafter import Speculator
+from weft.engine.executor import DTYPES
 from weft.engine.messages import (
     EngineLoad,
     FirstToken,
@@ -26,9 +27,11 @@ from weft.engine.messages import (
     SequenceSpec,
     StepOutput,
 )
-from weft.engine.runner import build_engine
+from weft.engine.runner import assemble
 from weft.kv.block_pool import FullBlock
 from weft.kv.layer_groups import PageRange
+from weft.model.decoder import Decoder
+from weft.model.draft import DraftModel
 from weft.model.kv_layout import kv_groups
 from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, RequestKey, SamplingParams
 
@@ -68,11 +71,14 @@ class Driver:
         dtype: str = "float32",
         device: str = DEVICE,
         speculator: Speculator | None = None,
+        make_head: Callable[[Decoder], DraftModel] | None = None,
         **limits: Any,
     ) -> None:
+        """`make_head`: a draft model for `tiny`, whose config has its layer."""
         settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
         settings["spans"] = kv_groups(tiny.config).spans
         settings["steps_ahead"] = self.steps_ahead
+        settings["has_draft_layer"] = make_head is not None
         settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
         self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
         self.tiny = tiny
@@ -82,15 +88,9 @@ class Driver:
         self.react: Callable[[StepOutput], None] = lambda output: None
         self.load = EngineLoad(free_blocks=self.config.num_blocks)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
-        self.engine = build_engine(
-            tiny.config,
-            tiny.weights,
-            dtype=dtype,
-            device=device,
-            engine_config=self.config,
-            listener=self._listen,
-            speculator=speculator,
-        )
+        model = Decoder(tiny.config, tiny.weights, DTYPES[dtype], torch.device(device))
+        head = None if make_head is None else make_head(model)
+        self.engine = assemble(model, dtype, self.config, self._listen, speculator=speculator, head=head)
 
     def __enter__(self) -> Driver:
         self.engine.start()

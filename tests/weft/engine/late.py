@@ -33,7 +33,7 @@ class LateRunner(ModelRunner):
     def launch(self, chunks: Items[ScheduledChunk]) -> LateStep:  # type: ignore[override]
         """Do the host's half."""
         assert not any(chunk.has_observer for chunk in chunks)
-        step, kept = self._builder.build(chunks), [snapshot(chunk) for chunk in chunks]
+        step, kept = self._build(chunks), [snapshot(chunk) for chunk in chunks]
         ends = [sum(chunk.num_samples for chunk in chunks[: i + 1]) for i in range(len(chunks))]
         spans = [(end - chunk.num_samples, end) for chunk, end in zip(chunks, ends, strict=True)]
 

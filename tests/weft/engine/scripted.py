@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from random import Random
 
-from weft.engine.drafting.drafter import DecodeStep, DraftRequest, DraftSource, DraftToken, Proposal
+from weft.engine.drafting.drafter import DecodeStep, DraftHead, DraftRequest, DraftSource, DraftToken, Proposal
 from weft.engine.sequence import Sequence
 
 Continuation = Callable[[Sequence, int], Items[int]]
@@ -28,10 +28,14 @@ class ScriptedSpeculator:
         self.steps: list[DecodeStep] = []
         self.known: set[Sequence] = set()
         self.proposed: dict[Sequence, Proposal] = {}
+        self.head: DraftHead | None = None
         self._continuation = continuation
         self._share_right = share_right
         self._is_varied = is_varied
         self._random = Random(seed)
+
+    def set_head(self, head: DraftHead) -> None:
+        self.head = head
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         assert num_prompt_rows >= 0

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
-from weft.engine.executor import DeviceCopier, ModelExecutor, StepInput
+from weft.engine.device_copier import DeviceCopier
+from weft.engine.executor import ModelExecutor, StepInput
 from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner, StepInputBuilder
 from weft.engine.sequence import Sequence

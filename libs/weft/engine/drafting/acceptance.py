@@ -14,7 +14,9 @@ MAX_COUNT = 50
 PRIOR_COUNT = 4
 # Rates of copies by their grade, before any was verified; see `TextMatch.grade`.
 COPY_PRIORS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-PRIORS = {DraftSource.GRAMMAR: 0.9, DraftSource.HEAD: 0.6}
+# Rates of a draft model's tokens by their grade: their probability in that model.
+HEAD_PRIORS = (0.2, 0.4, 0.6, 0.75, 0.85, 0.95)
+PRIORS = {DraftSource.GRAMMAR: (0.9,), DraftSource.HEAD: HEAD_PRIORS}
 # A sequence's own results count n / (n + 8) against the engine's, n being at most 32 drafts.
 OWN_PRIOR = 8.0
 MAX_OWN = 32.0
@@ -104,7 +106,7 @@ class AcceptanceRates:
     def _of(self, source: DraftSource, grade: int) -> list[float]:
         rates = self._rates.get((source, grade))
         if rates is None:
-            prior = PRIORS.get(source) or COPY_PRIORS[min(grade, len(COPY_PRIORS) - 1)]
-            rates = self._rates[source, grade] = [prior] * MAX_PLACES
+            priors = PRIORS.get(source, COPY_PRIORS)
+            rates = self._rates[source, grade] = [priors[min(grade, len(priors) - 1)]] * MAX_PLACES
             self._counts[source, grade] = [PRIOR_COUNT] * MAX_PLACES
         return rates

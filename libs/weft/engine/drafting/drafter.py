@@ -6,6 +6,7 @@ its own position, and a draft is accepted while it equals the sample before it. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import StrEnum
@@ -80,8 +81,26 @@ class DecodeStep:
     seconds: float
 
 
+class DraftHead(Protocol):
+    """Drafts by a draft model, see `weft.model.draft`. Used only on the engine's thread."""
+
+    def draft(
+        self, requests: Items[DraftRequest], goes_on: Callable[[Sequence, Items[DraftToken]], bool]
+    ) -> list[Proposal]:
+        """Return at most `limit` drafts for each request; none if the state of the token before the last is not here.
+
+        `goes_on`: says after each draft whether the sequence should have another one.
+        """
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop all state of a sequence that has ended."""
+
+
 class Speculator(Protocol):
     """Chooses the drafts of each step. Used only on the engine's thread."""
+
+    def set_head(self, head: DraftHead) -> None:
+        """Also draft with a draft model. Called once, before the first step."""
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         """Return the drafts of each request, at most its `limit`; empty for none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from itertools import takewhile
 
 from weft.engine.drafting.acceptance import Records, SourceRecord
@@ -58,7 +59,19 @@ class SequenceDrafter:
             drafts = self._drafts(DraftSource.COPY, copied, self._index)
         if constraint is not None:
             drafts = self._fitting(drafts, limit)
-        return tuple(takewhile(lambda draft: draft.token_id not in self._ends, drafts[:limit]))
+        return self._before_end(drafts[:limit])
+
+    def fit(self, drafts: Proposal, limit: int) -> Proposal:
+        """Cut drafts before the first end token, and before the first one that the grammar refuses."""
+        drafts = self._before_end(drafts[:limit])
+        sequence = self._sequence
+        if not drafts or sequence.spec.constraint is None:
+            return drafts
+        constraint = sequence.token_history().advance(sequence.token_ids, len(sequence.token_ids))
+        return drafts[: constraint.valid([draft.token_id for draft in drafts])]
+
+    def _before_end(self, drafts: Items[DraftToken]) -> Proposal:
+        return tuple(takewhile(lambda draft: draft.token_id not in self._ends, drafts))
 
     def _drafts(
         self, source: DraftSource, match: TextMatch, text: CopyIndex | PredictionReader | None

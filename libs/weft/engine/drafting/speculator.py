@@ -10,7 +10,8 @@ from collections.abc import Sequence as Items
 from weft.engine.drafting.acceptance import AcceptanceRates, SourceRecord
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, DraftOrder, StepCosts
 from weft.engine.drafting.draft_stats import DraftStats, OffReason, SourceStats
-from weft.engine.drafting.drafter import DecodeStep, DraftOutcome, DraftRequest, DraftSource, Proposal
+from weft.engine.drafting.drafter import DecodeStep, DraftHead, DraftOutcome, DraftRequest, DraftSource, Proposal
+from weft.engine.drafting.head_source import HeadSource
 from weft.engine.drafting.ledger import LossLedger
 from weft.engine.drafting.sequence_drafter import SequenceDrafter
 from weft.engine.sequence import Sequence
@@ -49,7 +50,7 @@ class _SourceCounts:
 
 
 class AdaptiveSpeculator:
-    """Drafts by grammar, prediction and copy; implements `weft.engine.drafting.drafter.Speculator`.
+    """Drafts by grammar, prediction, copy and a draft model; implements `weft.engine.drafting.drafter.Speculator`.
 
     The time to find drafts is part of what speculation costs. `stats` may be called on any thread.
     """
@@ -69,6 +70,7 @@ class AdaptiveSpeculator:
         self._rates = AcceptanceRates()
         self._costs = StepCosts()
         self._ledger = LossLedger()
+        self._head: HeadSource | None = None
         self._num_since_sample = 0
         self._probe_seconds = 0.0
         self._reason: OffReason | None = None  # why the step that was planned last has no drafts
@@ -83,16 +85,27 @@ class AdaptiveSpeculator:
         self._propose_seconds += self._clock() - started_at
         return drafts
 
+    def set_head(self, head: DraftHead) -> None:
+        """Also draft with a draft model."""
+        self._head = HeadSource(head, self._costs, self._rates, self._clock)
+
     def _propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         self._reason = OffReason.LOSS if self._ledger.is_off else None
-        proposals = [] if self._ledger.is_off else self._gather(requests)
-        if not proposals:
+        proposals: list[Proposal] = [] if self._ledger.is_off else self._gather(requests)
+        if proposals and self._head is not None and not num_prompt_rows and not self._is_sample_due(len(requests)):
+            proposals, spent = self._head.improve(requests, proposals, self._drafters, self._probe_seconds)
+            self._probe_seconds -= spent
+        if not any(proposals):
             return [()] * len(requests)
         counts = self._choose(requests, proposals, num_prompt_rows)
         if counts is None or not any(counts):
             self._reason = OffReason.SAMPLE if counts is None else OffReason.COST
             return [()] * len(requests)
         return [proposal[:count] for proposal, count in zip(proposals, counts, strict=True)]
+
+    def _is_sample_due(self, num_sequences: int) -> bool:
+        """Return True if the next step should measure steps without drafts."""
+        return self._costs.num_measured(num_sequences) < MIN_SAMPLES or self._num_since_sample >= SAMPLE_STEPS
 
     def on_step(self, step: DecodeStep) -> None:
         """Learn what the step cost and which drafts were accepted."""
@@ -114,6 +127,8 @@ class AdaptiveSpeculator:
     def forget(self, sequence: Sequence) -> None:
         """Drop all state of a sequence that has ended."""
         self._drafters.pop(sequence, None)
+        if self._head is not None:
+            self._head.forget(sequence)
 
     def stats(self) -> DraftStats:
         """Return the counters since the start."""
@@ -129,9 +144,8 @@ class AdaptiveSpeculator:
         )
 
     def _gather(self, requests: Items[DraftRequest]) -> list[Proposal]:
-        """Return the proposals of all sequences; an empty list if there is none."""
+        """Return the proposals that need no draft model."""
         proposals: list[Proposal] = []
-        has_drafts = False
         max_indexed = MAX_INDEXED
         for sequence, limit in requests:
             if limit <= 0:
@@ -145,9 +159,8 @@ class AdaptiveSpeculator:
             num_indexed = drafter.num_indexed
             proposal = drafter.propose(limit, max_indexed)
             max_indexed -= min(max_indexed, drafter.num_indexed - num_indexed)
-            has_drafts = has_drafts or bool(proposal)
             proposals.append(proposal)
-        return proposals if has_drafts else []
+        return proposals
 
     def _choose(
         self, requests: Items[DraftRequest], proposals: Items[Proposal], num_prompt_rows: int
@@ -155,7 +168,7 @@ class AdaptiveSpeculator:
         """Return the number of drafts of each sequence; None if this step should measure steps without drafts."""
         num_sequences = len(requests)
         costs, contexts = self._costs, [len(sequence.token_ids) for sequence, _ in requests]
-        if costs.num_measured(num_sequences) < MIN_SAMPLES or self._num_since_sample >= SAMPLE_STEPS:
+        if self._is_sample_due(num_sequences):
             return None
         survivals = [
             self._rates.survival(proposal, self._drafters[request.sequence].records) if proposal else []
@@ -228,4 +241,6 @@ class AdaptiveSpeculator:
             accepted = sum(draft.source is source for draft in outcome.drafts[: outcome.num_accepted])
             record = records.setdefault(source, SourceRecord())
             saved = accepted * token_seconds - number * row_seconds
+            if source is DraftSource.HEAD and self._head is not None:
+                saved -= self._head.costs_of.get(outcome.sequence, 0.0)
             record.judge(saved, number, len(outcome.sequence.token_ids))

@@ -1,0 +1,127 @@
+"""Decides for each step which sequences the draft model drafts for, by what that costs and how much is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+
+from weft.engine.drafting.acceptance import AcceptanceRates, Records
+from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, StepCosts
+from weft.engine.drafting.drafter import DraftHead, DraftRequest, DraftSource, DraftToken, Proposal
+from weft.engine.drafting.sequence_drafter import SequenceDrafter
+from weft.engine.sequence import Sequence
+
+# Averages move by this share of the difference.
+WEIGHT = 0.1
+# Share of a step that a draft is taken to cost before it was measured, and what drafts are taken to bring.
+PRIOR_SHARE = 0.1
+PRIOR_DRAFTS, PRIOR_TOKENS = 3.0, 1.5
+# A drafted token is this likely to be followed by another right one, if all before it are right.
+NEXT_RATE = 0.9
+
+Drafters = Mapping[Sequence, SequenceDrafter]
+
+
+class HeadSource:
+    """Asks the draft model.
+
+    - `costs_of`: seconds that drafting for the next step took, by sequence.
+    """
+
+    def __init__(self, head: DraftHead, costs: StepCosts, rates: AcceptanceRates, clock: Callable[[], float]) -> None:
+        self.costs_of: dict[Sequence, float] = {}
+        self._head, self._costs, self._rates, self._clock = head, costs, rates, clock
+        self._num_drafts, self._num_tokens = PRIOR_DRAFTS, PRIOR_TOKENS
+        self._pass_seconds: dict[int, float] = {}  # of one draft for each sequence, by the number of sequences
+
+    def improve(
+        self, requests: Items[DraftRequest], proposals: Items[Proposal], drafters: Drafters, spare_seconds: float
+    ) -> tuple[list[Proposal], float]:
+        """Replace proposals of which fewer tokens are expected than of the draft model's.
+
+        `drafters`: of each sequence with a limit. While the model is not expected to pay, it is asked only if that
+        takes at most `spare_seconds`. Returns the proposals, and the seconds that were spent on such a probe.
+        """
+        self.costs_of.clear()
+        context = sum(len(sequence.token_ids) for sequence, _ in requests)
+        asked = [index for index, request in enumerate(requests) if _may_ask(request, drafters)]
+        plain = self._costs.plain_seconds(len(requests), context)
+        improved, spent = list(proposals), 0.0
+        if not asked or not plain:
+            return improved, 0.0
+        expected = self._expected_tokens(len(asked), len(requests), context, plain)
+        if not expected:
+            spent = self._pass_of(len(asked), plain)
+            if spent > spare_seconds:
+                return improved, 0.0
+            expected = 1.0
+        known = {index: self._tokens(proposals[index], drafters[requests[index].sequence]) for index in asked}
+        asked = [index for index in asked if known[index] < expected]
+        found = self._draft([requests[index] for index in asked], drafters, len(requests) / plain) if asked else []
+        for index, drafts in zip(asked, found, strict=True):
+            drafter = drafters[requests[index].sequence]
+            fitting = drafter.fit(drafts, requests[index].limit)
+            if self._tokens(fitting, drafter) > known[index]:
+                improved[index] = fitting
+        return improved, spent
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop all state of a sequence that has ended."""
+        self._head.forget(sequence)
+
+    def _tokens(self, proposal: Proposal, drafter: SequenceDrafter) -> float:
+        """Return how many drafts are expected to be accepted."""
+        return sum(self._rates.survival(proposal, drafter.records))
+
+    def _expected_tokens(self, num_asked: int, num_sequences: int, context: int, plain: float) -> float:
+        """Return the accepted drafts that a sequence can expect; 0 if they do not pay."""
+        rows = round(num_asked * self._num_drafts)
+        curve = self._costs.curve(num_sequences, rows)
+        seconds = plain + curve[rows] - curve[0] + rows * context / num_sequences * self._costs.context_seconds
+        seconds += self._num_drafts * self._pass_of(num_asked, plain)
+        rate = (num_sequences + num_asked * self._num_tokens) / seconds
+        return self._num_tokens if rate > num_sequences / plain * (1 + HYSTERESIS) else 0.0
+
+    def _draft(self, requests: list[DraftRequest], drafters: Drafters, rate: float) -> list[Proposal]:
+        """Draft, as long as one more draft saves more than it takes; `rate`: tokens a second without drafts."""
+        context = sum(len(sequence.token_ids) for sequence, _ in requests)
+        least = rate * (self._row_seconds(len(requests), context) + self._pass_of(len(requests), 0.0) / len(requests))
+
+        def goes_on(sequence: Sequence, drafts: Items[DraftToken]) -> bool:
+            return self._rates.survival(drafts, drafters[sequence].records)[-1] * NEXT_RATE > least
+
+        started_at = self._clock()
+        proposals = self._head.draft(requests, goes_on)
+        seconds = self._clock() - started_at
+        self.costs_of = {sequence: seconds / len(requests) for sequence, _ in requests}
+        self._learn(proposals, seconds, [drafters[sequence].records for sequence, _ in requests])
+        return proposals
+
+    def _learn(self, proposals: Items[Proposal], seconds: float, records: Items[Records]) -> None:
+        longest, num_asked = max(map(len, proposals), default=0), len(proposals)
+        if not longest:
+            return
+        known = self._pass_seconds.get(num_asked, seconds / longest)
+        self._pass_seconds[num_asked] = known + WEIGHT * (min(seconds / longest, MAX_OUTLIER * known) - known)
+        for proposal, record in zip(proposals, records, strict=True):
+            if proposal:
+                self._num_drafts += WEIGHT * (len(proposal) - self._num_drafts) / num_asked
+                self._num_tokens += (
+                    WEIGHT * (sum(self._rates.survival(proposal, record)) - self._num_tokens) / num_asked
+                )
+
+    def _pass_of(self, num_asked: int, plain: float) -> float:
+        return self._pass_seconds.get(num_asked, PRIOR_SHARE * plain)
+
+    def _row_seconds(self, num_asked: int, context: int) -> float:
+        """Return what the verification of one more draft of one sequence costs."""
+        curve = self._costs.curve(num_asked, num_asked)
+        return (curve[num_asked] - curve[0]) / num_asked + context / num_asked * self._costs.context_seconds
+
+
+def _may_ask(request: DraftRequest, drafters: Drafters) -> bool:
+    sequence, limit = request
+    if limit <= 0:
+        return False
+    record = drafters[sequence].records.get(DraftSource.HEAD)
+    return record is None or not record.is_shut(len(sequence.token_ids))

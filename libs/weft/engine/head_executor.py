@@ -1,0 +1,81 @@
+"""Runs a draft model in the target's pages: fills its KV in every step, and drafts tokens before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.device_copier import DeviceCopier
+from weft.engine.head_planner import HeadRows, HeadStep
+from weft.model.draft import DraftModel, DraftRows
+from weft.model.step import Capture
+from weft_kernels.layer_cache import PagedPool
+from weft_kernels.paged_attention import PagedBatch
+from weft_kernels.sampling import SamplingRows, sample, sample_drafts
+
+
+class HeadExecutor:
+    """One draft model on the target's device. `features` [places + rows of a step, boundaries, hidden]."""
+
+    def __init__(self, head: DraftModel, pool: PagedPool, num_places: int, copier: DeviceCopier, hidden: int) -> None:
+        self._head, self._pool, self._copier = head, pool, copier
+        self._num_places = num_places
+        self._shape = (len(head.boundaries), hidden)
+        self._features = torch.zeros(num_places, *self._shape, dtype=pool.dtype, device=copier.device)
+
+    def capture(self, num_rows: int) -> Capture:
+        """Return where the target's step must leave the features of its rows."""
+        total = self._num_places + num_rows
+        if len(self._features) < total:
+            grown = torch.zeros(total, *self._shape, dtype=self._pool.dtype, device=self._copier.device)
+            grown[: self._num_places] = self._features[: self._num_places]
+            self._features = grown
+        return Capture(self._head.boundaries, self._features[self._num_places : total])
+
+    def run(self, step: HeadStep, token_ids: Tensor) -> None:
+        """Fill the slots of a step whose features were captured; `token_ids` [T] are those of its rows."""
+        if step.fill.token_ids:
+            self.fill(step.fill, token_ids)
+        if step.kept:
+            sources = self._copier.upload(np.array(step.kept) + self._num_places)
+            self._features[self._copier.upload(np.array(step.places))] = self._features[sources]
+
+    def fill(self, rows: HeadRows, step_ids: Tensor | None = None) -> Tensor:
+        """Write the KV of the rows; return the states behind the layer [T, hidden]."""
+        ids = self._copier.upload(np.array(rows.token_ids))
+        if rows.pending:
+            assert step_ids is not None
+            places, sources = self._copier.upload(np.array(rows.pending).T)
+            ids[places] = step_ids[sources]
+        state = self._head.fuse(self._features[self._copier.upload(np.array(rows.features))])
+        return self._forward(state, ids, rows)
+
+    def advance(self, state: Tensor, token_ids: Tensor, rows: HeadRows) -> Tensor:
+        """Return the states of one row for each sequence, which holds its last drafted token and state."""
+        return self._forward(state, token_ids, rows)
+
+    def choose(self, state: Tensor, sampling: SamplingRows | None) -> tuple[Tensor, Tensor]:
+        """Return a token of the target for each state, and its probability among the draft model's tokens."""
+        logits, vocabulary = self._head.logits(state), self._head.vocabulary
+        chosen = sample(logits, sampling) if vocabulary is None else sample_drafts(logits, sampling, vocabulary)
+        columns = chosen if vocabulary is None else torch.searchsorted(vocabulary, chosen.int())
+        picked = logits.gather(1, columns[:, None].long())[:, 0]
+        return chosen, (picked - logits.logsumexp(-1)).exp()
+
+    def zero(self, pages: Items[int]) -> None:
+        """Clear pages that drafts begin: attention reads the rest of a page under a mask."""
+        if pages:
+            self._pool.memory.index_fill_(0, self._copier.upload(np.array(pages, dtype=np.int64)), 0)
+
+    def _forward(self, state: Tensor, token_ids: Tensor, rows: HeadRows) -> Tensor:
+        head, upload = self._head, self._copier.upload
+        group = head.place[0]
+        batch = PagedBatch(
+            self._pool, head.config.num_heads, rows.starts, rows.lens, rows.tables, rows.decodes, rows.first
+        )
+        slots = upload(np.array(rows.slots)).expand(group + 1, -1)
+        draft_rows = DraftRows(token_ids, upload(np.array(rows.positions)), slots)
+        return head.forward(state, draft_rows, [batch] * (group + 1))

@@ -1,0 +1,152 @@
+"""Random EAGLE-3 heads for tiny models, and what such a head drafts when all its rows are computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.weft.tiny_llama import Tiny
+from weft.engine.device_copier import DeviceCopier
+from weft.engine.sampler import SamplingRowsMaker
+from weft.model.decoder import Decoder
+from weft.model.draft import DraftModel, DraftRows, DraftTarget
+from weft.model.draft_config import DraftConfig, draft_config_of
+from weft.model.draft_layers import draft_place, with_draft
+from weft.model.eagle import EagleHead
+from weft.model.fields import Fields
+from weft.model.kv_layout import block_bytes, group_heads, kv_groups
+from weft.model.paged_pool import paged_pool
+from weft.model.spec import ModelConfig
+from weft.model.step import Capture, TokenBatch
+from weft.request import SamplingParams
+from weft_kernels.layer_cache import PagedPool
+from weft_kernels.paged_attention import PagedBatch
+from weft_kernels.sampling import sample, sample_drafts
+
+HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 16, 48
+DRAFT_VOCABULARY = 60  # smaller than the target's
+CPU = torch.device("cpu")
+MakeHead = Callable[[Decoder], DraftModel]
+
+
+def head_tensors(target: ModelConfig, num_features: int) -> dict[str, Tensor]:
+    """The same random numbers every time."""
+    hidden, random = target.hidden_size, torch.Generator().manual_seed(4)
+    shapes = {
+        "midlayer.self_attn.q_proj": (HEADS * HEAD_DIM, 2 * hidden),
+        "midlayer.self_attn.k_proj": (KV_HEADS * HEAD_DIM, 2 * hidden),
+        "midlayer.self_attn.v_proj": (KV_HEADS * HEAD_DIM, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, HEADS * HEAD_DIM),
+        "midlayer.mlp.gate_proj": (MLP, hidden),
+        "midlayer.mlp.up_proj": (MLP, hidden),
+        "midlayer.mlp.down_proj": (hidden, MLP),
+        "fc": (hidden, num_features * hidden),
+        "lm_head": (DRAFT_VOCABULARY, hidden),
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=random) / shape[1] ** 0.5 for name, shape in shapes.items()
+    }
+    tensors |= {f"midlayer.{name}.weight": torch.ones(hidden) for name in norms} | {"norm.weight": torch.ones(hidden)}
+    places = torch.randperm(target.vocab_size, generator=random)[:DRAFT_VOCABULARY].sort().values
+    return tensors | {"d2t": places - torch.arange(DRAFT_VOCABULARY)}
+
+
+def head_config(target: ModelConfig, boundaries: tuple[int, ...]) -> DraftConfig:
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": target.hidden_size,
+        "intermediate_size": MLP,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000.0,
+        "max_position_embeddings": target.max_positions,
+        "eagle_config": {"boundaries": list(boundaries)},
+        "num_aux_hidden_states": len(boundaries),
+        "eagle_aux_hidden_state_layer_ids": list(boundaries),
+    }
+    tensors = head_tensors(target, len(boundaries))
+    names = {torch.float32: "F32", torch.int64: "I64"}
+    stored = {name: (names[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
+    return draft_config_of(Fields(Path("config.json"), fields), stored, target)
+
+
+def with_head(tiny: Tiny, boundaries: tuple[int, ...] = (0, 1, 2)) -> tuple[Tiny, MakeHead]:
+    """Return the model with a draft layer in its pages, and what makes the head for it."""
+    draft = head_config(tiny.config, boundaries)
+    config = with_draft(tiny.config, draft.layer)
+
+    def make(model: Decoder) -> DraftModel:
+        tensors = head_tensors(tiny.config, len(boundaries))
+        return EagleHead(draft, tensors, DraftTarget.of(model), draft_place(config))
+
+    return replace(tiny, config=config), make
+
+
+class SlowTwin:
+    """Drafts after any text with one pass over all of it: no page is kept, shared or handed over."""
+
+    def __init__(self, tiny: Tiny, make_head: MakeHead) -> None:
+        self.model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+        self.head = make_head(self.model)
+        self._rows_of = SamplingRowsMaker(DeviceCopier(CPU))
+        self.draft = cache(self._draft)
+
+    @torch.inference_mode()
+    def _draft(self, token_ids: tuple[int, ...], count: int, params: SamplingParams) -> list[int]:
+        """Return `count` drafts after the tokens."""
+        head, length = self.head, len(token_ids)
+        batches, slots = self._pool(length + count)
+        state = head.fuse(self._features(token_ids[:-1]))
+        ids, positions, drafts = torch.tensor(token_ids[1:]), torch.arange(1, length), list[int]()
+        while True:
+            # Slots are one less than the engine's, as slot 0 of the engine's draft layer stays empty.
+            rows = DraftRows(ids, positions, slots[:, positions - 1])
+            end = int(positions[-1])
+            state = head.forward(state, rows, batches(len(ids), end))[-1:]
+            drafts.append(self._choose(head.logits(state), params, length + len(drafts)))
+            if len(drafts) == count:
+                return drafts
+            ids, positions = torch.tensor(drafts[-1:]), torch.tensor([end + 1])
+
+    def _features(self, token_ids: Items[int]) -> Tensor:
+        model, head, count = self.model, self.head, len(token_ids)
+        batches, slots = self._pool(count)
+        positions = torch.arange(count)
+        out = torch.empty(count, len(head.boundaries), model.config.hidden_size)
+        rows = TokenBatch(torch.tensor(token_ids), positions, slots[:, :count], positions[-1:])
+        model.hidden(rows, batches(count, count), Capture(head.boundaries, out))
+        return out
+
+    def _choose(self, logits: Tensor, params: SamplingParams, position: int) -> int:
+        rows, vocabulary = self._rows_of([params], [position]), self.head.vocabulary
+        chosen = sample(logits, rows) if vocabulary is None else sample_drafts(logits, rows, vocabulary)
+        return int(chosen[0])
+
+    def _pool(self, num_tokens: int) -> tuple[Callable[[int, int], list[PagedBatch]], Tensor]:
+        """Return what makes the batches of `count` rows up to token `end`, and the slots [groups, tokens]."""
+        config = self.model.config
+        num_groups, num_blocks = len(kv_groups(config).groups), -(-num_tokens // 16)
+        memory = torch.zeros(num_groups * num_blocks, block_bytes(config, "float32", 16) // 4)
+        pool: PagedPool = paged_pool(config, memory, 16)
+        heads = list(group_heads(config))
+
+        def batches(count: int, end: int) -> list[PagedBatch]:
+            tables = [range(group * num_blocks, (group + 1) * num_blocks) for group in range(num_groups)]
+            return [
+                PagedBatch(pool, number, [0, count], [end], [table])
+                for number, table in zip(heads, tables, strict=True)
+            ]
+
+        starts = torch.arange(num_groups)[:, None] * num_blocks * 16
+        return batches, starts + torch.arange(num_blocks * 16)
