@@ -112,14 +112,14 @@ class Bench:
 
     def warm_up(self, prompts: Mapping[str, Prompt]) -> None:
         """Compute the prompts, so that later runs find them in the prefix cache."""
-        self._speculator.current = None
+        self._speculator.use(None)
         for name, prompt in prompts.items():
             self._submit(name, prompt, 1)
         self._listen(len(prompts))
 
     def run(self, prompts: Mapping[str, Prompt], num_sequences: int, speculator: Speculator | None) -> Run:
         """Generate all answers, `num_sequences` at once and then the next ones."""
-        self._speculator.current = speculator
+        self._speculator.use(speculator)
         total, names = Run(), list(prompts)
         for start in range(0, len(names), num_sequences):
             batch = names[start : start + num_sequences]

@@ -7,7 +7,15 @@ from collections.abc import Sequence as Items
 from itertools import takewhile
 from random import Random
 
-from weft.engine.drafting.drafter import DecodeStep, DraftRequest, DraftSource, DraftToken, Proposal, Speculator
+from weft.engine.drafting.drafter import (
+    DecodeStep,
+    DraftHead,
+    DraftRequest,
+    DraftSource,
+    DraftToken,
+    Proposal,
+    Speculator,
+)
 from weft.engine.sequence import Sequence
 
 
@@ -16,6 +24,16 @@ class ExchangeableSpeculator:
 
     def __init__(self) -> None:
         self.current: Speculator | None = None
+        self._head: DraftHead | None = None
+
+    def set_head(self, head: DraftHead) -> None:
+        self._head = head
+
+    def use(self, speculator: Speculator | None) -> None:
+        """Draft with this one from now on."""
+        self.current = speculator
+        if speculator is not None and self._head is not None:
+            speculator.set_head(self._head)
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         if self.current is None:
@@ -36,6 +54,9 @@ class OneSource:
 
     def __init__(self, speculator: Speculator, source: DraftSource) -> None:
         self._speculator, self._source = speculator, source
+
+    def set_head(self, head: DraftHead) -> None:
+        self._speculator.set_head(head)
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         proposals = self._speculator.propose(requests, num_prompt_rows)
@@ -58,6 +79,9 @@ class RecordedSpeculator:
         self._answers, self._alpha, self._num_drafts = answers, alpha, num_drafts
         self._vocab_size = vocab_size
         self._random = Random(0)
+
+    def set_head(self, head: DraftHead) -> None:
+        """The answers are known already."""
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         return [self._draft(sequence, min(limit, self._num_drafts)) for sequence, limit in requests]

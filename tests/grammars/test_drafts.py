@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.grammars.test_twins import SCHEMA
 from tests.weft.engine.harness import Driver
-from weft.engine.drafting.drafter import DecodeStep, DraftRequest, DraftSource, Proposal
+from weft.engine.drafting.drafter import DecodeStep, DraftHead, DraftRequest, DraftSource, Proposal
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.grammar import load_grammars
 from weft.model.config import read_config
@@ -43,6 +43,9 @@ class EvenSteps:
 
     def __init__(self, speculator: AdaptiveSpeculator) -> None:
         self._speculator = speculator
+
+    def set_head(self, head: DraftHead) -> None:
+        self._speculator.set_head(head)
 
     def propose(self, requests: Sequence[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         return self._speculator.propose(requests, num_prompt_rows)

@@ -14,9 +14,11 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +26,17 @@ import torch
 from tests.weft.engine.harness import Driver
 from tests.weft.engine.late import LateRunner
 from tests.weft.engine.poison import Poison
-from tests.weft.engine.scripted import ScriptedSpeculator, reader_of
 from tests.weft.engine.soak_texts import FAMILIES, MAX_NEW, Live, Text, make_texts
 from tests.weft.engine.test_logits_processor import EveryThird
+from tests.weft.engine.tiny_heads import MakeHead, MixedSpeculator, with_head
 from tests.weft.tiny_families import make_family
 from tests.weft.tiny_llama import Tiny
 from weft.engine import runner
 from weft.engine.config import EngineConfig
+from weft.engine.head_executor import HeadExecutor
 from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.engine.runner import build_engine
 from weft.kv.layer_groups import PageRange
+from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, RequestKey
 
@@ -58,6 +61,7 @@ def crowded(tiny: Tiny) -> EngineConfig:
         chunk_tokens=11,
         max_num_seqs=7,
         steps_ahead=Driver.steps_ahead,
+        has_draft_layer=bool(tiny.config.drafts),
         decode_graphs=vars(runner)["ModelRunner"] is LateRunner,  # and all else as on a GPU
         pin_sealed=True,
         max_pinned=3,
@@ -68,9 +72,9 @@ class Chaos:
     """Asks for everything that an engine can be asked for, at random, and checks what it says."""
 
     def __init__(
-        self, tiny: Tiny, texts: list[Text], poison: Poison, seed: int, share_right: float | None = None
+        self, tiny: Tiny, texts: list[Text], poison: Poison, seed: int, make_head: MakeHead | None = None
     ) -> None:
-        """`share_right`: of drafts; None: nothing drafts."""
+        """`make_head`: a head that drafts, as a script does that knows the texts; None: nothing drafts."""
         self.random = random.Random(seed)
         self.texts = texts
         self.live: dict[RequestKey, Live] = {}
@@ -82,17 +86,17 @@ class Chaos:
         self.is_over = threading.Event()
         self.vocab_size = tiny.config.vocab_size
         self.whole: dict[str, tuple[int, ...]] = {}  # prompts with their texts, by request
-        self.speculator = None if share_right is None else ScriptedSpeculator(reader_of(self.whole), share_right, True)
+        self.speculator = None if make_head is None else MixedSpeculator(self.whole)
         looks = count()
-        self.engine = build_engine(
-            tiny.config,
-            tiny.weights,
-            dtype="float32",
-            device="cpu",
-            engine_config=crowded(tiny),
-            listener=self.hear,
-            clock=lambda: LOOK_SECONDS * next(looks),
+        model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
+        self.engine = runner.assemble(
+            model,
+            "float32",
+            crowded(tiny),
+            self.hear,
+            lambda: LOOK_SECONDS * next(looks),
             speculator=self.speculator,
+            head=None if make_head is None else make_head(model),
         )
         if isinstance(self.engine._runner, LateRunner):
             self.engine._runner.free = self.engine._loop._pool._free
@@ -293,7 +297,7 @@ def test_poisoned_blocks_show_nowhere_on_a_device_that_is_late(
 def test_poisoned_blocks_show_nowhere_while_drafting(
     name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    soak(name, steps_ahead, tmp_path, monkeypatch, share_right=0.7)
+    soak(name, steps_ahead, tmp_path, monkeypatch, is_drafting=True)
 
 
 @pytest.mark.timeout(120 + NUM_STEPS)
@@ -303,7 +307,18 @@ def test_poisoned_blocks_show_nowhere_when_late_and_drafting(
     name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "ModelRunner", LateRunner)
-    soak(name, steps_ahead, tmp_path, monkeypatch, share_right=0.7)
+    soak(name, steps_ahead, tmp_path, monkeypatch, is_drafting=True)
+
+
+def finite_choice(choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    """No text shows what drafts are made from, so NaN must be looked for in their probabilities."""
+
+    def checked(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids, probabilities = choose(*args)
+        assert probabilities.isfinite().all(), "drafts were made from NaN"
+        return token_ids, probabilities
+
+    return checked
 
 
 def soak(
@@ -311,13 +326,16 @@ def soak(
     steps_ahead: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    share_right: float | None = None,
+    is_drafting: bool = False,
 ) -> None:
-    tiny = make_family(name, tmp_path, **FAMILIES[name])
+    tiny: Tiny = make_family(name, tmp_path, **FAMILIES[name])
     texts = make_texts(tiny)
-    poison = Poison(monkeypatch)
-    chaos = Chaos(tiny, texts, poison, seed=1, share_right=share_right)
-    num_steps = NUM_STEPS if share_right is None else NUM_DRAFTING_STEPS
+    poison, make_head = Poison(monkeypatch), None
+    if is_drafting:
+        tiny, make_head = with_head(tiny, (0, tiny.config.num_layers))
+        monkeypatch.setattr(HeadExecutor, "choose", finite_choice(HeadExecutor.choose))
+    chaos = Chaos(tiny, texts, poison, seed=5 if is_drafting else 1, make_head=make_head)
+    num_steps = NUM_DRAFTING_STEPS if is_drafting else NUM_STEPS
     chaos.run(num_steps)
     print(f"{name}, {steps_ahead} steps ahead: {dict(chaos.counts)}, {poison.num_poisoned} blocks poisoned")
     load = chaos.engine.load
@@ -327,4 +345,5 @@ def soak(
     assert poison.num_poisoned > num_steps / 10
     if chaos.speculator is not None:
         assert 0 < chaos.speculator.num_accepted < chaos.speculator.num_verified
+        assert chaos.speculator.drafted
         assert not chaos.speculator.known

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from tests.weft.engine.harness import Driver
+from tests.weft.engine.scripted import ScriptedSpeculator, reader_of
 from tests.weft.tiny_llama import Tiny
 from weft.engine.device_copier import DeviceCopier
+from weft.engine.drafting.drafter import DraftRequest, DraftSource, Proposal
 from weft.engine.sampler import SamplingRowsMaker
+from weft.engine.sequence import Sequence
 from weft.model.decoder import Decoder
 from weft.model.draft import DraftModel, DraftRows, DraftTarget
 from weft.model.draft_config import DraftConfig, draft_config_of
@@ -33,6 +39,7 @@ HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 16, 48
 DRAFT_VOCABULARY = 60  # smaller than the target's
 CPU = torch.device("cpu")
 MakeHead = Callable[[Decoder], DraftModel]
+AnyTiny = TypeVar("AnyTiny", bound=Tiny)
 
 
 def head_tensors(target: ModelConfig, num_features: int) -> dict[str, Tensor]:
@@ -81,7 +88,7 @@ def head_config(target: ModelConfig, boundaries: tuple[int, ...]) -> DraftConfig
     return draft_config_of(Fields(Path("config.json"), fields), stored, target)
 
 
-def with_head(tiny: Tiny, boundaries: tuple[int, ...] = (0, 1, 2)) -> tuple[Tiny, MakeHead]:
+def with_head(tiny: AnyTiny, boundaries: tuple[int, ...] = (0, 1, 2)) -> tuple[AnyTiny, MakeHead]:
     """Return the model with a draft layer in its pages, and what makes the head for it."""
     draft = head_config(tiny.config, boundaries)
     config = with_draft(tiny.config, draft.layer)
@@ -150,3 +157,51 @@ class SlowTwin:
 
         starts = torch.arange(num_groups)[:, None] * num_blocks * 16
         return batches, starts + torch.arange(num_blocks * 16)
+
+
+Drafted = tuple[tuple[int, ...], Proposal, SamplingParams]
+
+
+class MixedSpeculator(ScriptedSpeculator):
+    """Asks the head before every step, and verifies its drafts, scripted ones or none.
+
+    `drafted`: texts, and what the head drafted after them.
+    """
+
+    def __init__(self, texts: Mapping[str, Items[int]], max_drafts: int = 5, share_head: float = 0.4) -> None:
+        super().__init__(reader_of(texts), share_right=0.8, is_varied=True)
+        self.drafted: list[Drafted] = []
+        self._max_drafts, self._share_head = max_drafts, share_head
+        self._chance = Random(7)
+
+    def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
+        assert self.head is not None
+        scripted = super().propose(requests, num_prompt_rows)
+        if self._chance.random() < 0.3:
+            return scripted
+        asked = [each._replace(limit=min(each.limit, self._chance.randint(0, self._max_drafts))) for each in requests]
+        found = self.head.draft(asked, lambda sequence, drafts: True)
+        for (sequence, limit), proposal in zip(asked, found, strict=True):
+            assert len(proposal) <= limit
+            assert {draft.source for draft in proposal} <= {DraftSource.HEAD}
+            if proposal:
+                self.drafted.append((tuple(sequence.token_ids), proposal, sequence.spec.sampling))
+        chosen = [
+            drafts if drafts and self._chance.random() < self._share_head else other
+            for drafts, other in zip(found, scripted, strict=True)
+        ]
+        self.proposed.update(zip((each.sequence for each in requests), chosen, strict=True))
+        return chosen
+
+    def forget(self, sequence: Sequence) -> None:
+        super().forget(sequence)
+        if self.head is not None:
+            self.head.forget(sequence)
+
+
+def assert_drafts_are_those_of(twin: SlowTwin, drafted: Items[Drafted], at_least: int = 20) -> None:
+    # The loop that runs ahead asks rarely while nothing is proposed.
+    assert len(drafted) >= (2 if Driver.steps_ahead and at_least else at_least)
+    for token_ids, proposal, params in drafted:
+        expected = twin.draft(token_ids, len(proposal), params)
+        assert [draft.token_id for draft in proposal] == expected, f"after {len(token_ids)} tokens"

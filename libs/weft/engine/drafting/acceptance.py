@@ -23,6 +23,8 @@ MAX_OWN = 32.0
 MAX_RATE = 0.995
 # Drafts of a source in a sequence after which its balance is drawn, and tokens until it is asked again.
 NUM_JUDGED = 24
+# The same for a draft model: its long proposals fail as a whole more often than copies.
+NUM_JUDGED_OF_HEAD = 96
 MIN_WAIT, MAX_WAIT = 32, 128
 
 
@@ -55,11 +57,11 @@ class SourceRecord:
             self._predicted *= scale
         self.factor = (self._accepted + OWN_PRIOR) / (self._predicted + OWN_PRIOR)
 
-    def judge(self, saved_seconds: float, num_drafts: int, num_tokens: int) -> None:
-        """Add what drafts saved, less what they cost. After NUM_JUDGED drafts that lost, shut the source."""
+    def judge(self, saved_seconds: float, num_drafts: int, num_tokens: int, least: int = NUM_JUDGED) -> None:
+        """Add what drafts saved, less what they cost. After `least` drafts that lost, shut the source."""
         self._balance += saved_seconds
         self._num_judged += num_drafts
-        if self._num_judged < NUM_JUDGED:
+        if self._num_judged < least:
             return
         if self._balance < 0:
             self._open_at = num_tokens + self._wait

@@ -16,6 +16,8 @@ WEIGHT = 0.1
 # Share of a step that a draft is taken to cost before it was measured, and what drafts are taken to bring.
 PRIOR_SHARE = 0.1
 PRIOR_DRAFTS, PRIOR_TOKENS = 3.0, 1.5
+# Drafts of a sequence in a step that learns whether the model pays now.
+NUM_PROBED = 3
 # A drafted token is this likely to be followed by another right one, if all before it are right.
 NEXT_RATE = 0.9
 
@@ -39,29 +41,30 @@ class HeadSource:
     ) -> tuple[list[Proposal], float]:
         """Replace proposals of which fewer tokens are expected than of the draft model's.
 
-        `drafters`: of each sequence with a limit. While the model is not expected to pay, it is asked only if that
-        takes at most `spare_seconds`. Returns the proposals, and the seconds that were spent on such a probe.
+        `drafters`: of each sequence with a limit. A model that is not expected to pay is asked for a few drafts if they
+        and their verification take at most `spare_seconds`. Returns the proposals, and the seconds of such a probe, or
+        0. All drafts of a probe should be verified.
         """
         self.costs_of.clear()
         context = sum(len(sequence.token_ids) for sequence, _ in requests)
         asked = [index for index, request in enumerate(requests) if _may_ask(request, drafters)]
         plain = self._costs.plain_seconds(len(requests), context)
-        improved, spent = list(proposals), 0.0
+        improved = list(proposals)
         if not asked or not plain:
             return improved, 0.0
-        expected = self._expected_tokens(len(asked), len(requests), context, plain)
-        if not expected:
-            spent = self._pass_of(len(asked), plain)
-            if spent > spare_seconds:
-                return improved, 0.0
-            expected = 1.0
         known = {index: self._tokens(proposals[index], drafters[requests[index].sequence]) for index in asked}
-        asked = [index for index in asked if known[index] < expected]
-        found = self._draft([requests[index] for index in asked], drafters, len(requests) / plain) if asked else []
+        expected, spent = self._expected_tokens(len(asked), len(requests), context, plain), 0.0
+        if expected:
+            asked = [index for index in asked if known[index] < expected]
+        elif not any(proposals):
+            spent = self._probe_seconds(len(asked), context, plain)
+        if not asked or (not expected and not 0 < spent <= spare_seconds):
+            return improved, 0.0
+        found = self._draft([requests[index] for index in asked], drafters, 0.0 if spent else len(requests) / plain)
         for index, drafts in zip(asked, found, strict=True):
             drafter = drafters[requests[index].sequence]
             fitting = drafter.fit(drafts, requests[index].limit)
-            if self._tokens(fitting, drafter) > known[index]:
+            if spent or self._tokens(fitting, drafter) > known[index]:
                 improved[index] = fitting
         return improved, spent
 
@@ -82,12 +85,21 @@ class HeadSource:
         rate = (num_sequences + num_asked * self._num_tokens) / seconds
         return self._num_tokens if rate > num_sequences / plain * (1 + HYSTERESIS) else 0.0
 
+    def _probe_seconds(self, num_asked: int, context: int, plain: float) -> float:
+        rows = self._row_seconds(num_asked, context)
+        return NUM_PROBED * (self._pass_of(num_asked, plain) + num_asked * rows)
+
     def _draft(self, requests: list[DraftRequest], drafters: Drafters, rate: float) -> list[Proposal]:
-        """Draft, as long as one more draft saves more than it takes; `rate`: tokens a second without drafts."""
+        """Draft, as long as one more draft saves more than it takes; `rate`: tokens a second without drafts.
+
+        A rate of 0 makes `NUM_PROBED` drafts.
+        """
         context = sum(len(sequence.token_ids) for sequence, _ in requests)
         least = rate * (self._row_seconds(len(requests), context) + self._pass_of(len(requests), 0.0) / len(requests))
 
         def goes_on(sequence: Sequence, drafts: Items[DraftToken]) -> bool:
+            if not rate:
+                return len(drafts) < NUM_PROBED
             return self._rates.survival(drafts, drafters[sequence].records)[-1] * NEXT_RATE > least
 
         started_at = self._clock()

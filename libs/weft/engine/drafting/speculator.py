@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from weft.engine.drafting.acceptance import AcceptanceRates, SourceRecord
+from weft.engine.drafting.acceptance import NUM_JUDGED, NUM_JUDGED_OF_HEAD, AcceptanceRates, SourceRecord
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, DraftOrder, StepCosts
 from weft.engine.drafting.draft_stats import DraftStats, OffReason, SourceStats
 from weft.engine.drafting.drafter import DecodeStep, DraftHead, DraftOutcome, DraftRequest, DraftSource, Proposal
@@ -95,6 +95,8 @@ class AdaptiveSpeculator:
         if proposals and self._head is not None and not num_prompt_rows and not self._is_sample_due(len(requests)):
             proposals, spent = self._head.improve(requests, proposals, self._drafters, self._probe_seconds)
             self._probe_seconds -= spent
+            if spent:
+                return proposals
         if not any(proposals):
             return [()] * len(requests)
         counts = self._choose(requests, proposals, num_prompt_rows)
@@ -240,7 +242,8 @@ class AdaptiveSpeculator:
             self._sources[source].num_proposals += 1
             accepted = sum(draft.source is source for draft in outcome.drafts[: outcome.num_accepted])
             record = records.setdefault(source, SourceRecord())
-            saved = accepted * token_seconds - number * row_seconds
+            saved, least = accepted * token_seconds - number * row_seconds, NUM_JUDGED
             if source is DraftSource.HEAD and self._head is not None:
                 saved -= self._head.costs_of.get(outcome.sequence, 0.0)
-            record.judge(saved, number, len(outcome.sequence.token_ids))
+                least = NUM_JUDGED_OF_HEAD
+            record.judge(saved, number, len(outcome.sequence.token_ids), least)

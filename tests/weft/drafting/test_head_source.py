@@ -1,0 +1,117 @@
+"""When the draft model is asked, over long simulated runs: what it gains, and that it never loses more than 2%."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from tests.weft.drafting.simulation import EOS, Seconds, Simulation
+from tests.weft.drafting.test_speculator import repeated
+from weft.engine.drafting.drafter import DraftRequest, DraftSource, DraftToken, Proposal
+from weft.engine.drafting.speculator import AdaptiveSpeculator
+from weft.engine.sequence import Sequence as EngineSequence
+
+STEP: Seconds = lambda rows: 0.009 + 0.001 * rows  # noqa: E731
+
+
+class SimulatedHead:
+    """Knows the answers. A draft is right with probability `alpha(tokens so far)`; a pass takes `pass_seconds`.
+
+    Grades say the truth about three of four drafts.
+    """
+
+    def __init__(self, alpha: Callable[[int], float], pass_seconds: float) -> None:
+        self.answers: list[list[int]] = []
+        self.now = 0.0
+        self.num_calls = 0
+        self._alpha, self._pass_seconds = alpha, pass_seconds
+        self._random = Random(5)
+
+    def draft(
+        self, requests: Sequence[DraftRequest], goes_on: Callable[[EngineSequence, Sequence[DraftToken]], bool]
+    ) -> list[Proposal]:
+        self.num_calls += 1
+        found: dict[EngineSequence, list[DraftToken]] = {sequence: [] for sequence, _ in requests}
+        active = [each for each in requests if each.limit]
+        while active:
+            self.now += self._pass_seconds
+            for sequence, _ in active:
+                found[sequence].append(self._token(sequence, found[sequence]))
+            active = [each for each in active if self._goes_on(each, found[each.sequence], goes_on)]
+        return [tuple(found[sequence]) for sequence, _ in requests]
+
+    @staticmethod
+    def _goes_on(
+        request: DraftRequest, drafts: list[DraftToken], goes_on: Callable[[EngineSequence, list[DraftToken]], bool]
+    ) -> bool:
+        return len(drafts) < request.limit and goes_on(request.sequence, drafts)
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """Nothing is kept."""
+
+    def _token(self, sequence: EngineSequence, drafts: list[DraftToken]) -> DraftToken:
+        place = sequence.num_generated + len(drafts)
+        answer = next(each for each in self.answers if each[: sequence.num_generated] == sequence.token_ids[3:])
+        is_right = self._random.random() < self._alpha(place)
+        token_id = answer[place] if is_right else answer[place] + 1
+        is_sure = is_right if self._random.random() < 0.75 else self._random.random() < 0.5
+        return DraftToken(token_id, DraftSource.HEAD, 5 if is_sure else 1)
+
+
+def fresh(num_tokens: int, seed: int) -> list[int]:
+    """Return text that repeats nothing."""
+    random = Random(seed)
+    return [random.randrange(5, 10**6) for _ in range(num_tokens)]
+
+
+def simulate(head: SimulatedHead, answers: list[list[int]], step_seconds: Seconds = STEP) -> Simulation:
+    speculator = AdaptiveSpeculator((EOS,), clock=lambda: head.now)
+    speculator.set_head(head)
+    head.answers = answers
+    run = Simulation(speculator, step_seconds)
+    run.run([[1, 2, 3]] * len(answers), answers)
+    run.seconds += head.now
+    return run
+
+
+@pytest.mark.parametrize(
+    ("alpha", "pass_seconds", "least"), [(0.9, 0.0005, 2.4), (0.8, 0.0008, 1.8), (0.7, 0.001, 1.4)]
+)
+def test_head_gains_what_its_acceptance_allows(alpha: float, pass_seconds: float, least: float) -> None:
+    run = simulate(SimulatedHead(lambda place: alpha, pass_seconds), [fresh(4000, 1)])
+    assert run.ratio > least
+
+
+@pytest.mark.parametrize("num_sequences", [1, 5])
+@pytest.mark.parametrize(("alpha", "pass_seconds"), [(0.0, 0.001), (0.3, 0.004), (0.8, 0.02), (0.5, 0.01)])
+def test_head_that_does_not_pay_costs_less_than_two_percent(
+    alpha: float, pass_seconds: float, num_sequences: int
+) -> None:
+    head = SimulatedHead(lambda place: alpha, pass_seconds)
+    run = simulate(head, [fresh(6000, seed) for seed in range(num_sequences)])
+    assert head.num_calls
+    assert run.ratio > 0.98
+
+
+def test_acceptance_that_falls_costs_less_than_two_percent() -> None:
+    """The gain of the first part counts only as much as the ledger lets it."""
+    head = SimulatedHead(lambda place: 0.9 if place < 500 else 0.05, 0.001)
+    run = simulate(head, [fresh(500, 1)])
+    before = run.seconds, run.plain_seconds
+    run = simulate(SimulatedHead(lambda place: 0.9 if place < 500 else 0.05, 0.001), [fresh(8000, 1)])
+    assert (run.plain_seconds - before[1]) / (run.seconds - before[0]) > 0.98
+
+
+def test_copies_that_are_better_leave_the_head_unasked() -> None:
+    head = SimulatedHead(lambda place: 0.6, 0.001)
+    run = simulate(head, [repeated(6000, 1)], lambda rows: 0.010)
+    assert run.ratio > 7.0
+    assert head.num_calls < run.num_steps
+
+
+def test_head_returns_when_its_drafts_are_accepted_again() -> None:
+    head = SimulatedHead(lambda place: 0.0 if place < 2000 else 0.9, 0.0005)
+    run = simulate(head, [fresh(8000, 1)])
+    assert run.num_tokens / run.num_steps > 1.5
