@@ -4,7 +4,9 @@
 
 Rounds run every drafter and "off" one after the other. A figure is the median of its rounds; a ratio is the median of
 the ratios to "off" in the same round. The first round is not counted. Prompts are computed before the time starts.
-Without --model it enlarges weft-nano to 191 million weights, in .weft. The text of every run must equal that of "off".
+Without --model it enlarges weft-nano and its head to 191 million weights, in .weft. "off" and drafters without a draft
+model run in an engine without one, "auto" and "head" in one with the head in the folder `draft`, if there is one. The
+text of every run must equal that of "off".
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,12 +33,18 @@ from loadtest.speculation.tasks import Prompt, ReplayedText, TaskMaker
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.drafter import DraftSource, Speculator
 from weft.engine.drafting.speculator import AdaptiveSpeculator
+from weft.engine.executor import DTYPES
 from weft.engine.messages import Constraint, SequenceMode, SequenceSpec, StepOutput
-from weft.engine.runner import build_engine
+from weft.engine.runner import assemble
 from weft.grammar import load_grammars
 from weft.model.config import read_config
+from weft.model.decoder import Decoder
+from weft.model.draft import DraftTarget
+from weft.model.draft_layers import draft_place, with_draft
+from weft.model.eagle import EagleHead
 from weft.model.kv_layout import kv_groups
 from weft.request import NO_DRAFTS, DraftCounts, RequestKey, SamplingParams, Speculation
+from weft.weights.draft_checkpoint import DraftCheckpoint, read_draft_checkpoint
 from weft.worker.os_tuning import disable_malloc_trim
 
 BLOCK_TOKENS = 16
@@ -43,7 +52,9 @@ MAX_DRAFTS = 15
 NUM_BLOCKS = 2048
 DEADLINE_SECONDS = 600
 OFF = "off"
-SOURCES = {"copy": DraftSource.COPY, "grammar": DraftSource.GRAMMAR}
+SOURCES = {"copy": DraftSource.COPY, "grammar": DraftSource.GRAMMAR, "head": DraftSource.HEAD}
+# Drafters that run in the engine with a draft model, if the model's folder has one.
+HEADED = ("auto", "head")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Answers = dict[str, list[int]]
 
@@ -78,32 +89,37 @@ class Run:
 class Bench:
     """One engine, whose speculator changes between runs."""
 
-    def __init__(self, model: Path, dtype: str, temperature: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, model: Path, dtype: str, temperature: float, clock: Callable[[], float], head: Path | None = None
+    ) -> None:
         disable_malloc_trim()  # as a worker does
-        config = read_config(model)
+        target = read_config(model)
+        checkpoint = None if head is None else read_draft_checkpoint(head, target)
+        config = target if checkpoint is None else with_draft(target, checkpoint.config.layer)
         self.vocab_size, self._temperature = config.vocab_size, temperature
         self.eos_token_ids = config.eos_token_ids
         self._grammars = load_grammars(model, config.vocab_size, config.eos_token_ids)
         self._speculator = ExchangeableSpeculator()
         self._outputs: queue.SimpleQueue[tuple[float, StepOutput]] = queue.SimpleQueue()
         self._generations = itertools.count()
-        self._engine = build_engine(
-            config,
-            load_file(model / "model.safetensors"),
-            dtype=dtype,
-            device="cpu",
-            engine_config=EngineConfig(
+        weights = load_file(model / "model.safetensors")
+        decoder = Decoder(config, weights, DTYPES[dtype], torch.device("cpu"), is_resident=True)  # as on a CPU worker
+        self._engine = assemble(
+            decoder,
+            dtype,
+            EngineConfig(
                 num_blocks=NUM_BLOCKS,
                 block_tokens=BLOCK_TOKENS,
                 vocab_size=config.vocab_size,
                 max_context_tokens=config.max_positions,
                 max_drafts=MAX_DRAFTS,
                 eos_token_ids=config.eos_token_ids,
+                has_draft_layer=checkpoint is not None,
                 spans=kv_groups(config).spans,
             ),
             listener=lambda output: self._outputs.put((clock(), output)),
-            is_resident=True,  # as on a CPU worker
             speculator=self._speculator,
+            head=None if checkpoint is None else _load_head(checkpoint, decoder),
         )
         self._engine.start()
 
@@ -166,6 +182,11 @@ class Bench:
         return run
 
 
+def _load_head(checkpoint: DraftCheckpoint, decoder: Decoder) -> EagleHead:
+    weights = load_file(checkpoint.directory / "model.safetensors")
+    return EagleHead(checkpoint.config, weights, DraftTarget.of(decoder, True), draft_place(decoder.config))
+
+
 Maker = Callable[[Bench, Answers], Speculator | None]
 
 
@@ -220,17 +241,27 @@ class Point:
 
 
 def measure(
-    bench: Bench, prompts: Sequence[Prompt], num_sequences: int, makers: Mapping[str, Maker], rounds: int
+    bench: Bench,
+    prompts: Sequence[Prompt],
+    num_sequences: int,
+    makers: Mapping[str, Maker],
+    rounds: int,
+    headed: Bench | None = None,
 ) -> list[Point]:
-    """Run all drafters in turn. Raises ValueError for a text that differs from that of "off"."""
+    """Run all drafters in turn. Raises ValueError for a text that differs from that of "off".
+
+    `headed`: the engine with a draft model, which the drafters in HEADED use.
+    """
     named = {f"p{index}": prompt for index, prompt in enumerate(prompts)}
-    bench.warm_up(named)
+    used = {name: headed if headed is not None and name in HEADED else bench for name in makers}
+    for each in {bench, *used.values()}:
+        each.warm_up(named)
     expected = bench.run(named, num_sequences, None).answers
     speculators = {name: make(bench, expected) for name, make in makers.items()}
     runs: dict[str, list[Run]] = {name: [] for name in (OFF, *makers)}
     for _ in range(1 + rounds):
         for name, speculator in ((OFF, None), *speculators.items()):
-            run = bench.run(named, num_sequences, speculator)
+            run = used.get(name, bench).run(named, num_sequences, speculator)
             if run.answers != expected:
                 raise ValueError(f"{name}: the text differs from that without drafts")
             runs[name].append(run)
@@ -242,6 +273,8 @@ def default_model() -> Path:
     folder = ROOT / ".weft" / "weft-nano-191m"
     if not (folder / "model.safetensors").exists():
         enlarge_checkpoint(NANO, folder, NUM_LAYERS)
+    if not (folder / "draft" / "model.safetensors").exists():
+        enlarge_checkpoint(NANO / "draft", folder / "draft", 1)
     return folder
 
 
@@ -260,20 +293,24 @@ def main() -> None:
     options = parser.parse_args()
     model = options.model or default_model()
     torch.set_num_threads(options.threads)
-    bench = Bench(model, options.dtype, options.temperature, CLOCKS[options.clock])
+    engine = partial(Bench, model, options.dtype, options.temperature, CLOCKS[options.clock])
+    names, head = options.drafters.split(","), model / "draft"
+    bench, headed = engine(), engine(head) if head.is_dir() and set(HEADED) & set(names) else None
     maker = TaskMaker(AutoTokenizer.from_pretrained(model))
-    makers = drafters(options.drafters.split(","))
+    makers = drafters(names)
     rows: list[list[str]] = []
     worst = dict.fromkeys(makers, float("inf"))
     for task in options.tasks.split(","):
         for count in map(int, options.sequences.split(",")):
             prompts = maker.make(task, max(options.prompts, count))
-            for point in measure(bench, prompts, count, makers, options.rounds):
+            for point in measure(bench, prompts, count, makers, options.rounds, headed):
                 rows.append(point.row(task, count))
                 print(" ".join(rows[-1]), flush=True)
                 if point.drafter in worst:
                     worst[point.drafter] = min(worst[point.drafter], point.ratio)
-    bench.close()
+    for each in (bench, headed):
+        if each is not None:
+            each.close()
     where = f"{machine()}, {options.threads} threads, {options.dtype}, T={options.temperature:g}, {model.name}"
     print(f"\n{made_at()}, {where}\n")
     print(table(("task", "sequences", "drafter", "tok/s", "tokens per step", "accepted", "ratio"), rows))

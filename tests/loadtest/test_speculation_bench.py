@@ -12,6 +12,8 @@ from loadtest.speculation.bench import OFF, Bench, Point, drafters, measure
 from loadtest.speculation.tasks import TaskMaker
 from training.weft_nano.tokenizer import load_tokenizer
 
+from weft.request import NO_DRAFTS
+
 DRAFTERS = ("auto", "grammar", "1x3", "0x2")
 
 
@@ -32,6 +34,15 @@ def test_recorded_drafts_are_accepted_as_asked(bench: Bench, task: str) -> None:
     assert points["0x2"].drafts.verified > 0
     assert points["0x2"].drafts.accepted == 0
     assert all(run.answers == points[OFF].answers for run in points.values())
+
+
+def test_head_runs_in_an_engine_of_its_own(bench: Bench) -> None:
+    prompts = [replace(prompt, max_tokens=40) for prompt in TaskMaker(load_tokenizer(NANO)).make("chat", 2)]
+    headed = Bench(NANO, "float32", 0.0, time.perf_counter, NANO / "draft")
+    points = {each.drafter: each.runs[0] for each in measure(bench, prompts, 2, drafters(("head",)), 1, headed)}
+    headed.close()
+    assert points["head"].answers == points[OFF].answers
+    assert points[OFF].drafts == NO_DRAFTS
 
 
 def test_ratio_compares_runs_of_the_same_round(bench: Bench) -> None:
