@@ -78,7 +78,7 @@ class ModelExecutor:
         copier: DeviceCopier,
         head: DraftModel | None = None,
     ) -> None:
-        """`head`: a draft model whose layer is part of the model's pages."""
+        """`head`: a draft model with its layer in the model's pages."""
         if config.has_draft_layer != bool(model.config.drafts) or bool(model.config.drafts) != (head is not None):
             raise ValueError("drafts: model, engine and draft model must agree on whether there is a draft layer")
         groups = kv_groups(model.config)

@@ -36,7 +36,7 @@ class HeadExecutor:
         return Capture(self._head.boundaries, self._features[self._num_places : total])
 
     def run(self, step: HeadStep, token_ids: Tensor) -> None:
-        """Fill the slots of a step whose features were captured; `token_ids` [T] are those of its rows."""
+        """Fill the slots of a step after its features were captured; `token_ids` [T]: of its rows."""
         if step.fill.token_ids:
             self.fill(step.fill, token_ids)
         if step.kept:

@@ -108,7 +108,7 @@ class _Seat:
         return self.start < start <= self.end
 
     def resume(self, start: int) -> None:
-        """Forget what rejected drafts left, or start anew after KV that was not computed here."""
+        """Forget the slots of rejected drafts, or start anew after KV that was not computed here."""
         if not self.continues_at(start):
             self.num_filled, self.drafted_at = start, -1
         self.num_filled = min(self.num_filled, start + (self.drafted_at == start))
@@ -130,7 +130,7 @@ class HeadPlanner:
         self._free = list(range(config.max_num_seqs))
 
     def boundaries(self, chunks: Iterable[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Return the chunks whose first slot needs a feature that no seat has.
+        """Return the chunks with a first slot for which no seat has the feature.
 
         It is that of the last token with KV from elsewhere: a cache, a peer, or this engine before a preemption. The
         step must compute that token once more, with its KV in a scratch slot.
@@ -227,7 +227,7 @@ class HeadPlanner:
         seat.start, seat.end = chunk.start, end
 
     def _add(self, rows: HeadRows, sequence: Sequence, seat: _Seat, end: int, source: _ChunkRows | None) -> None:
-        """Add the rows of the slots from `seat.num_filled` to `end`; `source`: a chunk whose rows have features."""
+        """Add the rows of the slots from `seat.num_filled` to `end`; `source`: a chunk that leaves features."""
         start = max(1, seat.num_filled)
         if start >= end:
             return

@@ -48,7 +48,7 @@ class StepInputBuilder:
     def build(self, chunks: Items[ScheduledChunk], boundaries: Items[ScheduledChunk] = ()) -> StepInput:
         """Pack the chunks in their order. Call it once for each step, in the order of the steps.
 
-        `boundaries`: chunks whose last token before them is computed once more, in a row of its own at the beginning.
+        `boundaries`: of these chunks the token before is computed once more, in a row of its own at the beginning.
         """
         rows: list[list[int]] = [[], [], *([] for _ in self._paging.spans)]
         token_ids, positions, *slots_of = rows
@@ -120,7 +120,7 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, config: EngineConfig, dtype: str, device: torch.device, head: DraftModel | None = None
     ) -> None:
-        """`head`: a draft model whose layer the model's config lists in `drafts`."""
+        """`head`: a draft model with its layer in the `drafts` of the model's config."""
         copier = DeviceCopier(device)
         self.executor = ModelExecutor(model, config, dtype, copier, head)
         self._builder = StepInputBuilder(config.paging, config.num_blocks)
