@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.engine.config import EngineConfig
 from weft.engine.device_copier import Array, DeviceCopier
 from weft.engine.head_executor import HeadExecutor
-from weft.engine.head_planner import HeadStep, num_feature_places
+from weft.engine.head_planner import HeadStep, max_step_rows, num_feature_places
 from weft.engine.messages import PoolMemory
 from weft.engine.page_slots import Tables
 from weft.kv.memfd import create_shared_memory
@@ -109,8 +109,9 @@ class ModelExecutor:
         )
         self.head = None
         if head is not None:
-            self.head = HeadExecutor(head, self.pool, num_feature_places(config), copier, model.config.hidden_size)
-        self.graphs = DecodeGraphs(model, self.pool, config, copier) if config.decode_graphs else None
+            sizes = num_feature_places(config), max_step_rows(config)
+            self.head = HeadExecutor(head, self.pool, sizes, copier, model.config.hidden_size)
+        self.graphs = DecodeGraphs(model, self.pool, config, copier, self.head) if config.decode_graphs else None
 
     @torch.inference_mode()
     def forward(self, step: StepInput, sampled: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -126,8 +127,10 @@ class ModelExecutor:
                 rows, sources = self._copier.upload(np.array(step.pending_tokens).T)
                 ids[rows] = sampled[sources]
 
-        if self.graphs is not None and self.head is None and self.graphs.fits(step):
-            return self.graphs.forward(step, fill_pending), None
+        if self.graphs is not None and self.graphs.fits(step):
+            logits = self.graphs.forward(step, fill_pending)
+            self._run_head(step, self.graphs.token_ids)
+            return logits, None
         rows = self._copier.upload(step.rows)
         fill_pending(rows[0])
         wanted = self._copier.upload(np.array(step.logit_rows + step.hidden_rows, dtype=np.int64))
@@ -138,10 +141,13 @@ class ModelExecutor:
         batch = TokenBatch(rows[0], rows[1], rows[2:], wanted)
         capture = self.head.capture(len(rows[0])) if self.head is not None else None
         hidden = self._model.hidden(batch, batches, capture)
-        if self.head is not None and step.head is not None:
-            self.head.run(step.head, rows[0])
+        self._run_head(step, rows[0])
         num_sampled = len(step.logit_rows)
         return self._model.logits(hidden[:num_sampled]), hidden[num_sampled:] if step.hidden_rows else None
+
+    def _run_head(self, step: StepInput, token_ids: Tensor) -> None:
+        if self.head is not None and step.head is not None:
+            self.head.run(step.head, token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab] float32 of hidden states that `forward` returned."""
@@ -181,9 +187,17 @@ class DecodeGraphs:
     A padding row is token 0 at position 0, with a scratch slot for its KV and one token of a scratch page for context.
     """
 
-    def __init__(self, model: Decoder, pool: PagedPool, config: EngineConfig, copier: DeviceCopier) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        pool: PagedPool,
+        config: EngineConfig,
+        copier: DeviceCopier,
+        head: HeadExecutor | None = None,
+    ) -> None:
+        """`head`: the graphs also leave the features of all rows to it."""
         self.sizes = graph_sizes(config.max_num_seqs)
-        self._model, self._pool, self._copier = model, pool, copier
+        self._model, self._pool, self._copier, self._head = model, pool, copier, head
         self._recorder = GraphRecorder(copier.device)
         self._replays: dict[int, Callable[[], None]] = {}
         largest, num_groups = self.sizes[-1], len(config.spans)
@@ -202,6 +216,11 @@ class DecodeGraphs:
         self._logits = torch.zeros(largest, model.config.vocab_size, device=copier.device)
         for group in range(num_groups):
             self._fill_tables(group, self._pages)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Token ids of the last step's rows, and padding."""
+        return self._rows[0]
 
     def fits(self, packed: StepInput) -> bool:
         """Return True if a graph can run this step."""
@@ -231,9 +250,9 @@ class DecodeGraphs:
             tensors = PagedTensors(self._starts[: size + 1], lens[:size], tables[:size], max_rows=1)
             batches.append(resident_batch(self._pool, heads, tensors))
         rows = self._rows[:, :size]
-        self._model.forward(
-            TokenBatch(rows[0], rows[1], rows[2:], self._logit_rows[:size]), batches, self._logits[:size]
-        )
+        batch = TokenBatch(rows[0], rows[1], rows[2:], self._logit_rows[:size])
+        capture = self._head.capture(size) if self._head is not None else None
+        self._model.logits(self._model.hidden(batch, batches, capture), self._logits[:size])
 
     def _fill(self, packed: StepInput, size: int) -> None:
         num_rows = packed.rows.shape[1]

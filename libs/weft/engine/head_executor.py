@@ -20,20 +20,19 @@ from weft_kernels.sampling import SamplingRows, sample, sample_drafts
 class HeadExecutor:
     """One draft model on the target's device. `features` [places + rows of a step, boundaries, hidden]."""
 
-    def __init__(self, head: DraftModel, pool: PagedPool, num_places: int, copier: DeviceCopier, hidden: int) -> None:
+    def __init__(
+        self, head: DraftModel, pool: PagedPool, sizes: tuple[int, int], copier: DeviceCopier, hidden: int
+    ) -> None:
+        """`sizes`: places of features, and the most rows of a step. `hidden`: the target's hidden size."""
         self._head, self._pool, self._copier = head, pool, copier
-        self._num_places = num_places
-        self._shape = (len(head.boundaries), hidden)
-        self._features = torch.zeros(num_places, *self._shape, dtype=pool.dtype, device=copier.device)
+        self._num_places, max_rows = sizes
+        shape = (self._num_places + max_rows, len(head.boundaries), hidden)
+        # Graphs hold its address, so it never moves.
+        self._features = torch.zeros(shape, dtype=pool.dtype, device=copier.device)
 
     def capture(self, num_rows: int) -> Capture:
         """Return where the target's step must leave the features of its rows."""
-        total = self._num_places + num_rows
-        if len(self._features) < total:
-            grown = torch.zeros(total, *self._shape, dtype=self._pool.dtype, device=self._copier.device)
-            grown[: self._num_places] = self._features[: self._num_places]
-            self._features = grown
-        return Capture(self._head.boundaries, self._features[self._num_places : total])
+        return Capture(self._head.boundaries, self._features[self._num_places : self._num_places + num_rows])
 
     def run(self, step: HeadStep, token_ids: Tensor) -> None:
         """Fill the slots of a step after its features were captured; `token_ids` [T]: of its rows."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.engine.config import EngineConfig
+from weft.engine.draft_planner import MIN_SAMPLED_ROWS
 from weft.engine.page_slots import Tables, attention_context, slots
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import ScheduledChunk
@@ -29,6 +30,11 @@ def feature_rows(config: EngineConfig) -> int:
 def num_feature_places(config: EngineConfig) -> int:
     """Return the features of all seats."""
     return config.max_num_seqs * feature_rows(config)
+
+
+def max_step_rows(config: EngineConfig) -> int:
+    """Return the most rows of a step: prompts, sequences that decode and their drafts, and repeated tokens."""
+    return config.max_step_tokens + max(config.max_num_seqs, MIN_SAMPLED_ROWS) + config.max_num_seqs
 
 
 @dataclass(slots=True)
