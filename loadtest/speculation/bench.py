@@ -195,7 +195,7 @@ def _recorded(alpha: float, num_drafts: int) -> Maker:
 
 
 def _adaptive(bench: Bench, _: Answers) -> Speculator:
-    return AdaptiveSpeculator(bench.eos_token_ids)
+    return AdaptiveSpeculator(bench.eos_token_ids, time.thread_time)
 
 
 def _one_source(source: DraftSource) -> Maker:

@@ -133,11 +133,16 @@ class Postprocessor:
         results: Items[Items[SampledToken]],
         seconds: float,
         events: StepOutput,
+        work_seconds: float | None = None,
     ) -> None:
-        """Apply a finished step. `results` holds the tokens of each chunk, one for each of its sampled positions."""
+        """Apply a finished step.
+
+        - `results`: tokens of each chunk, one for each of its sampled positions.
+        - `seconds`: duration of the step. `work_seconds`: see `StepHandle`.
+        """
         kept = [self._finish(chunk, each, seconds, events) for chunk, each in zip(chunks, results, strict=True)]
         if self._speculator is not None:
-            self._learn(self._speculator, chunks, kept, seconds)
+            self._learn(self._speculator, chunks, kept, seconds if work_seconds is None else work_seconds)
 
     def _learn(
         self, speculator: Speculator, chunks: Items[ScheduledChunk], kept: Items[KeptTokens | None], seconds: float
@@ -275,6 +280,13 @@ logger = logging.getLogger(__name__)
 class StepHandle(Protocol):
     """A launched step that may still run on the device."""
 
+    @property
+    def work_seconds(self) -> float | None:
+        """CPU seconds of the engine's thread, if that thread computed the step; None if a device did.
+
+        Speculation compares steps by them. They leave out the time in which another process had the core.
+        """
+
     def collect(self) -> Items[Items[SampledToken]]:
         """Wait for the step; return each chunk's tokens, one for each of its sampled positions."""
 
@@ -408,8 +420,9 @@ class EngineLoop:
         step = self._in_flight.popleft()
         sampled = step.handle.collect()
         began_at, self._finished_at = max(step.launched_at, self._finished_at), self._clock()
-        self._postprocessor.apply(step.chunks, sampled, self._finished_at - began_at, self._events)
-        self._emit(self._finished_at - began_at)
+        seconds = self._finished_at - began_at
+        self._postprocessor.apply(step.chunks, sampled, seconds, self._events, step.handle.work_seconds)
+        self._emit(seconds)
 
     def _emit(self, seconds: float) -> None:
         self.load = self._measure()

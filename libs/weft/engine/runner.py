@@ -126,6 +126,7 @@ class ModelRunner:
         self._builder = StepInputBuilder(config.paging, config.num_blocks)
         self._processor = LogitsProcessor(config.vocab_size, config.eos_token_ids, copier)
         self._sampler = Sampler(copier)
+        self._is_direct = copier.is_direct
         self._head_planner = None if head is None else HeadPlanner(config, head.place[0])
 
     @property
@@ -146,13 +147,15 @@ class ModelRunner:
         Single tokens come first, then tokens with drafts. Both are sorted by context length, because attention groups
         neighbours.
         """
+        started_at = time.thread_time()
         order = sorted(range(len(chunks)), key=lambda i: _launch_order(chunks[i]))
         ordered = [chunks[i] for i in order]
         spans: Spans = [(0, 0)] * len(chunks)
         num_rows = 0
         for i, chunk in zip(order, ordered, strict=True):
             spans[i] = (num_rows, num_rows := num_rows + chunk.num_samples)
-        return self._execute(ordered, self._build(ordered), spans)
+        step = self._execute(ordered, self._build(ordered), spans)
+        return replace(step, work_seconds=time.thread_time() - started_at) if self._is_direct else step
 
     def _build(self, chunks: Items[ScheduledChunk]) -> StepInput:
         planner = self._head_planner

@@ -172,6 +172,7 @@ class LaunchedStep:
       from. If any row asks for logprobs, three more tensors follow for these rows: logprob of the token, values, ids.
     - `spans`: rows [start, stop) of each chunk, in the order in which the chunks were launched.
     - `asked`: number of logprobs, by row. `failures`: why a row has no valid token, by row.
+    - `work_seconds`: see `weft.engine.loop.StepHandle`.
     """
 
     on_host: tuple[Tensor, ...]
@@ -179,6 +180,7 @@ class LaunchedStep:
     done: DeviceEvent
     asked: Mapping[int, int] = field(default_factory=dict)
     failures: Mapping[int, str] = field(default_factory=dict)
+    work_seconds: float | None = None
 
     def collect(self) -> list[tuple[SampledToken, ...]]:
         """Wait for the step and return each chunk's tokens, one for each of its sampled positions.

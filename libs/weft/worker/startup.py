@@ -198,7 +198,9 @@ def make_speculator(choice: DraftChoice, config: EngineConfig, is_gpu: bool) -> 
     """Return the source of drafts, or None if this worker does not speculate."""
     if choice is DraftChoice.NONE or (choice is DraftChoice.AUTO and is_gpu):
         return None
-    return AdaptiveSpeculator(config.eos_token_ids, follows_grammars=choice is DraftChoice.AUTO)
+    # On a CPU the same clock as that of steps, see `weft.engine.loop.StepHandle`.
+    clock = time.perf_counter if is_gpu else time.thread_time
+    return AdaptiveSpeculator(config.eos_token_ids, clock, follows_grammars=choice is DraftChoice.AUTO)
 
 
 def _profile_memory(

@@ -101,6 +101,7 @@ class Counted:
     runner: CountingRunner
     chunks: list[tuple[ScheduledChunk, list[PageRange], list[int]]]  # with pages and tokens
     sampled: list[tuple[SampledToken, ...]] | None = None
+    work_seconds: float | None = None
 
     def collect(self) -> list[tuple[SampledToken, ...]]:
         """Compute the step only now: the device is as slow as it can be."""

@@ -20,6 +20,7 @@ class LateStep:
     """A step that is computed by `collect`."""
 
     collect: Callable[[], list[tuple[SampledToken, ...]]]
+    work_seconds: float | None = None
 
 
 class LateRunner(ModelRunner):
