@@ -114,7 +114,7 @@ class _Seat:
         return self.start < start <= self.end
 
     def resume(self, start: int) -> None:
-        """Forget the slots of rejected drafts, or start anew after KV that was not computed here."""
+        """Forget the slots of rejected drafts, or start again after KV that was not computed here."""
         if not self.continues_at(start):
             self.num_filled, self.drafted_at = start, -1
         self.num_filled = min(self.num_filled, start + (self.drafted_at == start))
