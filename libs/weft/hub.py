@@ -28,6 +28,7 @@ from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
 from weft.file_io import HAS_NO_CONFIG, ONLY_GGUF, PICKLE_SUFFIXES, foreign_names
 from weft.hub_cache import COMMIT, INDEX_FILE, CachedModel, small_files, weight_files
 from weft.model.config import config_of
+from weft.model.draft_config import is_draft_head
 from weft.model.fields import read_json
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,8 @@ class _Fetch:
         names = listing.sizes.keys()
         self._check_config(listing)
         self._fetch_small(listing, "config.json")
-        config_of(read_json(snapshot / "config.json"))  # before gigabytes are fetched
+        if not is_draft_head(fields := read_json(snapshot / "config.json")):
+            config_of(fields)  # before gigabytes are fetched
         index = [INDEX_FILE] if INDEX_FILE in names and "model.safetensors" not in names and self._has_weights else []
         small = [*small_files(names), *index]
         for each in small:

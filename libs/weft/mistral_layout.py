@@ -15,6 +15,7 @@ from typing import Any
 from weft.errors import BadCheckpoint
 from weft.model.fields import Fields, read_json
 from weft.weights.checkpoint import INDEX_FILE, SINGLE_FILE, read_checkpoint, stored_tensors
+from weft.weights.draft_checkpoint import BESIDE
 
 PARAMS, SINGLE = "params.json", "consolidated.safetensors"
 SMALL_FILES = (
@@ -70,7 +71,7 @@ def link_checkpoint(directory: Path, out: Path) -> None:
         if files != [SINGLE]:
             weight_map = {name: source.file.name for name, source in tensors.items()}
             (made / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=1))
-        for name in (*files, *SMALL_FILES):
+        for name in (*files, *SMALL_FILES, BESIDE):
             if (directory / name).exists():
                 (made / (SINGLE_FILE if name == SINGLE else name)).symlink_to((directory / name).resolve())
         try:

@@ -77,15 +77,30 @@ class StoreFetchPolicy(StrEnum):
 
 
 class DraftChoice(StrEnum):
-    """Where drafts of the next tokens come from.
+    """Where drafts of the next tokens come from. Any other text names the directory of a draft head.
 
-    `ngram` copies earlier tokens and the client's prediction; `auto` also takes tokens that a grammar forces. On a GPU
-    `auto` does not speculate: steps with drafts have no CUDA graphs.
+    `ngram` copies earlier tokens and the client's prediction. `auto`, `mtp` and heads also take tokens that a grammar
+    forces. `mtp` adds the layer that drafts in the model's own checkpoint; `auto` adds the head in the model's folder
+    `draft`, if there is one. On a GPU `auto` does not speculate: steps with drafts have no CUDA graphs.
     """
 
     AUTO = "auto"
     NGRAM = "ngram"
+    MTP = "mtp"
     NONE = "none"
+
+
+HEAD_OF_ONE_MODEL = "one head cannot draft for several models; put each head into the folder draft of its model"
+
+
+def has_draft_model(draft: str, is_gpu: bool) -> bool:
+    """Return whether WEFT_DRAFT allows a draft model on this device; with `auto` there need not be one."""
+    return not is_gpu if draft == DraftChoice.AUTO else draft not in (DraftChoice.NGRAM, DraftChoice.NONE)
+
+
+def names_draft_head(draft: str) -> bool:
+    """Return whether WEFT_DRAFT names a draft head by its directory, Hub name or URL."""
+    return draft not in set(DraftChoice)
 
 
 # Limits of WEFT_DRAFT_TOKENS. Rows beyond the first 16 of a sequence take another path through CPU kernels.

@@ -161,6 +161,16 @@ def test_plan_fetches_only_the_configuration(client: Client, hub: Hub) -> None:
     assert any(path.endswith("/model.safetensors") for path in hub.paths("GET"))
 
 
+def test_draft_head_is_fetched_by_name(client: Client, hub: Hub) -> None:
+    head = NANO / "draft"
+    hub.models["lab/head"] = Repository({path.name: path.read_bytes() for path in head.iterdir()})
+    status, out, err = client.run("plan", str(NANO), "--draft", "lab/head")
+    assert status == 0, err
+    assert out == client.run("plan", str(NANO), "--draft", str(head))[1]
+    assert client.pull("lab/head") == client.pull("lab/head", HF_HUB_OFFLINE="1")
+    assert "lab/none: no directory here and no public model" in client.refused("up", "--draft", "lab/none")
+
+
 def test_plan_offline_names_pull(client: Client) -> None:
     assert f"run `weft pull {NAME}`" in client.refused("plan", NAME, HF_HUB_OFFLINE="1")
 

@@ -143,6 +143,13 @@ def draft_tensors(config: DraftConfig) -> Shapes:
     return shapes
 
 
+def is_draft_head(fields: Fields) -> bool:
+    """Return whether a config.json is that of a draft head, supported or not."""
+    names = fields.values.get("architectures")
+    known = isinstance(names, list) and any(name in LATENT + GROUPED + PARALLEL for name in names)
+    return known or "speculators_model_type" in fields.values or "draft_vocab_size" in fields.values
+
+
 def _producer(fields: Fields) -> Producer:
     kind = fields.values.get("speculators_model_type")
     if kind is not None:

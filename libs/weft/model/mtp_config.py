@@ -47,6 +47,12 @@ def mtp_config_of(target: ModelConfig, names: Collection[str]) -> MtpConfig:
     return MtpConfig(layer, root, is_plain)
 
 
+def planned_mtp(target: ModelConfig) -> MtpConfig:
+    """Return the config of the layer as config.json alone tells it. Raises BadCheckpoint if the model has none."""
+    names = {_projection(target)} if target.ignored and _root(target).startswith(target.ignored) else set[str]()
+    return mtp_config_of(target, names)
+
+
 def mtp_tensors(config: MtpConfig) -> Shapes:
     """Return name and shape of every tensor of the layer that is read."""
     layer, root, hidden = config.layer, config.root, config.layer.hidden_size

@@ -17,8 +17,12 @@ from weft.model.draft_config import MAP, DraftConfig, draft_config_of, draft_ten
 from weft.model.mtp_config import MtpConfig, mtp_config_of, mtp_tensors
 from weft.model.quantization import is_shape
 from weft.model.spec import ModelConfig
+from weft.options import DraftChoice, names_draft_head
 from weft.weights.checkpoint import Checkpoint, TensorSource, checkpoint_of, find_tensors
 from weft.weights.object_store import origin_of
+
+# Folder of a draft head in the directory of its target.
+BESIDE = "draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,23 @@ class DraftFiles:
     def num_features(self) -> int:
         """States of the target that the draft model reads of each token."""
         return self.config.num_features if isinstance(self.config, DraftConfig) else 1
+
+
+def draft_directory(draft: str, model: Path) -> Path | None:
+    """Return the directory of the draft model that WEFT_DRAFT means for this model; None if it means none."""
+    if draft == DraftChoice.AUTO:
+        return model / BESIDE if path_exists(model / BESIDE / "config.json") else None
+    if draft == DraftChoice.MTP:
+        return model
+    return Path(draft) if names_draft_head(draft) else None
+
+
+def read_draft(draft: str, model: Path) -> DraftFiles | None:
+    """Return the draft model that WEFT_DRAFT means for this model. Raises as `read_draft_checkpoint`."""
+    directory = draft_directory(draft, model)
+    if directory is None:
+        return None
+    return read_mtp(directory) if draft == DraftChoice.MTP else read_head(directory, read_config(model))
 
 
 def read_head(directory: Path, target: ModelConfig) -> DraftFiles:

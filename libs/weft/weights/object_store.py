@@ -22,6 +22,7 @@ from weft.config import model_name
 from weft.errors import BadCheckpoint, StorageUnavailable, WeftError
 from weft.file_io import MAX_SMALL_BYTES, fsync_path, path_exists, read_small, to_weft_error
 from weft.hub import HubName, fetch_model, hub_name
+from weft.options import names_draft_head
 from weft.weights.storage import Blob, LocalOrigin, Origin, Scratch
 from weft_kernels.cache_dir import user_cache_dir
 
@@ -70,6 +71,15 @@ def with_local_model(
     parts = [part.partition("=") for part in setting.split(",")]
     places = [f"{name}{equals}{fetched(place.strip(), fetch)}" for name, equals, place in parts]
     return {**environ, "WEFT_MODEL": ",".join(places)}
+
+
+def with_local_draft(environ: Mapping[str, str], fetch: Callable[[HubName], Path] = fetch_model) -> Mapping[str, str]:
+    """Return the settings with a local directory for a URL or a Hub name in WEFT_DRAFT.
+
+    Raises BadCheckpoint, StorageUnavailable.
+    """
+    draft = environ.get("WEFT_DRAFT", "")
+    return {**environ, "WEFT_DRAFT": str(fetched(draft, fetch))} if draft and names_draft_head(draft) else environ
 
 
 def fetched(place: str, fetch: Callable[[HubName], Path] = fetch_model) -> Path | str:

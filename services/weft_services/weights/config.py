@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from weft.config import Address, Count, Port, Settings, Threads, read_models
 from weft.errors import ConfigError
-from weft.options import CpuKernels
+from weft.options import HEAD_OF_ONE_MODEL, CpuKernels, DraftChoice, names_draft_head
 from weft.weights.object_store import is_remote
 
 REMOTE_READERS = 24  # object stores have high latency and serve many requests at once
@@ -20,7 +20,7 @@ class WeightsConfig(Settings):
 
     model: a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR. threads: readers per model; 0 = 8, or 24 for an
     object store. weights_from: the weights service of another node that may hold the model already. weights_shm_bytes:
-    limit for the images of all models; 0 = no limit.
+    limit for the images of all models; 0 = no limit. draft: the draft models to serve, see `weft.options.DraftChoice`.
     """
 
     model: str
@@ -31,13 +31,15 @@ class WeightsConfig(Settings):
     threads: Threads = 0
     weights_from: Address = ""
     weights_shm_bytes: Count = 0
+    draft: str = DraftChoice.AUTO
     cpu_kernels: CpuKernels | None = None
 
     @model_validator(mode="after")
     def _check(self) -> WeightsConfig:
         if self.weights_from and ":" not in self.weights_from:
             raise ConfigError(f"WEFT_WEIGHTS_FROM={self.weights_from!r}: expected host:port")
-        read_models(self.model, self.model_name)
+        if len(read_models(self.model, self.model_name)) > 1 and names_draft_head(self.draft):
+            raise ConfigError(f"WEFT_DRAFT={self.draft}: {HEAD_OF_ONE_MODEL}")
         return self
 
     @property

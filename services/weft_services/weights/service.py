@@ -41,6 +41,11 @@ class HeldImage:
     leaves: dict[str, bytes]
 
 
+def draft_name(model: str) -> str:
+    """Return the name under which the draft model of a model is loaded."""
+    return f"{model}.draft"
+
+
 class ImageServer:
     """Serves the image of one loader."""
 
@@ -101,9 +106,11 @@ def _place(holding: HeldImage, part: TensorSlice) -> tuple[int, int]:
 class WeightServicer(pb2_grpc.WeightServiceServicer):
     """Loads each model with its own loader, and serves loaded images to other nodes."""
 
-    def __init__(self, loaders: Mapping[str, WeightLoader]) -> None:
-        self._loaders = loaders
-        self._lenders = {name: ImageServer(loader) for name, loader in loaders.items()}
+    def __init__(self, loaders: Mapping[str, WeightLoader], drafts: Mapping[str, WeightLoader] | None = None) -> None:
+        """`drafts`: loaders of draft models by the names of their targets."""
+        self._drafts = {name: draft_name(name) for name in drafts or {}}
+        self._loaders = {**loaders, **{draft_name(name): loader for name, loader in (drafts or {}).items()}}
+        self._lenders = {name: ImageServer(loader) for name, loader in self._loaders.items()}
 
     async def Load(self, request: pb2.LoadRequest, context: Any) -> AsyncIterator[pb2.LoadResponse]:
         """Stream progress, and the ready message last."""
@@ -120,6 +127,7 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
                     config_json=event.config_json,
                     read_from_disk=event.read_from_disk,
                     source=event.source,
+                    draft_model=self._drafts.get(request.model, ""),
                 )
                 yield pb2.LoadResponse(ready=ready)
 

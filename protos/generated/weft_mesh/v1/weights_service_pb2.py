@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/weights_service.proto\x12\x0cweft_mesh.v1\"\x1c\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\"q\n\x0cLoadResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.weft_mesh.v1.LoadProgressH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.weft_mesh.v1.LoadReadyH\x00\x42\x07\n\x05\x65vent\"E\n\x0cLoadProgress\x12\x12\n\nread_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\"\x84\x01\n\tLoadReady\x12\x10\n\x08shm_name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x04 \x01(\t\x12\x16\n\x0eread_from_disk\x18\x05 \x01(\x08\x12\x0e\n\x06source\x18\x06 \x01(\t\"%\n\x14\x44\x65scribeImageRequest\x12\r\n\x05model\x18\x01 \x01(\t\"n\n\x15\x44\x65scribeImageResponse\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x02 \x01(\x04\x12*\n\x07tensors\x18\x03 \x03(\x0b\x32\x19.weft_mesh.v1.ImageTensor\"I\n\x0bImageTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06leaves\x18\x04 \x01(\x0c\"`\n\x10ReadImageRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cweights_hash\x18\x02 \x01(\t\x12\'\n\x05parts\x18\x03 \x03(\x0b\x32\x18.weft_mesh.v1.TensorPart\"9\n\nTensorPart\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\"!\n\x11ReadImageResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xfa\x01\n\rWeightService\x12?\n\x04Load\x12\x19.weft_mesh.v1.LoadRequest\x1a\x1a.weft_mesh.v1.LoadResponse0\x01\x12X\n\rDescribeImage\x12\".weft_mesh.v1.DescribeImageRequest\x1a#.weft_mesh.v1.DescribeImageResponse\x12N\n\tReadImage\x12\x1e.weft_mesh.v1.ReadImageRequest\x1a\x1f.weft_mesh.v1.ReadImageResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/weights_service.proto\x12\x0cweft_mesh.v1\"\x1c\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\"q\n\x0cLoadResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.weft_mesh.v1.LoadProgressH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.weft_mesh.v1.LoadReadyH\x00\x42\x07\n\x05\x65vent\"E\n\x0cLoadProgress\x12\x12\n\nread_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\"\x99\x01\n\tLoadReady\x12\x10\n\x08shm_name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x04 \x01(\t\x12\x16\n\x0eread_from_disk\x18\x05 \x01(\x08\x12\x0e\n\x06source\x18\x06 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x07 \x01(\t\"%\n\x14\x44\x65scribeImageRequest\x12\r\n\x05model\x18\x01 \x01(\t\"n\n\x15\x44\x65scribeImageResponse\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x02 \x01(\x04\x12*\n\x07tensors\x18\x03 \x03(\x0b\x32\x19.weft_mesh.v1.ImageTensor\"I\n\x0bImageTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06leaves\x18\x04 \x01(\x0c\"`\n\x10ReadImageRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cweights_hash\x18\x02 \x01(\t\x12\'\n\x05parts\x18\x03 \x03(\x0b\x32\x18.weft_mesh.v1.TensorPart\"9\n\nTensorPart\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\"!\n\x11ReadImageResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xfa\x01\n\rWeightService\x12?\n\x04Load\x12\x19.weft_mesh.v1.LoadRequest\x1a\x1a.weft_mesh.v1.LoadResponse0\x01\x12X\n\rDescribeImage\x12\".weft_mesh.v1.DescribeImageRequest\x1a#.weft_mesh.v1.DescribeImageResponse\x12N\n\tReadImage\x12\x1e.weft_mesh.v1.ReadImageRequest\x1a\x1f.weft_mesh.v1.ReadImageResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,19 +38,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOADPROGRESS']._serialized_start=197
   _globals['_LOADPROGRESS']._serialized_end=266
   _globals['_LOADREADY']._serialized_start=269
-  _globals['_LOADREADY']._serialized_end=401
-  _globals['_DESCRIBEIMAGEREQUEST']._serialized_start=403
-  _globals['_DESCRIBEIMAGEREQUEST']._serialized_end=440
-  _globals['_DESCRIBEIMAGERESPONSE']._serialized_start=442
-  _globals['_DESCRIBEIMAGERESPONSE']._serialized_end=552
-  _globals['_IMAGETENSOR']._serialized_start=554
-  _globals['_IMAGETENSOR']._serialized_end=627
-  _globals['_READIMAGEREQUEST']._serialized_start=629
-  _globals['_READIMAGEREQUEST']._serialized_end=725
-  _globals['_TENSORPART']._serialized_start=727
-  _globals['_TENSORPART']._serialized_end=784
-  _globals['_READIMAGERESPONSE']._serialized_start=786
-  _globals['_READIMAGERESPONSE']._serialized_end=819
-  _globals['_WEIGHTSERVICE']._serialized_start=822
-  _globals['_WEIGHTSERVICE']._serialized_end=1072
+  _globals['_LOADREADY']._serialized_end=422
+  _globals['_DESCRIBEIMAGEREQUEST']._serialized_start=424
+  _globals['_DESCRIBEIMAGEREQUEST']._serialized_end=461
+  _globals['_DESCRIBEIMAGERESPONSE']._serialized_start=463
+  _globals['_DESCRIBEIMAGERESPONSE']._serialized_end=573
+  _globals['_IMAGETENSOR']._serialized_start=575
+  _globals['_IMAGETENSOR']._serialized_end=648
+  _globals['_READIMAGEREQUEST']._serialized_start=650
+  _globals['_READIMAGEREQUEST']._serialized_end=746
+  _globals['_TENSORPART']._serialized_start=748
+  _globals['_TENSORPART']._serialized_end=805
+  _globals['_READIMAGERESPONSE']._serialized_start=807
+  _globals['_READIMAGERESPONSE']._serialized_end=840
+  _globals['_WEIGHTSERVICE']._serialized_start=843
+  _globals['_WEIGHTSERVICE']._serialized_end=1093
 # @@protoc_insertion_point(module_scope)

@@ -114,6 +114,7 @@ class LoadReady(_message.Message):
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     READ_FROM_DISK_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     shm_name: _builtins.str
     """Name of the shared-memory file: one safetensors image of the whole checkpoint."""
     size_bytes: _builtins.int
@@ -126,6 +127,8 @@ class LoadReady(_message.Message):
     """True if this call read the checkpoint's files; false: found in memory, or sent by a peer."""
     source: _builtins.str
     """Source of the bytes, for logs: "files", "memory", or a peer's address."""
+    draft_model: _builtins.str
+    """Model name under which Load brings the draft model of this one; empty if it has none."""
     def __init__(
         self,
         *,
@@ -135,10 +138,11 @@ class LoadReady(_message.Message):
         config_json: _builtins.str = ...,
         read_from_disk: _builtins.bool = ...,
         source: _builtins.str = ...,
+        draft_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "read_from_disk", b"read_from_disk", "shm_name", b"shm_name", "size_bytes", b"size_bytes", "source", b"source", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "draft_model", b"draft_model", "read_from_disk", b"read_from_disk", "shm_name", b"shm_name", "size_bytes", b"size_bytes", "source", b"source", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
