@@ -50,7 +50,8 @@ class SizeSettings(Settings):
 class WorkerConfig(SizeSettings):
     """Zero means that the worker chooses (ports, blocks from memory, tokens and sequences of a step, all cores).
 
-    `role`: what a worker that serves both begins with.
+    - `role`: what a worker that serves both begins with.
+    - `draft`: see `weft.options.DraftChoice`. The weights service has the files of a draft model.
     """
 
     worker_id: str
@@ -67,7 +68,8 @@ class WorkerConfig(SizeSettings):
     gpu_share: Share = 1.0
     transport: TransportChoice = TransportChoice.AUTO
     store_fetch_policy: StoreFetchPolicy = StoreFetchPolicy.CHEAPER
-    draft: DraftChoice = DraftChoice.AUTO
+    draft: str = DraftChoice.AUTO
+    draft_layers: str = ""
     draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] = 0
     lease_seconds: Annotated[float, Field(ge=MIN_LEASE_SECONDS, le=MAX_LEASE_SECONDS)] = LEASE_SECONDS
     threads: Threads = 0

@@ -34,6 +34,7 @@ from weft.errors import BadCheckpoint
 from weft.kv.layer_groups import PageRange, PagingPolicy
 from weft.model import decoder
 from weft.model.decoder import Decoder
+from weft.model.draft import DraftModel
 from weft.request import RequestKey, SamplingParams
 from weft.worker import hidden_state_observers
 from weft.worker.hidden_state_observers import PromptLogprobReader
@@ -94,7 +95,9 @@ def peak_identity(weights_hash: str, limits: EngineConfig, dtype: str, device: t
     return {"weights": weights_hash, "device": name, "dtype": dtype, **sizes, **context, **versions}
 
 
-def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch.device) -> int:
+def measure_peak(
+    model: Decoder, limits: EngineConfig, dtype: str, device: torch.device, head: DraftModel | None = None
+) -> int:
     """Return bytes beyond the pool and the static memory of graphs (`static_bytes`), measured on a minimal pool.
 
     The first step has one token for as many sequences as the largest graph. The last step has a whole chunk at the end
@@ -110,7 +113,7 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
     chunk = min(limits.chunk_tokens, limits.max_context_tokens)
     one, *others = [_chunk(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
     try:
-        runner = ModelRunner(model, small, dtype, device)
+        runner = ModelRunner(model, small, dtype, device, head)
         scorer = PromptLogprobReader((0,) * limits.max_context_tokens, 20)
         long = _chunk(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
         shorter = [each for each in SHORTER_CHUNKS if model.packed and each < chunk]

@@ -10,15 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import torch
 
 from weft import log
+from weft.capacity.draft import DraftSize, draft_size
 from weft.capacity.footprint import with_stored_dtype
 from weft.capacity.host_limits import available_bytes, granted_cores
 from weft.capacity.plan import RUNTIME_BYTES
-from weft.capacity.sizes import MemoryBudget, Sizes, choose_sizes, default_num_blocks, measured_budget
+from weft.capacity.sizes import Machine, MemoryBudget, Sizes, choose_sizes, default_num_blocks, measured_budget
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.engine import Engine
@@ -28,14 +30,17 @@ from weft.engine.runner import assemble
 from weft.errors import ConfigError, Overloaded, PeerLost
 from weft.model.config import ModelConfig, config_of, read_config
 from weft.model.decoder import Decoder
+from weft.model.draft import DraftModel
+from weft.model.draft_layers import with_draft
 from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.loading import DTYPE_NAMES
-from weft.options import MAX_DRAFT_TOKENS, DeviceChoice, DraftChoice, Dtype
+from weft.options import MAX_DRAFT_TOKENS, DeviceChoice, DraftChoice, Dtype, has_draft_model
 from weft.request import ModelFingerprint
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights.image_tensors import open_image
 from weft.worker.config import WorkerConfig
+from weft.worker.draft_head import DraftImage, drafted_hash, load_draft, read_draft_image, scoring_prompts
 from weft.worker.fleet_client import LoadProgress
 from weft.worker.memory_profile import cached_peak, free_bytes, measure_peak, peak_identity
 from weft.worker.os_tuning import disable_malloc_trim, pin_to_cpus, set_autogroup_nice
@@ -88,11 +93,11 @@ async def load_engine(
         # Fail before the weights are read; the check that counts follows once they are loaded.
         await asyncio.to_thread(check_room, read_config(config.model), sizes, config.gpu_share)
     progress.set_phase("reading weights")
-    ready = await load_weights(config.weights_addr, config.served_name, progress.set_bytes)
+    images = await _load_images(config, sizes, progress)
     log.startup_phase("weights")
     progress.set_phase("building the engine")
     make_engine = partial(assemble, listener=listener, clock=clock)
-    loaded = await asyncio.to_thread(_build, config, sizes, ready, make_engine, progress)
+    loaded = await asyncio.to_thread(_build, config, sizes, images, make_engine, progress)
     log.startup_phase("engine")
     return loaded
 
@@ -110,11 +115,31 @@ def _has_cuda(wanted: DeviceChoice) -> bool:
     return is_there
 
 
-def check_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> MemoryBudget:
+def check_room(model: ModelConfig, sizes: Sizes, gpu_share: float, draft: DraftSize | None = None) -> MemoryBudget:
     """Return available memory and the model's share. Raises BadCheckpoint if not even a small pool fits."""
-    room = sizes.memory_budget(model, _free_bytes(sizes, gpu_share))
+    room = sizes.memory_budget(model, _free_bytes(sizes, gpu_share), draft)
     room.check(*sizes.min_pool(model))
     return room
+
+
+@dataclass(frozen=True, slots=True)
+class WeightImages:
+    """What the weights service loaded: a model, and the draft model that WEFT_DRAFT allows, if it has one."""
+
+    model: weights_service_pb2.LoadReady
+    draft: weights_service_pb2.LoadReady | None = None
+
+
+async def _load_images(config: WorkerConfig, sizes: Sizes, progress: LoadProgress) -> WeightImages:
+    model = await load_weights(config.weights_addr, config.served_name, progress.set_bytes)
+    if not has_draft_model(config.draft, is_gpu=sizes.machine.device == "cuda"):
+        return WeightImages(model)
+    if model.draft_model:
+        return WeightImages(model, await load_weights(config.weights_addr, model.draft_model, progress.set_bytes))
+    if config.draft != DraftChoice.AUTO:
+        what = f"the weights service at {config.weights_addr} has no draft model of {config.served_name!r}"
+        raise ConfigError(f"WEFT_DRAFT={config.draft}: {what}; set WEFT_DRAFT there too")
+    return WeightImages(model)
 
 
 async def load_weights(
@@ -161,53 +186,89 @@ async def _follow_load(
     raise PeerLost("the weights service ended the Load call early")
 
 
+class Models(NamedTuple):
+    """The models that run in an engine's steps."""
+
+    target: Decoder
+    head: DraftModel | None
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenImages:
+    """Mapped images. `config`: of the model, with the KV of the draft model's layer."""
+
+    config: ModelConfig
+    tensors: dict[str, torch.Tensor]
+    draft: DraftImage | None
+    draft_size: DraftSize | None
+
+
+def _open_images(images: WeightImages, machine: Machine) -> _OpenImages:
+    """Raises BadCheckpoint for a draft model of another target, NotFound if an image is gone."""
+    ready, tensors = images.draft, open_image(images.model.shm_name, images.model.size_bytes)
+    stored = ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in tensors.values())
+    config = with_stored_dtype(parse_config(images.model.config_json), stored)
+    if ready is None:
+        return _OpenImages(config, tensors, None, None)
+    draft_tensors = open_image(ready.shm_name, ready.size_bytes)
+    draft = read_draft_image(ready.config_json, draft_tensors, ready.weights_hash, config)
+    size = draft_size(draft.config, machine.dtype, machine.device == "cpu")
+    return _OpenImages(with_draft(config, draft.layer), tensors, draft, size)
+
+
 def _build(
     config: WorkerConfig,
     sizes: Sizes,
-    ready: weights_service_pb2.LoadReady,
+    images: WeightImages,
     make_engine: Callable[..., Engine],
     progress: LoadProgress,
 ) -> LoadedEngine:
-    model, machine = parse_config(ready.config_json), sizes.machine
+    machine, device = sizes.machine, torch.device(sizes.machine.device)
+    check_room(parse_config(images.model.config_json), sizes, config.gpu_share)
+    opened = _open_images(images, machine)
+    model, draft = opened.config, opened.draft
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
-    check_room(model, sizes, config.gpu_share)
-    image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
-    model = with_stored_dtype(model, ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in image.values()))
-    room = check_room(model, sizes, config.gpu_share)
+    room = check_room(model, sizes, config.gpu_share, opened.draft_size)
     _log_dtype(config, sizes, model)
-    decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
+    decoder = Decoder(model, opened.tensors, DTYPES[machine.dtype], device, machine.is_resident)
     log.startup_phase("copying and packing" if machine.is_resident else "copying")
+    head, weights_hash = None, images.model.weights_hash
+    if draft is not None:
+        prompts = partial(scoring_prompts, config.model)
+        head = load_draft(draft, decoder, machine.is_resident, config.draft_layers, prompts)
+        weights_hash = drafted_hash(weights_hash, draft.weights_hash, head.boundaries)
+        log.startup_phase("draft model")
     if machine.device == "cuda":
-        free, peak = _profile_memory(config, decoder, limits, machine.dtype, ready.weights_hash, progress)
+        free, peak = _profile_memory(config, Models(decoder, head), limits, machine.dtype, weights_hash, progress)
         room = measured_budget(room, free, peak + static_bytes(limits, size))
         room.check(*sizes.min_pool(model))
     least = sizes.min_pool(model)[0] // size
     num_blocks = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
     speculator = make_speculator(config.draft, engine_config, is_gpu=machine.device == "cuda")
-    engine = make_engine(decoder, machine.dtype, engine_config, speculator=speculator)
+    engine = make_engine(decoder, machine.dtype, engine_config, speculator=speculator, head=head)
     logger.info(
         "engine built dtype=%s device=%s blocks=%d block_tokens=%d block_kib=%d",
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
-    fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
+    fingerprint = ModelFingerprint(weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
     return LoadedEngine(engine, machine.device, fingerprint, engine_config, speculator)
 
 
-def make_speculator(choice: DraftChoice, config: EngineConfig, is_gpu: bool) -> AdaptiveSpeculator | None:
+def make_speculator(draft: str, config: EngineConfig, is_gpu: bool) -> AdaptiveSpeculator | None:
     """Return the source of drafts, or None if this worker does not speculate."""
-    if choice is DraftChoice.NONE or (choice is DraftChoice.AUTO and is_gpu):
+    if draft == DraftChoice.NONE or (draft == DraftChoice.AUTO and is_gpu):
         return None
     # On a CPU the same clock as that of steps, see `weft.engine.loop.StepHandle`.
     clock = time.perf_counter if is_gpu else time.thread_time
-    return AdaptiveSpeculator(config.eos_token_ids, clock, follows_grammars=choice is DraftChoice.AUTO)
+    return AdaptiveSpeculator(config.eos_token_ids, clock, follows_grammars=draft != DraftChoice.NGRAM)
 
 
 def _profile_memory(
-    config: WorkerConfig, decoder: Decoder, limits: EngineConfig, dtype: str, weights_hash: str, progress: LoadProgress
+    config: WorkerConfig, models: Models, limits: EngineConfig, dtype: str, weights_hash: str, progress: LoadProgress
 ) -> tuple[int, int]:
     """Compile kernels. Return the GPU's free bytes and the peak bytes of the largest step."""
-    device, model = decoder.device, decoder.config
+    device, model = models.target.device, models.target.config
     progress.set_phase("measuring the largest step")
     free = free_bytes(device)  # Also releases what packing left, so that it does not count as held.
     held = torch.cuda.memory_reserved(device) + RUNTIME_BYTES  # RUNTIME_BYTES: memory of libraries outside torch.
@@ -215,7 +276,7 @@ def _profile_memory(
     identity = peak_identity(weights_hash, limits, dtype, device)
     # The same weights need more memory a step if more experts are active.
     identity |= {"form": config.weight_format, "layout": layout_name(model)}
-    peak = cached_peak(identity, lambda: measure_peak(decoder, limits, dtype, device))
+    peak = cached_peak(identity, lambda: measure_peak(models.target, limits, dtype, device, models.head))
     log.startup_phase("largest step")
     progress.set_phase("compiling kernels")
     compile_sampling(model.vocab_size, device)
@@ -251,6 +312,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         max_drafts=config.draft_tokens or (GPU_DRAFTS if is_gpu else MAX_DRAFT_TOKENS),
         eos_token_ids=model.eos_token_ids,
         spans=paging.spans,
+        has_draft_layer=bool(model.drafts),
         steps_ahead=int(is_gpu),
         decode_graphs=is_gpu,
         pin_sealed=bool(config.kvstore_addr),

@@ -23,7 +23,7 @@ from weft.rpc.server import RpcServer
 from weft.worker import startup
 from weft.worker.config import WorkerConfig
 from weft.worker.fleet_client import LoadProgress
-from weft.worker.startup import load_weights, parse_config
+from weft.worker.startup import WeightImages, load_weights, parse_config
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc
 
@@ -124,8 +124,9 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_opened(
     monkeypatch.setattr(startup, "available_bytes", lambda: 1000)
     there = pb2.LoadReady(config_json=json.dumps(FIELDS), shm_name="no such image", size_bytes=7)
     make = partial(assemble, listener=lambda output: None)
+    sizes = choose_sizes(config(**more).wanted, False)
     with pytest.raises(BadCheckpoint, match=f"the model does not fit: .*{what}"):
-        startup._build(config(**more), choose_sizes(config(**more).wanted, False), there, make, arrival())
+        startup._build(config(**more), sizes, WeightImages(there), make, arrival())
 
 
 async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked_for(
@@ -296,3 +297,49 @@ async def test_why_there_are_no_weights_is_told_at_the_end(monkeypatch: pytest.M
     async with start_weights(full) as address:
         with pytest.raises(PeerLost, match="no room in /dev/shm"):
             await load_weights(address, "nano")
+
+
+async def drafted(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
+    name = "nano.draft" if request.model == "nano" else ""
+    yield pb2.LoadResponse(ready=pb2.LoadReady(shm_name=request.model, weights_hash="cafe", draft_model=name))
+
+
+@pytest.mark.parametrize(
+    ("draft", "has_cuda", "expected"),
+    [
+        ("auto", False, "nano.draft"),
+        ("mtp", False, "nano.draft"),
+        ("/heads/nano", True, "nano.draft"),
+        ("auto", True, None),
+        ("ngram", False, None),
+        ("none", False, None),
+    ],
+)
+async def test_draft_model_is_loaded_if_the_setting_allows_it(draft: str, has_cuda: bool, expected: str | None) -> None:
+    async with start_weights(drafted) as address:
+        settings = config(WEIGHTS_ADDR=address, DRAFT=draft)
+        images = await startup._load_images(settings, choose_sizes(settings.wanted, has_cuda), arrival())
+    assert images.model.shm_name == "nano"
+    assert (images.draft.shm_name if images.draft else None) == expected
+
+
+async def test_missing_draft_model_is_an_error_only_if_it_is_named() -> None:
+    async with start_weights(ready) as address:
+        settings = config(WEIGHTS_ADDR=address)
+        sizes = choose_sizes(settings.wanted, False)
+        assert (await startup._load_images(settings, sizes, arrival())).draft is None
+        with pytest.raises(
+            ConfigError, match=r"WEFT_DRAFT=mtp: the weights service .* has no draft model of 'nano'; set"
+        ):
+            await startup._load_images(config(WEIGHTS_ADDR=address, DRAFT="mtp"), sizes, arrival())
+
+
+@pytest.mark.parametrize(
+    ("draft", "is_gpu", "follows"),
+    [("auto", False, True), ("auto", True, None), ("ngram", True, False), ("none", False, None), ("/head", True, True)],
+)
+def test_speculator_follows_the_setting(draft: str, is_gpu: bool, follows: bool | None) -> None:
+    settings = config(DRAFT=draft)
+    limits = startup._limits(settings, choose_sizes(settings.wanted, is_gpu), parse_config(json.dumps(FIELDS)))
+    speculator = startup.make_speculator(settings.draft, limits, is_gpu)
+    assert (speculator._follows_grammars if speculator else None) == follows
