@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.capacity.draft import DraftSize
 from weft.capacity.footprint import FIRST, LAST, Footprint, TensorKind, Weight
 from weft.errors import WeftError
 from weft.kv.layer_groups import PagingPolicy
@@ -78,7 +79,8 @@ class Layout:
 class Demand:
     """What is asked of a deployment. `chunk_tokens`: tokens of one prefill step; `dtype`: of KV and plain weights.
 
-    `block_tokens`: tokens of a page of KV. `is_resident`: matrices stay packed, see `weft_kernels.packed`.
+    `block_tokens`: tokens of a page of KV. `is_resident`: matrices stay packed, see `weft_kernels.packed`. `draft`: of
+    a draft model, which every GPU of the last stage holds whole.
     """
 
     gpu: Gpu
@@ -89,6 +91,7 @@ class Demand:
     batch: int = 32
     block_tokens: int = 64
     is_resident: bool = False
+    draft: DraftSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class PipelineStage:
     """Bytes on each GPU of one pipeline stage. KV of a token is `growing` bytes, and `bounded` more within windows.
 
     `bounded`: (bytes a token, tokens at most) of the layers of each window. `page`: bytes of what the pool hands out.
+    `features`: states of the target that a draft model reads.
     """
 
     layers: range
@@ -107,11 +111,12 @@ class PipelineStage:
     bounded: tuple[tuple[int, int], ...]
     page: int
     paging: PagingPolicy
+    features: int = 0
 
     @property
     def kv(self) -> int:
         """Bytes left for KV; negative if the stage does not fit."""
-        return self.memory - self.weights - self.activations - self.reserve
+        return self.memory - self.weights - self.activations - self.features - self.reserve
 
     def kv_bytes_read(self, context: int) -> int:
         """Return the KV bytes that the last of `context` tokens reads."""

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from weft.capacity.draft import feature_rows
 from weft.capacity.footprint import ITEM_BYTES, Footprint, TensorKind, Weight, footprint
 from weft.capacity.layout import GIB, Demand, Layout, PipelineStage, on_stage, share
 from weft.kv.layer_groups import PagingPolicy
@@ -178,9 +179,12 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
     for layer in own.kv_layers:
         token_bytes[layer.window or layer.chunk] += token_numbers(own, layer, layout.tp) * item
     reserve = RUNTIME_BYTES + (COMMUNICATION_BYTES if layout.num_gpus > 1 else 0)
+    draft = demand.draft if is_last else None
+    num_rows = feature_rows(demand.block_tokens) * demand.batch + demand.chunk_tokens
+    held = sum(share(config, layout, kind, each.size_bytes) for kind, each in on_stage(config, weights, layers))
     return PipelineStage(
         layers=layers,
-        weights=sum(share(config, layout, kind, each.size_bytes) for kind, each in on_stage(config, weights, layers)),
+        weights=held + (draft.weight_bytes if draft else 0),
         activations=_activations(config, layout, demand),
         reserve=reserve,
         memory=int(demand.gpu.memory_gib * GIB),
@@ -189,6 +193,7 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         page=page_numbers(own, layout.tp) * demand.block_tokens * item,
         # On a GPU the next step is scheduled while one is in flight.
         paging=PagingPolicy(kv_groups(own).spans, demand.block_tokens, 2 * demand.chunk_tokens, len(own.drafts)),
+        features=draft.feature_bytes(config, num_rows) if draft else 0,
     )
 
 

@@ -170,6 +170,7 @@ class MeshOptions:
     threads: int = 0
     max_seqs: int = 0
     draft: str = "auto"
+    draft_layers: str = ""
     draft_tokens: int = 0
     keys: str = ""
     allow_unauthenticated: bool = False

@@ -16,7 +16,7 @@ from weft.cli.keys import app as keys_app
 from weft.cli.up_command import up
 from weft.errors import ConfigError
 from weft.file_descriptors import ensure_stdio, flush_stdout_on_exit
-from weft.options import Dtype, WeightFormat, check_addresses
+from weft.options import DraftChoice, Dtype, WeightFormat, check_addresses
 
 app = typer.Typer(
     name="weft",
@@ -185,11 +185,16 @@ def plan(
     context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences that generate at once.")] = 32,
     chunk_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Prompt tokens in one step.")] = 2048,
+    draft: Annotated[
+        str, typer.Option(metavar="mtp|none|DIR|ORG/REPO", help="Draft model: a head, or mtp: the model's own layer.")
+    ] = DraftChoice.NONE.value,
 ) -> None:
     """What a model needs on GPUs: weights, KV, the context that fits, and the limits, from its config alone."""
     from weft.cli.plan import PlanOptions, run_plan
 
-    options = PlanOptions(model, gpu.lower(), gpus, tp, pp, ep, dtype, weight_format, context, batch, chunk_tokens)
+    options = PlanOptions(
+        model, gpu.lower(), gpus, tp, pp, ep, dtype, weight_format, context, batch, chunk_tokens, draft
+    )
     raise typer.Exit(run_plan(options))
 
 

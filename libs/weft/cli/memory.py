@@ -13,8 +13,10 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from weft.capacity.draft import DraftSize, draft_size
 from weft.capacity.footprint import footprint, with_stored_dtype
 from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
@@ -25,7 +27,10 @@ from weft.config import Count, Settings
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, read_config
+from weft.model.draft_layers import with_draft
+from weft.options import has_draft_model
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.draft_checkpoint import read_draft
 from weft.weights.object_store import is_remote
 from weft.worker.config import SizeSettings
 
@@ -48,9 +53,8 @@ def check_memory(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, 
     }
     wanted = read_settings(SizeSettings, {**environ, **said}).wanted
     sizes = choose_sizes(wanted, bool(options.gpus) and not is_for_cpus_only())
-    found = {name: _read(directory) for name, directory in options.models.items()}
-    models = {name: config for name, (config, _) in found.items()}
-    total = sum(size_bytes for _, size_bytes in found.values())
+    models = {name: _with_draft(directory, options.draft, sizes) for name, directory in options.models.items()}
+    total = sum(model.image_bytes for model in models.values())
     images = min(total, read_settings(WeightsLimit, environ).weights_shm_bytes or total)
     there = held_bytes()
     if SHARED_MEMORY.is_dir() and images > (free := shared_memory()[0] + there):
@@ -63,10 +67,19 @@ def check_memory(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, 
     return {name: _worker_bytes(models[model], sizes) for name, model in options.workers.items()}
 
 
-def _worker_bytes(model: ModelConfig, sizes: Sizes) -> int:
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """`config`: with the KV of its draft model. `image_bytes`: of both."""
+
+    config: ModelConfig
+    image_bytes: int
+    draft: DraftSize | None
+
+
+def _worker_bytes(model: _Model, sizes: Sizes) -> int:
     if sizes.machine.device == "cuda":
         return CUDA_HOST_BYTES  # weights and activations are the GPU's
-    room = sizes.memory_budget(model, 0)
+    room = sizes.memory_budget(model.config, 0, model.draft)
     return room.weights + room.activations + WORKER_BYTES
 
 
@@ -90,21 +103,19 @@ def is_for_cpus_only() -> bool:
         return True  # without torch there is no GPU
 
 
-def _check_memory(
-    options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes, images: int, free: int
-) -> None:
+def _check_memory(options: MeshOptions, models: Mapping[str, _Model], sizes: Sizes, images: int, free: int) -> None:
     """Check the host's memory: each worker has its own repacked copy of the weights."""
     needed = images
-    for model in options.workers.values():
-        room = sizes.memory_budget(models[model], free)
-        needed += room.weights + room.activations + sizes.min_pool(models[model])[0]
+    for model in map(models.__getitem__, options.workers.values()):
+        room = sizes.memory_budget(model.config, free, model.draft)
+        needed += room.weights + room.activations + sizes.min_pool(model.config)[0]
     if needed > free:
         what = f"{options.num_workers} workers and the weights in shared memory ({_gib(images)})"
         names = " and ".join(models)
         raise BadCheckpoint(f"no room for {names}: {what} take {_gib(needed)}, and {_gib(free)} are free: {ADVICE}")
 
 
-def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes) -> None:
+def _check_cards(options: MeshOptions, models: Mapping[str, _Model], sizes: Sizes) -> None:
     """Check each worker on its GPU, with the share that it gets."""
     found = cards()
     if not all_report_memory(found):
@@ -114,8 +125,9 @@ def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes:
         card = _card(found, share[VISIBLE])
         part = float(share["WEFT_GPU_SHARE"])
         free = card.free_bytes if part == 1 else min(card.free_bytes, int(part * card.total_bytes))
+        config, draft = models[model].config, models[model].draft
         try:
-            sizes.memory_budget(models[model], free).check(*sizes.min_pool(models[model]))
+            sizes.memory_budget(config, free, draft).check(*sizes.min_pool(config))
         except BadCheckpoint as error:
             raise BadCheckpoint(f"{model}: {name} on {card.name}: {error}: {ADVICE}") from None
 
@@ -144,6 +156,16 @@ def _read(directory: Path) -> tuple[ModelConfig, int]:
         return config, sum(each.size_bytes for each in footprint(config).values())
     checkpoint = read_checkpoint(directory)
     return stored_config(checkpoint), checkpoint.total_bytes
+
+
+def _with_draft(directory: Path, draft: str, sizes: Sizes) -> _Model:
+    config, image_bytes = _read(directory)
+    is_cpu = sizes.machine.device == "cpu"
+    source = read_draft(draft, directory) if has_draft_model(draft, not is_cpu) else None
+    if source is None:
+        return _Model(config, image_bytes, None)
+    size = draft_size(source.config, sizes.machine.dtype, is_cpu)
+    return _Model(with_draft(config, size.layer), image_bytes + source.checkpoint.total_bytes, size)
 
 
 def stored_config(checkpoint: Checkpoint) -> ModelConfig:

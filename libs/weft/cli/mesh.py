@@ -90,6 +90,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_THREADS": str(options.worker_threads),
         "WEFT_MAX_SEQS": str(options.max_seqs),
         "WEFT_DRAFT": options.draft,
+        "WEFT_DRAFT_LAYERS": options.draft_layers,
         "WEFT_DRAFT_TOKENS": str(options.draft_tokens),
     }
 

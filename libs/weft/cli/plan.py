@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.capacity.draft import draft_size, feature_rows
 from weft.capacity.footprint import ITEM_BYTES, TensorKind
 from weft.capacity.layout import (
     GIB,
@@ -26,11 +27,19 @@ from weft.capacity.layout import (
     share,
 )
 from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, TERA, CapacityPlan, StepShape, make_plan
+from weft.cli.hub_models import fetch_with_display
 from weft.errors import BadCheckpoint, StorageUnavailable
 from weft.file_io import foreign_path
 from weft.hub import fetch_config, hub_name
 from weft.model.config import read_config
+from weft.model.draft_config import DraftConfig
+from weft.model.draft_layers import with_draft
+from weft.model.kv_layout import token_numbers
+from weft.model.mtp_config import MtpConfig, planned_mtp
 from weft.model.spec import ModelConfig
+from weft.options import DraftChoice, names_draft_head
+from weft.weights.draft_checkpoint import read_draft_checkpoint
+from weft.weights.object_store import fetched
 
 DEFAULT_CONTEXT = 8192
 ONE_GPU_EACH = (
@@ -53,14 +62,19 @@ class PlanOptions:
     context: int
     batch: int
     chunk_tokens: int
+    draft: str = DraftChoice.NONE
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> int:
     """Print the tables; returns the exit status: 0 fits, 1 does not, 2 cannot be asked."""
     console = console or Console()
     try:
-        config = _read(options.model)
+        target = _read(options.model)
+        draft = _read_draft(options.draft, target)
+        config = with_draft(target, draft.layer) if draft else target
         demand = _demand(options, config)
+        if draft is not None:
+            demand = replace(demand, draft=draft_size(draft, demand.dtype))
         plans = [make_plan(config, layout, demand) for layout in _layouts(options, config)]
     except (BadCheckpoint, BadPlan, StorageUnavailable) as error:
         said = Text(f"weft plan: {error}", style="red")  # as it is: brackets in a path are no markup
@@ -90,6 +104,16 @@ def _read(place: str) -> ModelConfig:
     if is_file and model.name != "config.json":
         raise BadCheckpoint(f"{model}: expected a checkpoint directory or its config.json; it {foreign_path(model)}")
     return read_config(model.parent if is_file else model)
+
+
+def _read_draft(draft: str, target: ModelConfig) -> DraftConfig | MtpConfig | None:
+    """Read a draft head from its directory, or from the Hub after fetching it; as the model's layer, by its config."""
+    if draft == DraftChoice.MTP:
+        return planned_mtp(target)
+    if not names_draft_head(draft):
+        return None
+    directory = fetched(draft, fetch_with_display)
+    return read_draft_checkpoint(Path(directory), target).config
 
 
 def _demand(options: PlanOptions, config: ModelConfig) -> Demand:
@@ -169,21 +193,29 @@ def _arithmetic(config: ModelConfig, demand: Demand, plan: CapacityPlan) -> Tabl
     table = Table(title=title, box=SIMPLE_HEAD, show_header=False)
     for is_sum in (False, True, False):
         table.add_column(no_wrap=not is_sum)
-    for line in _weight_lines(config, plan, stage):
+    for line in _weight_lines(config, demand, plan, stage):
         table.add_row(*line)
     parts = [f"runtime {_gib(RUNTIME_BYTES)}"]
     parts += [f"communication {_gib(COMMUNICATION_BYTES)}"] if layout.num_gpus > 1 else []
     chunk = f"of {demand.chunk_tokens:,} prompt tokens a step, logits of {demand.batch:,} rows"
     table.add_row("activations", chunk, _gib(stage.activations))
+    taken = [stage.memory, stage.weights, stage.activations, stage.reserve]
+    if stage.features and (draft := demand.draft):
+        rows = f"{feature_rows(demand.block_tokens)} x {demand.batch:,} + {demand.chunk_tokens:,} rows"
+        size = f"{draft.num_features} x {config.hidden_size:,} x {ITEM_BYTES[demand.dtype]} B"
+        table.add_row("draft features", f"{rows} x {size}", _gib(stage.features))
+        taken.insert(3, stage.features)
     table.add_row("reserve", " + ".join(parts), _gib(stage.reserve))
-    sums = " - ".join(f"{part / GIB:.2f}" for part in (stage.memory, stage.weights, stage.activations, stage.reserve))
+    sums = " - ".join(f"{part / GIB:.2f}" for part in taken)
     table.add_row("left for KV", sums, _gib(stage.kv), end_section=True)
     for line in [*_kv_lines(config, demand, plan, stage), *_limit_lines(demand, plan, stage)]:
         table.add_row(*line)
     return table
 
 
-def _weight_lines(config: ModelConfig, plan: CapacityPlan, stage: PipelineStage) -> list[tuple[str, str, str]]:
+def _weight_lines(
+    config: ModelConfig, demand: Demand, plan: CapacityPlan, stage: PipelineStage
+) -> list[tuple[str, str, str]]:
     total: dict[TensorKind, int] = {}
     for kind, weight in on_stage(config, plan.roofline.weights, stage.layers):
         total[kind] = total.get(kind, 0) + weight.size_bytes
@@ -191,6 +223,8 @@ def _weight_lines(config: ModelConfig, plan: CapacityPlan, stage: PipelineStage)
     for kind, size in total.items():
         part = share(config, plan.layout, kind, size)
         lines.append((f"weights: {kind}", f"{_gib(size)} / {round(size / part)}", _gib(part)))
+    if demand.draft and stage.layers.stop == config.num_layers:
+        lines.append(("weights: draft model", "on each GPU", _gib(demand.draft.weight_bytes)))
     return [*lines, ("weights", "sum of these", _gib(stage.weights))]
 
 
@@ -200,6 +234,9 @@ def _kv_lines(
     paging, size = stage.paging, stage.paging.block_tokens
     page, group_layers = _page_parts(config, demand, plan, stage)
     lines = [("KV page", f"{page} x {size} tokens", _gib(stage.page))]
+    if config.drafts and stage.layers.stop == config.num_layers:
+        own = sum(token_numbers(config, layer, plan.layout.tp) for layer in config.drafts) * ITEM_BYTES[demand.dtype]
+        lines.append(("draft KV", f"{own:,} B a token, in the same pages", _gib(own * size)))
     growing = sum(not reach.width for reach in paging.spans)
     if growing:
         made_of = f"{growing} x {group_layers}growing layers, a page each for {size} tokens"

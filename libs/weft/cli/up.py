@@ -21,7 +21,7 @@ from weft.cli.child import ChildFailed, ChildSpec
 from weft.cli.display import Display, Timeline
 from weft.cli.hub_models import fetch_with_display
 from weft.cli.layout import Addresses, MeshOptions, PortTaken, pick_addresses, reachable, usable_gpus
-from weft.cli.memory import check_memory
+from weft.cli.memory import check_memory, is_for_cpus_only
 from weft.cli.mesh import FORK_SERVER_COMMAND, HARMLESS, check_settings, mesh_specs, with_memory
 from weft.cli.mesh_registry import MeshRecord, recorded
 from weft.cli.supervisor import Supervisor
@@ -30,9 +30,19 @@ from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
 from weft.file_io import foreign_path
 from weft.hub import HubName
 from weft.model.config import read_config
-from weft.options import HOW_TO_INSTALL, check_addresses, is_loopback
+from weft.model.draft_layers import parse_boundaries
+from weft.options import (
+    HEAD_OF_ONE_MODEL,
+    HOW_TO_INSTALL,
+    DraftChoice,
+    check_addresses,
+    has_draft_model,
+    is_loopback,
+    names_draft_head,
+)
 from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
+from weft.weights.draft_checkpoint import read_draft
 from weft.weights.object_store import fetched, is_store_url, with_local_model
 
 MOONCAKE_SECONDS = 30.0
@@ -72,6 +82,23 @@ def find_models(
     if len(models) > 1 and any(mark in f"{served}{path}" for served, path in models.items() for mark in ",="):
         raise UsageError("with several models, neither names nor directories may have a comma or =")
     return models
+
+
+def find_draft(draft: str, fetch: Callable[[HubName], Path] = fetch_with_display) -> str:
+    """Return --draft with an absolute directory for that of a head; `fetch` returns the snapshot of a Hub name.
+
+    Raises UsageError for a directory that does not exist, or a head that cannot be fetched.
+    """
+    if not names_draft_head(draft):
+        return draft
+    try:
+        directory = Path(fetched(draft, fetch)).absolute()
+    except (BadCheckpoint, StorageUnavailable) as error:
+        raise UsageError(str(error)) from error
+    if not directory.is_dir():
+        known = ", ".join(DraftChoice)
+        raise UsageError(f"--draft {draft}: no such directory; name a draft head's, or one of {known}")
+    return str(directory)
 
 
 def _usual_models(name: str, fetch: Callable[[HubName], Path]) -> dict[str, Path]:
@@ -119,6 +146,7 @@ def _checked_start(options: MeshOptions) -> _Start:
         read_config(directory)
         check_tokenizer(directory)
     options = replace(options, gpus=usable_gpus(os.environ))
+    _check_drafts(options)
     at = pick_addresses(options)
     planned = check_memory(options, os.environ)
     trouble = mooncake_trouble()  # starts a child, so that it comes after the checks of models
@@ -128,6 +156,18 @@ def _checked_start(options: MeshOptions) -> _Start:
     specs = mesh_specs(options, at)
     check_settings(specs)
     return _Start(options, at, with_memory(specs, planned), trouble)
+
+
+def _check_drafts(options: MeshOptions) -> None:
+    """Check the draft model of each model. Raises UsageError, BadCheckpoint, ConfigError or StorageUnavailable."""
+    if len(options.models) > 1 and names_draft_head(options.draft):
+        raise UsageError(f"--draft {options.draft}: {HEAD_OF_ONE_MODEL}")
+    if not has_draft_model(options.draft, is_gpu=bool(options.gpus) and not is_for_cpus_only()):
+        return
+    for directory in options.models.values():
+        source = read_draft(options.draft, directory)
+        if source is not None and options.draft_layers:
+            parse_boundaries(options.draft_layers, source.num_features, read_config(directory).num_layers)
 
 
 def mooncake_trouble() -> str:

@@ -68,12 +68,21 @@ def up(
         typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Maximum sequences per step; 0: 64 on a CPU, 256 on a GPU."),
     ] = 0,
     draft: Annotated[
-        DraftChoice,
+        str,
         typer.Option(
+            metavar="auto|ngram|mtp|none|DIR|ORG/REPO",
             envvar="WEFT_DRAFT",
-            help="Drafts that steps verify; ngram: copied tokens; auto: also forced by grammars, none on a GPU.",
+            help="Drafts that steps verify; ngram: copied tokens; DIR: also of this draft head; mtp: also of the "
+            "model's own layer; auto: of the head in the model's folder draft, none on a GPU.",
         ),
-    ] = DraftChoice.AUTO,
+    ] = DraftChoice.AUTO.value,
+    draft_layers: Annotated[
+        str,
+        typer.Option(
+            envvar="WEFT_DRAFT_LAYERS",
+            help="Boundaries of layers that the draft head reads, as 2,16,29; empty: as its files say, or by scoring.",
+        ),
+    ] = "",
     draft_tokens: Annotated[
         int,
         typer.Option(
@@ -115,7 +124,7 @@ def up(
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
     from weft.cli.layout import MeshOptions
-    from weft.cli.up import UsageError, check_packages, find_models
+    from weft.cli.up import UsageError, check_packages, find_draft, find_models
     from weft.cli.up import up as run_up
 
     try:
@@ -134,7 +143,8 @@ def up(
             transport=transport,
             threads=threads,
             max_seqs=max_seqs,
-            draft=draft,
+            draft=find_draft(draft),
+            draft_layers=draft_layers,
             draft_tokens=draft_tokens,
             keys=keys,
             allow_unauthenticated=allow_unauthenticated,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 CONFIGS = Path(__file__).parents[1] / "model/configs"
+NANO = Path(__file__).parents[3] / "models" / "weft-nano"
 
 
 def weft(*args: str) -> subprocess.CompletedProcess[str]:
@@ -65,6 +66,29 @@ def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         assert text in run.stdout
     assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
+
+
+def test_a_draft_head_is_planned_with_its_kv_and_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = weft(str(NANO), "--draft", str(NANO / "draft"), "--batch", "8")
+    assert run.returncode == 0, run.stderr
+    for text in (
+        "weights: draft model",
+        "81 x 8 + 2,048 rows x 3 x 256 x 2 B",
+        "512 B a token, in the same pages",
+        "7 layers x 2 heads x 2 x 64 x 2 B",
+    ):
+        assert text in run.stdout
+    assert "draft" not in weft(str(NANO)).stdout
+
+
+def test_a_drafting_layer_is_planned_by_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = weft(str(CONFIGS / "deepseek-v3"), "--gpus", "16", "--draft", "mtp")
+    assert "weights: draft model" in run.stdout, run.stderr
+    assert "1,152 B a token, in the same pages" in run.stdout
+    run = weft(str(NANO), "--draft", "mtp")
+    assert (run.returncode, "no layer that drafts" in run.stderr.replace("\n", " ")) == (2, True)
 
 
 def test_no_digit_is_cut_off_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

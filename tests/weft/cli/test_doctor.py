@@ -82,6 +82,17 @@ def test_the_shipped_model_is_found_whole_and_fits(monkeypatch: pytest.MonkeyPat
     assert {"python", "libraries", "gpu", "transport", "cores", "clock", "keys", "certificates"} <= set(found)
 
 
+def test_draft_head_of_a_model_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = [each for each in model.check_model(Subject({"nano": SHIPPED})) if each.check == "draft"]
+    assert found.says == "nano: a draft head for boundaries 1, 3, 5, 2.0 MiB"
+    monkeypatch.setenv("WEFT_DRAFT", "none")
+    assert "draft" not in [each.check for each in model.check_model(Subject({"nano": SHIPPED}))]
+    monkeypatch.setenv("WEFT_DRAFT", str(tmp_path))
+    (found,) = [each for each in model.check_model(Subject({"nano": SHIPPED})) if each.check == "draft"]
+    assert (found.level, found.says) == ("failure", f"nano: {tmp_path}/config.json: no such file: workers do not start")
+    assert found.advice == "name the directory of a draft head, or set WEFT_DRAFT=ngram"
+
+
 @pytest.mark.parametrize(("options", "level"), [("rw,size=1g", "warning"), ("rw,huge=within_size", "ok")])
 def test_large_models_want_shared_memory_in_large_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, level: str

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from weft.cli import up
 from weft.cli.layout import MeshOptions
 from weft.cli.main import app
-from weft.cli.up import UsageError, find_models
+from weft.cli.up import UsageError, find_draft, find_models
 from weft.errors import ConfigError
+from weft.options import DraftChoice
 
 runner = CliRunner()
 SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
@@ -201,6 +202,32 @@ def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, given: lis
     first, second = folders(tmp_path)
     with pytest.raises(UsageError, match=reason):
         find_models([text.format(first, second) for text in given], name)
+
+
+def test_draft_is_a_choice_or_an_absolute_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "head").mkdir()
+    assert [find_draft(each) for each in DraftChoice] == list(DraftChoice)
+    assert find_draft("head") == str(tmp_path / "head")
+    assert find_draft("org/head@v2", lambda name: tmp_path / str(name.revision).replace("v2", "head")).endswith("/head")
+    with pytest.raises(
+        UsageError, match=r"--draft ngrm: no such directory; name a draft head's, or one of auto, ngram"
+    ):
+        find_draft("ngrm")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--draft", "{0}"], "{0}/config.json: no such file; name the directory of a draft head"),
+        (["--draft", "mtp"], "model.layers.6.eh_proj.weight is missing: the checkpoint has no layer that drafts"),
+        (["--draft-layers", "1,3"], "--draft-layers: expected 3 boundaries from 0 to 6 with commas, or final"),
+        (["--draft", "{0}", "--model", "a={1}", "--model", "b={1}"], "one head cannot draft for several models"),
+    ],
+)
+def test_up_refuses_a_wrong_head_before_any_process(options: list[str], says: str, tmp_path: Path) -> None:
+    arguments = [each.format(tmp_path, SHIPPED) for each in options]
+    refused(["up", *free_options(), *arguments], says.format(tmp_path))
 
 
 @pytest.mark.parametrize("command", [["chat", "--url"], ["generate", "hello", "--url"], ["status"]])

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.weft.cli.test_supervisor import QUICK, Recorder, running, spec
 from typer.testing import CliRunner
 
+from weft.capacity.draft import draft_size
 from weft.capacity.layout import GIB
 from weft.capacity.sizes import RequestedSizes, choose_sizes
 from weft.cli import memory
@@ -28,10 +29,12 @@ from weft.cli.memory import MIB, MemoryGuard, anonymous_bytes, check_memory, hel
 from weft.cli.supervisor import Supervisor
 from weft.errors import BadCheckpoint, ConfigError
 from weft.model.config import read_config
+from weft.model.draft_layers import with_draft
 from weft.weights.checkpoint import read_checkpoint
+from weft.weights.draft_checkpoint import read_draft
 
 SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
-OPTIONS = MeshOptions({"nano": SHIPPED})
+OPTIONS = MeshOptions({"nano": SHIPPED}, draft="none")
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +80,25 @@ def test_all_workers_and_the_weights_in_shared_memory_must_fit(
     set_memory(monkeypatch, needed - 1)
     with pytest.raises(BadCheckpoint, match=rf"take {needed / GIB:.2f} GiB, .*--both 1"):
         check_memory(options, environ)
+
+
+def test_a_draft_head_counts_with_its_kv_and_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, source = replace(OPTIONS, draft="auto"), read_draft("auto", SHIPPED)
+    assert source is not None
+    head, plain = draft_size(source.config, "float32", is_cpu=True), read_config(SHIPPED)
+    sizes = choose_sizes(RequestedSizes(), False)
+    pool = sizes.min_pool(with_draft(plain, head.layer))[0] - sizes.min_pool(plain)[0]
+    rows = 33 * sizes.max_seqs + sizes.burst_tokens
+    own = head.weight_bytes + rows * 3 * 256 * 4 + pool
+    assert 2_100_000 < head.weight_bytes < 2_200_000
+    assert pool == sizes.min_pool(plain)[0] // 6
+    needed = needed_bytes(OPTIONS) + source.checkpoint.total_bytes + options.num_workers * own
+    set_memory(monkeypatch, needed)
+    planned = check_memory(options, {})
+    assert planned["decode-0"] - check_memory(OPTIONS, {})["decode-0"] == own - pool
+    set_memory(monkeypatch, needed - 1)
+    with pytest.raises(BadCheckpoint, match="no room for nano"):
+        check_memory(options, {})
 
 
 def test_each_worker_has_a_plan_of_what_it_takes() -> None:

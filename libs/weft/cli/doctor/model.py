@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from weft.capacity.draft import draft_size
 from weft.capacity.host_limits import available_bytes
 from weft.capacity.layout import GIB
 from weft.capacity.sizes import MemoryBudget, Sizes, choose_sizes, default_num_blocks
@@ -21,12 +22,18 @@ from weft.cli.memory import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_
 from weft.cli.mesh_registry import running_meshes
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint, ConfigError, StorageUnavailable
+from weft.hub import hub_name
+from weft.model.draft_config import DraftConfig
+from weft.model.draft_layers import with_draft
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
+from weft.options import DraftChoice, has_draft_model
 from weft.tokenizer import SETTINGS, check_tokenizer
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.draft_checkpoint import DraftFiles, read_draft
 from weft.weights.formats import BUNDLE_SUFFIX
 from weft.weights.load import uses_huge_pages
+from weft.weights.object_store import is_store_url
 from weft.worker.config import SizeSettings
 
 LARGE_PAGES_PAY = GIB
@@ -56,6 +63,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
         unread = f"; not read: {', '.join(checkpoint.unread_files)}" if checkpoint.unread_files else ""
         yield Finding("model", Severity.OK, f"{says}; sizes and offsets agree{unread}")
+        yield from _draft_finding(name, directory)
         if any(file.endswith(BUNDLE_SUFFIX) for file in files):
             yield _verified(name, directory, subject.is_deep)
         try:
@@ -68,6 +76,32 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             yield Finding("tokenizer", Severity.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
         if not _has_template(directory):
             yield Finding("template", Severity.WARNING, f"{name}: no chat template: only /v1/completions answers")
+
+
+def _draft_finding(name: str, directory: Path) -> Iterator[Finding]:
+    """Describe the draft model that workers on a CPU load, if there is one."""
+    try:
+        source = read_draft(_draft_setting(), directory)
+    except BadCheckpoint as error:
+        says, _, advice = str(error).partition("; ")
+        advice = f"{advice or 'fetch the files again'}, or set WEFT_DRAFT=ngram"
+        yield Finding("draft", Severity.FAILURE, f"{name}: {says}: workers do not start", advice)
+        return
+    except StorageUnavailable as error:
+        yield Finding("draft", Severity.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
+        return
+    if source is not None:
+        reads = "its layer drafts"
+        if isinstance(config := source.config, DraftConfig):
+            reads = f"a draft head for boundaries {', '.join(map(str, config.boundaries))}"
+            reads += "" if config.names_boundaries else " or others, which workers find by scoring"
+        yield Finding("draft", Severity.OK, f"{name}: {reads}, {_size(source.checkpoint.total_bytes)}")
+
+
+def _draft_setting() -> str:
+    """Return WEFT_DRAFT; a head that a start would fetch first is not looked at."""
+    setting = os.environ.get("WEFT_DRAFT") or DraftChoice.AUTO
+    return DraftChoice.NONE if is_store_url(setting) or hub_name(setting) else setting
 
 
 def _has_template(model: Path) -> bool:
@@ -114,6 +148,7 @@ def _verified(name: str, directory: Path, is_deep: bool) -> Finding:
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     """The weights service keeps the checkpoints there."""
     needed = sum(checkpoint.total_bytes for checkpoint in _readable(subject).values())
+    needed += sum(source.checkpoint.total_bytes for source in _drafts(subject).values())
     if not needed or not SHARED_MEMORY.is_dir():
         return
     free, total = shared_memory()
@@ -141,7 +176,9 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     found = cards()
     usable = usable_gpus(os.environ, found)
     sizes = choose_sizes(wanted, has_cuda=bool(usable) and not is_for_cpus_only())
-    if sizes.machine.device == "cuda":
+    is_gpu = sizes.machine.device == "cuda"
+    drafts = _drafts(subject) if has_draft_model(_draft_setting(), is_gpu) else {}
+    if is_gpu:
         found = chosen_cards(found, usable)
         if not all_report_memory(found):
             yield Finding(
@@ -151,17 +188,21 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
     else:
         images = sum(checkpoint.total_bytes for checkpoint in checkpoints.values())
+        images += sum(source.checkpoint.total_bytes for source in drafts.values())
         free = max(0, available_bytes() + held_bytes() - images) // subject.num_workers
     for name, checkpoint in checkpoints.items():
-        found_room = _room(name, stored_config(checkpoint), sizes, free)
+        found_room = _room(name, stored_config(checkpoint), drafts.get(name), sizes, free)
         if found_room.level is not Severity.OK and running_meshes():
             says = f"{found_room.says}; but a running mesh already holds its memory"
             found_room = Finding("memory", Severity.OK, says, "run weft doctor again when no mesh runs")
         yield found_room
 
 
-def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:
-    machine, room = sizes.machine, sizes.memory_budget(config, free)
+def _room(name: str, config: ModelConfig, source: DraftFiles | None, sizes: Sizes, free: int) -> Finding:
+    machine = sizes.machine
+    draft = draft_size(source.config, machine.dtype, machine.device == "cpu") if source else None
+    config = with_draft(config, draft.layer) if draft else config
+    room = sizes.memory_budget(config, free, draft)
     size = block_bytes(config, machine.dtype, machine.block_tokens)
     pages = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, 0, sys.maxsize)
     longest = sizes.paging(config).max_sequence_tokens(pages, config.max_positions)
@@ -187,6 +228,16 @@ def _readable(subject: Subject) -> dict[str, Checkpoint]:
     for name, directory in subject.models.items():
         with suppress(BadCheckpoint, StorageUnavailable):
             found[name] = read_checkpoint(directory)
+    return found
+
+
+def _drafts(subject: Subject) -> dict[str, DraftFiles]:
+    """Return the draft models that can be read, by the names of their targets."""
+    found = {}
+    for name in _readable(subject):
+        with suppress(BadCheckpoint, StorageUnavailable):
+            if (source := read_draft(_draft_setting(), subject.models[name])) is not None:
+                found[name] = source
     return found
 
 
