@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from loadtest.models import NANO
 from loadtest.report import ROOT, machine, made_at, number, table
 from loadtest.speculation.enlarge import NUM_LAYERS, enlarge_checkpoint
-from loadtest.speculation.speculators import ExchangeableSpeculator, OneSource, RecordedSpeculator
+from loadtest.speculation.speculators import ExchangeableSpeculator, HeadAlone, OneSource, RecordedSpeculator
 from loadtest.speculation.tasks import Prompt, ReplayedText, TaskMaker
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.drafter import DraftSource, Speculator
@@ -52,7 +52,7 @@ MAX_DRAFTS = 15
 NUM_BLOCKS = 2048
 DEADLINE_SECONDS = 600
 OFF = "off"
-SOURCES = {"copy": DraftSource.COPY, "grammar": DraftSource.GRAMMAR, "head": DraftSource.HEAD}
+SOURCES = {"copy": DraftSource.COPY, "grammar": DraftSource.GRAMMAR}
 # Drafters that run in the engine with a draft model, if the model's folder has one.
 HEADED = ("auto", "head")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -211,6 +211,8 @@ def drafters(names: Sequence[str]) -> dict[str, Maker]:
     for name in names:
         if name == "auto":
             made[name] = _adaptive
+        elif name == "head":
+            made[name] = lambda bench, answers: HeadAlone(bench.eos_token_ids, time.thread_time)
         elif name in SOURCES:
             made[name] = _one_source(SOURCES[name])
         else:

@@ -16,6 +16,7 @@ from weft.engine.drafting.drafter import (
     Proposal,
     Speculator,
 )
+from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.sequence import Sequence
 
 
@@ -67,6 +68,14 @@ class OneSource:
 
     def forget(self, sequence: Sequence) -> None:
         self._speculator.forget(sequence)
+
+
+class HeadAlone(AdaptiveSpeculator):
+    """Drafts with the draft model alone."""
+
+    def _gather(self, requests: Items[DraftRequest]) -> list[Proposal]:
+        super()._gather(requests)  # makes what the draft model needs of each sequence
+        return [()] * len(requests)
 
 
 class RecordedSpeculator:
