@@ -62,15 +62,15 @@ async def test_head_beside_the_model_is_a_second_image(model: Path) -> None:
         target = await ready(channel, MODEL)
         assert target.draft_model == DRAFT
         head = await ready(channel, DRAFT)
-        tensors = open_image(head.shm_name, head.size_bytes)
+        tensors, stored = open_image(head.shm_name, head.size_bytes), load_file(model / "draft" / "model.safetensors")
+        assert tensors.keys() == stored.keys()
+        assert all(torch.equal(tensors[name], stored[name]) for name in stored)
+        tensors.clear()  # an image that is mapped would outlive the service
         stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
         described = await stub.DescribeImage(pb2.DescribeImageRequest(model=DRAFT))
     assert head.draft_model == ""
     assert described.weights_hash == head.weights_hash != target.weights_hash
     assert json.loads(head.config_json)["eagle_config"]["boundaries"] == [1, 3, 5]
-    stored = load_file(model / "draft" / "model.safetensors")
-    assert tensors.keys() == stored.keys()
-    assert all(torch.equal(tensors[name], stored[name]) for name in stored)
 
 
 async def test_head_of_another_directory_is_served_if_it_is_named(model: Path, tmp_path: Path) -> None:
