@@ -26,8 +26,8 @@ runner = CliRunner()
 
 
 def filled_in(words: list[str]) -> list[str]:
-    """Replace the placeholders for a model and a name."""
-    chosen = {"DIR": str(MODEL), "MODEL": str(MODEL), "NAME": "bob"}
+    """Replace the placeholders for a model, its draft head and a name."""
+    chosen = {"DIR": str(MODEL), "MODEL": str(MODEL), "HEAD": str(MODEL / "draft"), "NAME": "bob"}
     return [chosen.get(word, word) for word in words]
 
 

@@ -115,3 +115,19 @@ def test_head_returns_when_its_drafts_are_accepted_again() -> None:
     head = SimulatedHead(lambda place: 0.0 if place < 2000 else 0.9, 0.0005)
     run = simulate(head, [fresh(8000, 1)])
     assert run.num_tokens / run.num_steps > 1.5
+
+
+def test_drafts_that_are_cut_each_time_cost_less_than_two_percent() -> None:
+    """An end token, or one that the grammar refuses, leaves nothing to verify."""
+    head = EndingHead(lambda place: 1.0, 0.004)
+    run = simulate(head, [fresh(6000, 1)])
+    assert head.num_calls
+    assert not run.num_drafts
+    assert run.ratio > 0.98
+
+
+class EndingHead(SimulatedHead):
+    """Drafts end tokens."""
+
+    def _token(self, sequence: EngineSequence, drafts: list[DraftToken]) -> DraftToken:
+        return DraftToken(EOS, DraftSource.HEAD, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 
-from weft.engine.drafting.acceptance import AcceptanceRates, Records
+from weft.engine.drafting.acceptance import NUM_JUDGED_OF_HEAD, AcceptanceRates, SourceRecord
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, StepCosts
 from weft.engine.drafting.drafter import DraftHead, DraftRequest, DraftSource, DraftToken, Proposal
 from weft.engine.drafting.sequence_drafter import SequenceDrafter
@@ -62,10 +62,8 @@ class HeadSource:
             return improved, 0.0
         found = self._draft([requests[index] for index in asked], drafters, 0.0 if spent else len(requests) / plain)
         for index, drafts in zip(asked, found, strict=True):
-            drafter = drafters[requests[index].sequence]
-            fitting = drafter.fit(drafts, requests[index].limit)
-            if spent or self._tokens(fitting, drafter) > known[index]:
-                improved[index] = fitting
+            if spent or self._tokens(drafts, drafters[requests[index].sequence]) > known[index]:
+                improved[index] = drafts
         return improved, spent
 
     def forget(self, sequence: Sequence) -> None:
@@ -106,21 +104,28 @@ class HeadSource:
         proposals = self._head.draft(requests, goes_on)
         seconds = self._clock() - started_at
         self.costs_of = {sequence: seconds / len(requests) for sequence, _ in requests}
-        self._learn(proposals, seconds, [drafters[sequence].records for sequence, _ in requests])
-        return proposals
+        self._measure(proposals, seconds)
+        return [self._fit(*each, drafters) for each in zip(requests, proposals, strict=True)]
 
-    def _learn(self, proposals: Items[Proposal], seconds: float, records: Items[Records]) -> None:
+    def _measure(self, proposals: Items[Proposal], seconds: float) -> None:
         longest, num_asked = max(map(len, proposals), default=0), len(proposals)
-        if not longest:
-            return
-        known = self._pass_seconds.get(num_asked, seconds / longest)
-        self._pass_seconds[num_asked] = known + WEIGHT * (min(seconds / longest, MAX_OUTLIER * known) - known)
-        for proposal, record in zip(proposals, records, strict=True):
-            if proposal:
-                self._num_drafts += WEIGHT * (len(proposal) - self._num_drafts) / num_asked
-                self._num_tokens += (
-                    WEIGHT * (sum(self._rates.survival(proposal, record)) - self._num_tokens) / num_asked
-                )
+        if longest:
+            known = self._pass_seconds.get(num_asked, seconds / longest)
+            self._pass_seconds[num_asked] = known + WEIGHT * (min(seconds / longest, MAX_OUTLIER * known) - known)
+
+    def _fit(self, request: DraftRequest, drafts: Proposal, drafters: Drafters) -> Proposal:
+        """Return the drafts that can be verified, and learn what all of them bring."""
+        if not drafts:
+            return ()
+        sequence, limit = request
+        drafter, weight = drafters[sequence], WEIGHT / len(self.costs_of)
+        fitting = drafter.fit(drafts, limit)
+        self._num_drafts += weight * (len(drafts) - self._num_drafts)
+        self._num_tokens += weight * (self._tokens(fitting, drafter) - self._num_tokens)
+        if not fitting:  # no step shows that these drafts cost time and bring nothing
+            record = drafter.records.setdefault(DraftSource.HEAD, SourceRecord())
+            record.judge(-self.costs_of[sequence], len(drafts), len(sequence.token_ids), NUM_JUDGED_OF_HEAD)
+        return fitting
 
     def _pass_of(self, num_asked: int, plain: float) -> float:
         return self._pass_seconds.get(num_asked, PRIOR_SHARE * plain)
