@@ -101,10 +101,10 @@ def test_nothing_but_the_keys_seen_is_read(span: KeySpan, first: tuple[int, ...]
     assert torch.equal(paged_attention(q, 0, batch, span), expected)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("share", [0.6, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("span", [FULL, KeySpan(6), KeySpan(0, 5), KeySpan(3, 8)])
-@pytest.mark.parametrize(("heads", "dim"), [*SHAPES[1:4], ((6, 2), 10), ((40, 1), 24)])
+@pytest.mark.parametrize("span", [FULL, KeySpan(3, 8)])
+@pytest.mark.parametrize(("heads", "dim"), [SHAPES[1], ((6, 2), 10), ((40, 1), 24)])
 def test_rows_see_no_slots_below_first(
     heads: tuple[int, int], dim: int, span: KeySpan, dtype: torch.dtype, share: float
 ) -> None:

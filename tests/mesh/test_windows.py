@@ -23,7 +23,7 @@ NUM_TOKENS = 12
 
 def make_windowed(directory: Path) -> Path:
     """weft-nano's weights, with biases of zero, in a Qwen2 whose last four layers see 48 tokens."""
-    shutil.copytree(MODEL, directory)
+    shutil.copytree(MODEL, directory, ignore=shutil.ignore_patterns("draft"))  # its head is for another model
     weights = load_file(MODEL / "model.safetensors")
     for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
         weights[name.replace("weight", "bias")] = torch.zeros(len(weights[name]), dtype=weights[name].dtype)
