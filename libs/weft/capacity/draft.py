@@ -13,9 +13,9 @@ from weft.model.tensors import Shapes
 from weft.options import MAX_DRAFT_TOKENS
 
 
-def feature_rows(block_tokens: int) -> int:
-    """Return the features that each sequence keeps at most: of a block, of the drafts of a step, and of two tokens."""
-    return block_tokens + MAX_DRAFT_TOKENS + 2
+def feature_rows(block_tokens: int, max_drafts: int = MAX_DRAFT_TOKENS) -> int:
+    """Return the features that each sequence keeps: of a block's tokens, of a step's rows, and of the token before."""
+    return block_tokens + max_drafts + 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class HeadDrafter:
                 state, token_ids = state[going], token_ids[going]
             active = [active[index] for index in going]
             if active:
-                state = self._executor.advance(state, token_ids, self._next_rows(active, drafts))
+                state = self._executor.forward(state, token_ids, self._next_rows(active, drafts))
         return [tuple(drafts.get(sequence, ())) for sequence, _ in requests]
 
     def forget(self, sequence: Sequence) -> None:
@@ -55,7 +55,7 @@ class HeadDrafter:
 
     def _room(self, sequence: Sequence) -> int:
         """Return the drafts that have pages: all but the last one of them get a slot."""
-        return self._planner.num_places_of(sequence) - len(sequence.token_ids) + 1
+        return self._planner.capacity_tokens(sequence) - len(sequence.token_ids) + 1
 
     def _choose(self, state: Tensor, active: Items[Sequence], drafts: dict[Sequence, list[DraftToken]]) -> Tensor:
         positions = [len(sequence.token_ids) + len(drafts[sequence]) for sequence in active]

@@ -50,11 +50,7 @@ class HeadExecutor:
             places, sources = self._copier.upload(np.array(rows.pending).T)
             ids[places] = step_ids[sources]
         state = self._head.fuse(self._features[self._copier.upload(np.array(rows.features))])
-        return self._forward(state, ids, rows)
-
-    def advance(self, state: Tensor, token_ids: Tensor, rows: HeadRows) -> Tensor:
-        """Return the states of one row for each sequence, which holds its last drafted token and state."""
-        return self._forward(state, token_ids, rows)
+        return self.forward(state, ids, rows)
 
     def choose(self, state: Tensor, sampling: SamplingRows | None) -> tuple[Tensor, Tensor]:
         """Return a token of the target for each state, and its probability among the draft model's tokens."""
@@ -69,7 +65,8 @@ class HeadExecutor:
         if pages:
             self._pool.memory.index_fill_(0, self._copier.upload(np.array(pages, dtype=np.int64)), 0)
 
-    def _forward(self, state: Tensor, token_ids: Tensor, rows: HeadRows) -> Tensor:
+    def forward(self, state: Tensor, token_ids: Tensor, rows: HeadRows) -> Tensor:
+        """Write the KV of rows with these tokens and states; return the states behind the layer [T, hidden]."""
         head, upload = self._head, self._copier.upload
         group = head.place[0]
         batch = PagedBatch(

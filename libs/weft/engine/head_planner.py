@@ -15,6 +15,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from weft.capacity.draft import feature_rows
 from weft.engine.config import EngineConfig
 from weft.engine.draft_planner import MIN_SAMPLED_ROWS
 from weft.engine.page_slots import Tables, attention_context, slots
@@ -22,14 +23,9 @@ from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import ScheduledChunk
 
 
-def feature_rows(config: EngineConfig) -> int:
-    """Return the features of one seat: those of a block's tokens, of a step's rows, and of the token before."""
-    return config.block_tokens + config.max_drafts + 2
-
-
 def num_feature_places(config: EngineConfig) -> int:
     """Return the features of all seats."""
-    return config.max_num_seqs * feature_rows(config)
+    return config.max_num_seqs * feature_rows(config.block_tokens, config.max_drafts)
 
 
 def max_step_rows(config: EngineConfig) -> int:
@@ -130,7 +126,7 @@ class HeadPlanner:
 
     def __init__(self, config: EngineConfig, group: int) -> None:
         self.zeroed: set[int] = set()
-        self._width, self._num_places = feature_rows(config), num_feature_places(config)
+        self._width, self._num_places = feature_rows(config.block_tokens, config.max_drafts), num_feature_places(config)
         self._paging, self._group, self._size = config.paging, group, config.block_tokens
         self._seats: dict[Sequence, _Seat] = {}  # the least recently used first
         self._free = list(range(config.max_num_seqs))
@@ -193,7 +189,7 @@ class HeadPlanner:
         length, table = attention_context(self._paging, self._group, run, position + 1)
         return next(iter(slots(run, position, position + 1, self._size))), length, table, self._first(run.first)
 
-    def num_places_of(self, sequence: Sequence) -> int:
+    def capacity_tokens(self, sequence: Sequence) -> int:
         """Return the tokens for which the sequence has pages in the head's group."""
         return sequence.page_ranges[self._group].end * self._size
 

@@ -60,7 +60,10 @@ class HeadSource:
             spent = self._probe_seconds(len(asked), context, plain)
         if not asked or (not expected and not 0 < spent <= spare_seconds):
             return improved, 0.0
-        found = self._draft([requests[index] for index in asked], drafters, 0.0 if spent else len(requests) / plain)
+        chosen = [requests[index] for index in asked]
+        if spent:
+            chosen = [each._replace(limit=min(each.limit, NUM_PROBED)) for each in chosen]
+        found = self._draft(chosen, drafters, 0.0 if spent else len(requests) / plain)
         for index, drafts in zip(asked, found, strict=True):
             if spent or self._tokens(drafts, drafters[requests[index].sequence]) > known[index]:
                 improved[index] = drafts
@@ -88,16 +91,14 @@ class HeadSource:
         return NUM_PROBED * (self._pass_of(num_asked, plain) + num_asked * rows)
 
     def _draft(self, requests: list[DraftRequest], drafters: Drafters, rate: float) -> list[Proposal]:
-        """Draft, as long as one more draft saves more than it takes; `rate`: tokens a second without drafts.
+        """Draft, as long as one more draft saves more than it takes.
 
-        A rate of 0 makes `NUM_PROBED` drafts.
+        `rate`: tokens a second without drafts; 0 drafts up to the limits.
         """
         context = sum(len(sequence.token_ids) for sequence, _ in requests)
         least = rate * (self._row_seconds(len(requests), context) + self._pass_of(len(requests), 0.0) / len(requests))
 
         def goes_on(sequence: Sequence, drafts: Items[DraftToken]) -> bool:
-            if not rate:
-                return len(drafts) < NUM_PROBED
             return self._rates.survival(drafts, drafters[sequence].records)[-1] * NEXT_RATE > least
 
         started_at = self._clock()
