@@ -82,7 +82,7 @@ TOOLS = [_tool(name, fields) for name, fields in FIELDS.items()]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the agent is told, and what it does then. `forced`: the tool that it calls, or the text that it writes."""
+    """The message to the agent, and its action. `forced`: the tool that it calls, or the text that it writes."""
 
     kind: str
     told: str

@@ -16,7 +16,6 @@ from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.executor import DecodeGraphs, StepInput
 from weft.engine.sequence import Sequence
-from weft.engine.step_scheduler import StepScheduler
 from weft.model.kv_layout import kv_groups
 from weft.request import NO_DRAFTS, Speculation
 
@@ -145,16 +144,8 @@ def test_head_drafts_the_same_when_steps_are_graphs(
 
 @pytest.mark.parametrize("num_blocks", [12, 18])
 def test_head_drafts_the_same_under_preemption(
-    headed: tuple[Tiny, MakeHead], twin: SlowTwin, plain: Texts, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+    headed: tuple[Tiny, MakeHead], twin: SlowTwin, plain: Texts, num_blocks: int, preempted: list[Sequence]
 ) -> None:
-    preempted: list[Sequence] = []
-    preempt = StepScheduler._preempt
-
-    def noted(self: StepScheduler, sequence: Sequence) -> None:
-        preempted.append(sequence)
-        preempt(self, sequence)
-
-    monkeypatch.setattr(StepScheduler, "_preempt", noted)
     tiny, make_head = headed
     speculator = MixedSpeculator(texts_of(plain))
     names = ["temperature", "frequency", "grammar and penalties"]

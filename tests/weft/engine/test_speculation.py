@@ -181,17 +181,9 @@ def test_drafts_change_no_text_behind_a_hand_off(grouped: Tiny, plain: Texts, na
 
 @pytest.mark.parametrize("num_blocks", [12, 18])
 def test_drafts_change_no_text_under_preemption(
-    grouped: Tiny, plain: Texts, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+    grouped: Tiny, plain: Texts, num_blocks: int, preempted: list[Sequence]
 ) -> None:
     """Three sequences with room for one or less than two."""
-    preempted: list[Sequence] = []
-    preempt = StepScheduler._preempt
-
-    def noted(self: StepScheduler, sequence: Sequence) -> None:
-        preempted.append(sequence)
-        preempt(self, sequence)
-
-    monkeypatch.setattr(StepScheduler, "_preempt", noted)
     names = ["temperature", "frequency", "grammar and penalties"]
     speculator = scripted(plain, "mixed")
     with Driver(grouped, **{**SIZES, "num_blocks": num_blocks}, speculator=speculator) as driver:

@@ -217,7 +217,7 @@ def refuse(*_: object) -> None:
 
 
 def test_engine_generates_without_single_layers(tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = [5]  # a row is no chunk, whatever the ratio of heads
+    prompt = [5]  # a single row is no chunk, at any ratio of heads
     monkeypatch.setattr(DecoderLayer, "forward", refuse)
     with Driver(tiny) as driver:
         tokens = driver.generate(prompt, 20).tokens
