@@ -81,7 +81,7 @@ class DraftChoice(StrEnum):
 
     `ngram` copies earlier tokens and the client's prediction. `auto`, `mtp` and heads also take tokens that a grammar
     forces. `mtp` adds the layer that drafts in the model's own checkpoint; `auto` adds the head in the model's folder
-    `draft`, if there is one. On a GPU `auto` does not speculate: steps with drafts have no CUDA graphs.
+    `draft`, if there is one. On a GPU `auto` does not speculate: steps with drafts have not run on one yet.
     """
 
     AUTO = "auto"

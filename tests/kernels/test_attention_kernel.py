@@ -41,8 +41,9 @@ def test_kernels_hide_slots_below_first(span: KeySpan) -> None:
     close(found.cpu(), paged_attention_reference(q, 1, batch, span))
 
 
-def test_resident_batch_hides_slots_below_first() -> None:
-    q, batch = make_batch([(1, 30), (1, 9), (1, 17)], (4, 2), 16, torch.float32)
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+def test_resident_batch_hides_slots_below_first(num_rows: int) -> None:
+    q, batch = make_batch([(num_rows, 30), (num_rows, 11), (num_rows, 17)], (4, 2), 16, torch.float32)
     batch = hide(batch, 0.8)
     lists = batch.query_starts, batch.context_lens, batch.block_tables
     tensors = plan_launches(*lists, torch.device(DEVICE), batch.first).decode

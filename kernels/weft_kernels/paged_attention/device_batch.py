@@ -158,19 +158,22 @@ def _power_of_two(value: int) -> int:
 
 
 def resident_batch(pool: PagedPool, num_heads: int, tensors: PagedTensors) -> PagedBatch:
-    """Return a batch of single-row sequences that stays on the device while lengths and tables change.
+    """Return a batch that stays on the device while lengths and tables change.
 
-    The kernels read `tensors` when they run, also at every replay of a graph. On a CPU the batch copies their current
-    content; on a GPU the host knows neither lengths nor tables.
+    Each sequence has `tensors.max_rows` rows of a sequence that decodes. The kernels read `tensors` when they run, also
+    at every replay of a graph. On a CPU the batch copies their current content; on a GPU the host knows neither lengths
+    nor tables.
     """
-    assert tensors.max_rows == 1
-    starts = range(len(tensors.context_lens) + 1)
-    batch = PagedBatch(pool, num_heads, starts, (), ())
+    assert tensors.max_rows <= MAX_DECODE_ROWS
+    size = len(tensors.context_lens)
+    starts, decodes = range(0, size * tensors.max_rows + 1, tensors.max_rows), [True] * size
+    batch = PagedBatch(pool, num_heads, starts, (), (), decodes)
     if pool.device.type == "cpu":
         lens = tensors.context_lens.tolist()
         num_blocks = [-(-each // pool.block_tokens) for each in lens]
         rows = zip(tensors.block_tables.tolist(), num_blocks, strict=True)
         first = None if tensors.first is None else tensors.first.tolist()
-        batch = PagedBatch(pool, num_heads, starts, lens, [blocks[:count] for blocks, count in rows], first=first)
+        tables = [blocks[:count] for blocks, count in rows]
+        batch = PagedBatch(pool, num_heads, starts, lens, tables, decodes, first)
     vars(batch)["launches"] = Launches(tensors, None)
     return batch

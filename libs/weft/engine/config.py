@@ -36,7 +36,7 @@ class EngineConfig:
     - `max_drafts`: maximum drafts of one sequence in one step.
     - `max_waiting`: maximum sequences that wait for admission.
     - `steps_ahead`: 1 plans and launches a step while the previous one runs, 0 after it. The tokens are the same.
-    - `decode_graphs`: replay steps in which every sequence decodes; see `weft.engine.executor`.
+    - `decode_graphs`: replay steps in which every sequence decodes; see `weft.engine.graphs`.
     - `pin_sealed`: report full blocks for copying, with at most `max_pinned` reports unanswered. `max_pinned` 0 means
       an eighth of the pool, at least 64.
     - `niceness`: of the engine's thread and its compute threads, 0 to 19. On cores shared with event loops, the loops

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.device_copier import DeviceCopier
+from weft.engine.device_copier import Array, DeviceCopier
 from weft.engine.head_planner import HeadRows, HeadStep
 from weft.model.draft import DraftModel, DraftRows
 from weft.model.step import Capture
@@ -34,22 +34,30 @@ class HeadExecutor:
         """Return where the target's step must leave the features of its rows."""
         return Capture(self._head.boundaries, self._features[self._num_places : self._num_places + num_rows])
 
-    def run(self, step: HeadStep, token_ids: Tensor) -> None:
-        """Fill the slots of a step after its features were captured; `token_ids` [T]: of its rows."""
+    def run(self, step: HeadStep, token_ids: Tensor, places: Array | None = None) -> None:
+        """Fill the slots of a step after its features were captured; `token_ids` [T]: of its rows.
+
+        `places`: where `token_ids` and captured features have each row of the step; None: in its order.
+        """
         if step.fill.token_ids:
-            self.fill(step.fill, token_ids)
+            self.fill(step.fill, token_ids, places)
         if step.kept:
-            sources = self._copier.upload(np.array(step.kept) + self._num_places)
+            kept = np.array(step.kept) if places is None else places[step.kept]
+            sources = self._copier.upload(kept + self._num_places)
             self._features[self._copier.upload(np.array(step.places))] = self._features[sources]
 
-    def fill(self, rows: HeadRows, step_ids: Tensor | None = None) -> Tensor:
-        """Write the KV of the rows; return the states behind the layer [T, hidden]."""
-        ids = self._copier.upload(np.array(rows.token_ids))
+    def fill(self, rows: HeadRows, step_ids: Tensor | None = None, places: Array | None = None) -> Tensor:
+        """Write the KV of the rows; return the states behind the layer [T, hidden]. `places`: see `run`."""
+        ids, features = self._copier.upload(np.array(rows.token_ids)), np.array(rows.features)
+        if places is not None:
+            is_of_step = features >= self._num_places
+            features[is_of_step] = places[features[is_of_step] - self._num_places] + self._num_places
         if rows.pending:
             assert step_ids is not None
-            places, sources = self._copier.upload(np.array(rows.pending).T)
-            ids[places] = step_ids[sources]
-        state = self._head.fuse(self._features[self._copier.upload(np.array(rows.features))])
+            pending, sources = np.array(rows.pending).T
+            sources = sources if places is None else places[sources]
+            ids[self._copier.upload(pending)] = step_ids[self._copier.upload(sources)]
+        state = self._head.fuse(self._features[self._copier.upload(features)])
         return self.forward(state, ids, rows)
 
     def choose(self, state: Tensor, sampling: SamplingRows | None) -> tuple[Tensor, Tensor]:

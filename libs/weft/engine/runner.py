@@ -20,13 +20,14 @@ from weft.engine.config import EngineConfig
 from weft.engine.device_copier import DeviceCopier
 from weft.engine.drafting.drafter import Speculator
 from weft.engine.engine import Engine
-from weft.engine.executor import DTYPES, ModelExecutor, StepInput
+from weft.engine.executor import DTYPES, ModelExecutor
 from weft.engine.head_drafter import HeadDrafter
 from weft.engine.head_planner import HeadPlanner
 from weft.engine.messages import PoolMemory, StepOutput
 from weft.engine.page_slots import attention_context, slots
 from weft.engine.sampler import LaunchedStep, LogitsProcessor, SampledPosition, Sampler
 from weft.engine.sequence import Sequence
+from weft.engine.step_input import StepInput
 from weft.engine.step_scheduler import ScheduledChunk
 from weft.kv.layer_groups import PagingPolicy
 from weft.model.config import ModelConfig

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import weft_kernels
 from weft.engine.config import EngineConfig
-from weft.engine.executor import graph_sizes, static_bytes
+from weft.engine.graphs import graph_sizes, static_bytes
 from weft.engine.messages import HiddenStateObserver, SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner
 from weft.engine.sequence import Sequence
@@ -43,7 +43,7 @@ from weft_kernels.cache_dir import user_cache_dir
 logger = logging.getLogger(__name__)
 # Row counts (tokens) for which packed products are tuned, and which may be unpacked where larger ones are not.
 SHORTER_CHUNKS = (256, 512)
-SIZES = ("block_tokens", "chunk_tokens", "max_step_tokens", "max_num_seqs", "decode_graphs")
+SIZES = ("block_tokens", "chunk_tokens", "max_step_tokens", "max_num_seqs", "max_drafts", "decode_graphs")
 # Enables every sampling feature that takes memory.
 SAMPLING = SamplingParams(
     max_tokens=2, temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, num_logprobs=20, repetition_penalty=1.1
@@ -100,10 +100,11 @@ def measure_peak(
 ) -> int:
     """Return bytes beyond the pool and the static memory of graphs (`static_bytes`), measured on a minimal pool.
 
-    The first step has one token for as many sequences as the largest graph. The last step has a whole chunk at the end
-    of the longest context with logprobs, the rest of a burst, and one token of all others. A capture first releases
-    torch's cached memory, and its own memory stays. Packed matrices need shorter chunks in between: tuning decides for
-    each row count whether a matrix is unpacked first.
+    The first step has one token for as many sequences as graphs have. It also captures the graph with the most rows,
+    which may be one for steps with drafts. The last step has a whole chunk at the end of the longest context with
+    logprobs, the rest of a burst, and one token of all others. A capture first releases torch's cached memory, and its
+    own memory stays. Packed matrices need shorter chunks in between: tuning decides for each row count whether a matrix
+    is unpacked first.
 
     Raises BadCheckpoint if a step does not fit.
     """

@@ -24,7 +24,8 @@ from weft.capacity.sizes import Machine, MemoryBudget, Sizes, choose_sizes, defa
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.engine import Engine
-from weft.engine.executor import DTYPES, static_bytes
+from weft.engine.executor import DTYPES
+from weft.engine.graphs import static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import assemble
 from weft.errors import ConfigError, Overloaded, PeerLost
@@ -257,11 +258,15 @@ def _build(
 
 def make_speculator(draft: str, config: EngineConfig, is_gpu: bool) -> AdaptiveSpeculator | None:
     """Return the source of drafts, or None if this worker does not speculate."""
-    if draft == DraftChoice.NONE or (draft == DraftChoice.AUTO and is_gpu):
+    if not _speculates(draft, is_gpu):
         return None
     # On a CPU the same clock as that of steps, see `weft.engine.loop.StepHandle`.
     clock = time.perf_counter if is_gpu else time.thread_time
     return AdaptiveSpeculator(config.eos_token_ids, clock, follows_grammars=draft != DraftChoice.NGRAM)
+
+
+def _speculates(draft: str, is_gpu: bool) -> bool:
+    return draft != DraftChoice.NONE and not (draft == DraftChoice.AUTO and is_gpu)
 
 
 def _profile_memory(
@@ -309,7 +314,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         shared_tokens=sizes.shared_tokens,
         burst_tokens=sizes.burst_tokens,
         max_num_seqs=sizes.max_seqs,
-        max_drafts=config.draft_tokens or (GPU_DRAFTS if is_gpu else MAX_DRAFT_TOKENS),
+        max_drafts=_max_drafts(config, is_gpu),
         eos_token_ids=model.eos_token_ids,
         spans=paging.spans,
         has_draft_layer=bool(model.drafts),
@@ -318,6 +323,13 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         pin_sealed=bool(config.kvstore_addr),
         niceness=0 if is_gpu else config.niceness,
     )
+
+
+def _max_drafts(config: WorkerConfig, is_gpu: bool) -> int:
+    """Return the most drafts of a step; 0 without speculation, so that graphs keep no memory for drafts."""
+    if not _speculates(config.draft, is_gpu):
+        return 0
+    return config.draft_tokens or (GPU_DRAFTS if is_gpu else MAX_DRAFT_TOKENS)
 
 
 def parse_config(config_json: str) -> ModelConfig:

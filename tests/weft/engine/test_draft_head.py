@@ -14,10 +14,9 @@ from tests.weft.engine.test_speculation import CASES, NUM_TOKENS, PROMPT, SIZES,
 from tests.weft.engine.tiny_heads import MakeHead, MixedSpeculator, SlowTwin, assert_drafts_are_those_of, with_head
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
-from weft.engine.executor import DecodeGraphs, StepInput
 from weft.engine.sequence import Sequence
 from weft.model.kv_layout import kv_groups
-from weft.request import NO_DRAFTS, Speculation
+from weft.request import NO_DRAFTS
 
 
 @pytest.fixture(scope="module")
@@ -106,39 +105,6 @@ def test_head_drafts_the_same_behind_a_hand_off(headed: tuple[Tiny, MakeHead], t
         heard = handed_off(source, target, PROMPT[:length], NUM_TOKENS, "a", temperature=0.0)
         target.assert_all_blocks_are_back()
     assert heard.tokens == expected.tokens
-    assert_drafts_are_those_of(twin, speculator.drafted, 10)
-
-
-def test_head_drafts_the_same_when_steps_are_graphs(
-    headed: tuple[Tiny, MakeHead], twin: SlowTwin, plain: Texts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU a graph is run again instead of replayed. Its padding rows leave features too."""
-    num_replays = 0
-    forward = DecodeGraphs.forward
-
-    def counted(self: DecodeGraphs, packed: StepInput, fill_in: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        nonlocal num_replays
-        num_replays += 1
-        return forward(self, packed, fill_in)
-
-    monkeypatch.setattr(DecodeGraphs, "forward", counted)
-    tiny, make_head = headed
-    texts = texts_of(plain)
-    speculator = MixedSpeculator(texts)
-    sizes = {**SIZES, "decode_graphs": True, "max_num_seqs": 5}
-    with Driver(tiny, speculator=speculator, make_head=make_head, **sizes) as driver:
-        keys = [submit(driver, name) for name in ("greedy", "temperature", "bias")]
-        for key in keys:
-            assert driver.wait_end(key).tokens == plain[key.request_id].tokens
-        # Replayed steps fill the draft layer of blocks that another sequence drafts behind.
-        off = driver.generate(PROMPT, 64, "off", speculation=Speculation(is_enabled=False))
-        assert num_replays
-        texts["rest"] = PROMPT + off.tokens
-        start, num_drafted = PROMPT + off.tokens[:17], len(speculator.drafted)
-        rest = driver.generate(start, 64, "rest", resumed_tokens=17)
-        assert rest.num_cached == len(start) // 4 * 4
-        assert rest.tokens == off.tokens[17:]
-        assert len(speculator.drafted) > num_drafted
     assert_drafts_are_those_of(twin, speculator.drafted, 10)
 
 

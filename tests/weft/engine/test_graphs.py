@@ -16,27 +16,28 @@ from tests.weft.engine.test_tokens import prompts_of
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
-from weft.engine.executor import DecodeGraphs, graph_sizes, num_scratch_blocks, static_bytes
+from weft.engine.graphs import DecodeGraphs, GraphShape, graph_sizes, num_scratch_blocks, static_bytes
+from weft.engine.step_input import StepInput
 from weft.kv.layer_groups import AttentionSpan
 from weft.model.kv_layout import kv_groups
 from weft_kernels.cuda_graphs import GraphRecorder
 
 LENGTHS = [1, 7, 15, 16, 17, 40]
 NUM_NEW = [20, 17, 14, 11, 8, 5]
-Sizes = list[tuple[int, int]]
+Sizes = list[tuple[int, GraphShape]]
 
 
 @pytest.fixture
 def sizes_run(monkeypatch: pytest.MonkeyPatch) -> Sizes:
-    """Of each step that was replayed: rows that were wanted, rows of its graph."""
+    """Of each step that was replayed: its sequences, and the graph's shape."""
     seen: Sizes = []
     fill = DecodeGraphs._fill
 
-    def watched(self: DecodeGraphs, packed: object, size: int) -> None:
-        seen.append((packed.rows.shape[1], size))  # type: ignore[attr-defined]
-        for lens, buffer in zip(packed.lens, self._tables, strict=True):  # type: ignore[attr-defined]
+    def watched(self: DecodeGraphs, step: StepInput, shape: GraphShape, places: Any) -> None:
+        seen.append((len(step.starts) - 1, shape))
+        for lens, buffer in zip(step.lens, self._tables, strict=True):
             assert max(lens) <= self._pool.block_tokens * buffer.shape[1]
-        fill(self, packed, size)  # type: ignore[arg-type]
+        fill(self, step, shape, places)
 
     monkeypatch.setattr(DecodeGraphs, "_fill", watched)
     return seen
@@ -87,8 +88,8 @@ def test_tokens_are_those_of_the_plain_path_and_of_transformers(
     assert found[0] == found[1]
     for at in (0, 2, 4):
         assert found[1][at] == tiny.greedy(prompts[at], NUM_NEW[at])
-    assert len({size for _, size in sizes_run}) >= 3
-    assert any(wanted < size for wanted, size in sizes_run), "nothing was ever padded"
+    assert len({shape for _, shape in sizes_run}) >= 3
+    assert any(wanted < shape.num_seqs for wanted, shape in sizes_run), "nothing was ever padded"
 
 
 def test_padding_writes_nothing_that_is_anybodys(grouped: Tiny, sizes_run: Sizes) -> None:
@@ -101,7 +102,7 @@ def test_padding_writes_nothing_that_is_anybodys(grouped: Tiny, sizes_run: Sizes
             assert all(len(driver.wait_end(key).tokens) == 12 for key in keys)
             driver.assert_all_blocks_are_back()
             pools.append(pool.clone())
-    assert (3, 4) in sizes_run
+    assert (3, (4, 1)) in sizes_run
     is_untouched = pools[0].isnan()
     assert is_untouched.any()
     assert torch.equal(is_untouched, pools[1].isnan())
@@ -111,34 +112,35 @@ def test_padding_writes_nothing_that_is_anybodys(grouped: Tiny, sizes_run: Sizes
 def test_what_does_not_fit_a_graph_runs_as_before(
     grouped: Tiny, sizes_run: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.engine.executor.MAX_SIZE", 2)
+    monkeypatch.setattr("weft.engine.graphs.MAX_SIZE", 2)
     prompts = prompts_of([9, 20, 31], 100)
     with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
         keys = [driver.submit(str(i), prompt, 8 + 4 * i) for i, prompt in enumerate(prompts)]
         found = [driver.wait_end(key).tokens for key in keys]
     assert found == [grouped.greedy(prompt, 8 + 4 * i) for i, prompt in enumerate(prompts)]
-    assert {size for _, size in sizes_run} == {1, 2}, "three at a time and prompts are no business of graphs"
+    assert {shape for _, shape in sizes_run} == {(1, 1), (2, 1)}, "three at a time and prompts have no graphs"
 
 
+@pytest.mark.parametrize(("max_drafts", "num_rows"), [(0, 1), (1, 2), (2, 4), (15, 8)])
 def test_graphs_are_captured_when_first_needed_and_the_largest_first(
-    grouped: Tiny, monkeypatch: pytest.MonkeyPatch
+    grouped: Tiny, monkeypatch: pytest.MonkeyPatch, max_drafts: int, num_rows: int
 ) -> None:
-    recorded: list[int] = []
+    recorded: list[GraphShape] = []
     record = DecodeGraphs._record
 
-    def watched(self: DecodeGraphs, size: int) -> None:
-        recorded.append(size)
-        record(self, size)
+    def watched(self: DecodeGraphs, shape: GraphShape) -> None:
+        recorded.append(shape)
+        record(self, shape)
 
     monkeypatch.setattr(DecodeGraphs, "_record", watched)
-    with Driver(grouped, decode_graphs=True, max_num_seqs=16) as driver:
+    with Driver(grouped, decode_graphs=True, max_num_seqs=16, max_drafts=max_drafts) as driver:
         driver.generate([4, 5, 6], 1)
         assert recorded == []
         driver.generate([4, 5, 6], 4, "two")
-        assert recorded == [16, 1]
+        assert recorded == [(16, num_rows), (1, 1)]
         for key in [driver.submit(name, [7, 8], 4) for name in ("three", "four")]:
             driver.wait_end(key)
-    assert recorded == [16, 1, 2]
+    assert recorded == [(16, num_rows), (1, 1), (2, 1)]
 
 
 def test_where_a_capture_fails_steps_go_on_without(
@@ -150,12 +152,12 @@ def test_where_a_capture_fails_steps_go_on_without(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
-    monkeypatch.setattr("weft.engine.executor.GraphRecorder", lambda _: GraphRecorder(torch.device("cuda")))
+    monkeypatch.setattr("weft.engine.graphs.GraphRecorder", lambda _: GraphRecorder(torch.device("cuda")))
     with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
         keys = [driver.submit(str(i), prompt, 6 + 4 * i) for i, prompt in enumerate(prompts_of([9, 20, 31], 100))]
         found = [driver.wait_end(key).tokens for key in keys]
     assert found == [grouped.greedy(prompt, 6 + 4 * i) for i, prompt in enumerate(prompts_of([9, 20, 31], 100))]
-    assert len({size for _, size in sizes_run}) > 1
+    assert len({shape for _, shape in sizes_run}) > 1
     assert [each.message for each in caplog.records if "not permitted" in each.message] == [
         "cuda graph capture failed, launching kernel by kernel from now on error="
         "operation not permitted when stream is capturing"

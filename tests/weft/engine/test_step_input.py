@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.device_copier import DeviceCopier
-from weft.engine.executor import ModelExecutor, StepInput
+from weft.engine.executor import ModelExecutor
 from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner, StepInputBuilder
 from weft.engine.sequence import Sequence
+from weft.engine.step_input import StepInput
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk
 from weft.kv.layer_groups import PageRange
 from weft.model.decoder import Decoder

@@ -17,7 +17,7 @@ import torch
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.capacity.sizes import Machine, estimate_budget
 from weft.engine.config import EngineConfig
-from weft.engine.executor import DecodeGraphs, static_bytes
+from weft.engine.graphs import DecodeGraphs, GraphShape, static_bytes
 from weft.engine.runner import ModelRunner
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
@@ -126,15 +126,15 @@ def test_the_largest_graph_is_captured_however_many_sequences_a_step_may_have(
     tiny, captured = family_of("llama2"), []
     record = DecodeGraphs._record
 
-    def watched(self: DecodeGraphs, size: int) -> None:
-        captured.append(size)
-        record(self, size)
+    def watched(self: DecodeGraphs, shape: GraphShape) -> None:
+        captured.append(shape)
+        record(self, shape)
 
     monkeypatch.setattr(DecodeGraphs, "_record", watched)
     model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
     limits = replace(limits_of(tiny.config, max_num_seqs=300), decode_graphs=True, max_pinned=0)
     measure_peak(model, limits, "float32", CPU)
-    assert captured == [256]
+    assert captured == [(64, 8), (256, 1)]
 
 
 def test_no_room_for_the_largest_step_is_said_in_the_words_of_the_settings(
@@ -199,6 +199,7 @@ def test_all_that_a_step_depends_on_is_in_its_identity(
     for changed in (
         replace(limits, max_pinned=0, chunk_tokens=65),
         replace(limits, max_pinned=0, max_num_seqs=7),
+        replace(limits, max_pinned=0, max_drafts=1),
         replace(limits, max_pinned=0, decode_graphs=True),
         replace(limits, max_pinned=0, max_context_tokens=99),
     ):

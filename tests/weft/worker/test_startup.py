@@ -343,3 +343,5 @@ def test_speculator_follows_the_setting(draft: str, is_gpu: bool, follows: bool 
     limits = startup._limits(settings, choose_sizes(settings.wanted, is_gpu), parse_config(json.dumps(FIELDS)))
     speculator = startup.make_speculator(settings.draft, limits, is_gpu)
     assert (speculator._follows_grammars if speculator else None) == follows
+    # Graphs of an engine that never drafts have no rows for drafts.
+    assert limits.max_drafts == (0 if follows is None else 7 if is_gpu else 15)
