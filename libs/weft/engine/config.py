@@ -33,7 +33,7 @@ class EngineConfig:
       `mixed_tokens`. One longer chunk runs alone.
     - `burst_tokens`: maximum prompt tokens of a step that computes a burst (see `weft.engine.wait_queue`), but at
       least `chunk_tokens`.
-    - `max_drafts`: maximum drafts of one sequence in one step.
+    - `max_drafts`: maximum drafts of one sequence in one step; 0 if the engine never drafts.
     - `max_waiting`: maximum sequences that wait for admission.
     - `steps_ahead`: 1 plans and launches a step while the previous one runs, 0 after it. The tokens are the same.
     - `decode_graphs`: replay steps in which every sequence decodes; see `weft.engine.graphs`.
@@ -89,6 +89,11 @@ class EngineConfig:
         object.__setattr__(self, "paging", paging)
         object.__setattr__(self, "max_pinned", self.max_pinned or max(MIN_PINNED, self.num_blocks // MAX_PINNED_SHARE))
         object.__setattr__(self, "context_tokens", paging.max_sequence_tokens(self.num_blocks, self.max_context_tokens))
+
+    @property
+    def has_draft_graphs(self) -> bool:
+        """True if passes of a draft model replay graphs too."""
+        return self.decode_graphs and self.has_draft_layer and self.max_drafts > 0
 
     @property
     def max_step_tokens(self) -> int:

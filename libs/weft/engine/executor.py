@@ -11,8 +11,10 @@ from torch import Tensor
 
 from weft.engine.config import EngineConfig
 from weft.engine.device_copier import Array, DeviceCopier
-from weft.engine.graphs import DecodeGraphs, largest_shape, num_scratch_blocks
+from weft.engine.graph_shapes import GraphShapes, num_scratch_blocks
+from weft.engine.graphs import DecodeGraphs
 from weft.engine.head_executor import HeadExecutor
+from weft.engine.head_graphs import HeadGraphs
 from weft.engine.head_planner import max_step_rows, num_feature_places
 from weft.engine.messages import PoolMemory
 from weft.engine.step_input import StepInput
@@ -70,10 +72,13 @@ class ModelExecutor:
         )
         self.head = None
         if head is not None:
-            largest = largest_shape(config).total_rows if config.decode_graphs else 0
+            largest = GraphShapes(config).largest.total_rows if config.decode_graphs else 0
             sizes = num_feature_places(config), max(max_step_rows(config), largest)
             self.head = HeadExecutor(head, self.pool, sizes, copier, model.config.hidden_size)
         self.graphs = DecodeGraphs(model, self.pool, config, copier, self.head) if config.decode_graphs else None
+        self.head_graphs: HeadGraphs | None = None
+        if self.graphs is not None and self.head is not None and config.has_draft_graphs:
+            self.head_graphs = HeadGraphs(self.head, config, self.graphs.recorder)
 
     @torch.inference_mode()
     def forward(self, step: StepInput, sampled: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -83,8 +88,9 @@ class ModelExecutor:
         """
         if step.new_pages:
             self.pool.memory.index_fill_(0, self._copier.upload(np.array(step.new_pages, dtype=np.int64)), 0)
-
         if self.graphs is not None and (shape := self.graphs.shape_of(step)) is not None:
+            if not self.graphs.has_captured:
+                self._capture_largest(self.graphs)
             logits, places = self.graphs.forward(step, shape, sampled)
             self._run_head(step, self.graphs.token_ids, places)
             return logits, None
@@ -103,6 +109,11 @@ class ModelExecutor:
         self._run_head(step, rows[0])
         num_sampled = len(step.logit_rows)
         return self._model.logits(hidden[:num_sampled]), hidden[num_sampled:] if step.hidden_rows else None
+
+    def _capture_largest(self, graphs: DecodeGraphs) -> None:
+        graphs.capture_largest()
+        if self.head_graphs is not None:
+            self.head_graphs.capture_largest()
 
     def _run_head(self, step: StepInput, token_ids: Tensor, places: Array | None = None) -> None:
         if self.head is not None and step.head is not None:

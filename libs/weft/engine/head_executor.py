@@ -24,7 +24,8 @@ class HeadExecutor:
         self, head: DraftModel, pool: PagedPool, sizes: tuple[int, int], copier: DeviceCopier, hidden: int
     ) -> None:
         """`sizes`: places of features, and the most rows of a step. `hidden`: the target's hidden size."""
-        self._head, self._pool, self._copier = head, pool, copier
+        self._head, self.pool, self.copier = head, pool, copier
+        self.num_heads, self.hidden_size = head.config.num_heads, head.config.hidden_size
         self._num_places, max_rows = sizes
         shape = (self._num_places + max_rows, len(head.boundaries), hidden)
         # Graphs hold its address, so it never moves.
@@ -43,12 +44,12 @@ class HeadExecutor:
             self.fill(step.fill, token_ids, places)
         if step.kept:
             kept = np.array(step.kept) if places is None else places[step.kept]
-            sources = self._copier.upload(kept + self._num_places)
-            self._features[self._copier.upload(np.array(step.places))] = self._features[sources]
+            sources = self.copier.upload(kept + self._num_places)
+            self._features[self.copier.upload(np.array(step.places))] = self._features[sources]
 
     def fill(self, rows: HeadRows, step_ids: Tensor | None = None, places: Array | None = None) -> Tensor:
         """Write the KV of the rows; return the states behind the layer [T, hidden]. `places`: see `run`."""
-        ids, features = self._copier.upload(np.array(rows.token_ids)), np.array(rows.features)
+        ids, features = self.copier.upload(np.array(rows.token_ids)), np.array(rows.features)
         if places is not None:
             is_of_step = features >= self._num_places
             features[is_of_step] = places[features[is_of_step] - self._num_places] + self._num_places
@@ -56,9 +57,12 @@ class HeadExecutor:
             assert step_ids is not None
             pending, sources = np.array(rows.pending).T
             sources = sources if places is None else places[sources]
-            ids[self._copier.upload(pending)] = step_ids[self._copier.upload(sources)]
-        state = self._head.fuse(self._features[self._copier.upload(features)])
-        return self.forward(state, ids, rows)
+            ids[self.copier.upload(pending)] = step_ids[self.copier.upload(sources)]
+        return self.forward(self.fuse(self.copier.upload(features)), ids, rows)
+
+    def fuse(self, places: Tensor) -> Tensor:
+        """Return the first states [T, hidden] of rows with the features at these places."""
+        return self._head.fuse(self._features[places])
 
     def choose(self, state: Tensor, sampling: SamplingRows | None) -> tuple[Tensor, Tensor]:
         """Return a token of the target for each state, and its probability among the draft model's tokens."""
@@ -71,15 +75,17 @@ class HeadExecutor:
     def zero(self, pages: Items[int]) -> None:
         """Clear pages that drafts begin: attention reads the rest of a page under a mask."""
         if pages:
-            self._pool.memory.index_fill_(0, self._copier.upload(np.array(pages, dtype=np.int64)), 0)
+            self.pool.memory.index_fill_(0, self.copier.upload(np.array(pages, dtype=np.int64)), 0)
 
     def forward(self, state: Tensor, token_ids: Tensor, rows: HeadRows) -> Tensor:
         """Write the KV of rows with these tokens and states; return the states behind the layer [T, hidden]."""
-        head, upload = self._head, self._copier.upload
-        group = head.place[0]
-        batch = PagedBatch(
-            self._pool, head.config.num_heads, rows.starts, rows.lens, rows.tables, rows.decodes, rows.first
-        )
-        slots = upload(np.array(rows.slots)).expand(group + 1, -1)
-        draft_rows = DraftRows(token_ids, upload(np.array(rows.positions)), slots)
-        return head.forward(state, draft_rows, [batch] * (group + 1))
+        batch = PagedBatch(self.pool, self.num_heads, rows.starts, rows.lens, rows.tables, rows.decodes, rows.first)
+        positions, slots = (self.copier.upload(np.array(each)) for each in (rows.positions, rows.slots))
+        return self.run_layer(state, (token_ids, positions, slots), batch)
+
+    def run_layer(self, state: Tensor, rows: tuple[Tensor, Tensor, Tensor], batch: PagedBatch) -> Tensor:
+        """Do the same with all of it on the device. `rows`: token ids, positions and slots."""
+        token_ids, positions, slots = rows
+        num_groups = self._head.place[0] + 1
+        draft_rows = DraftRows(token_ids, positions, slots.expand(num_groups, -1))
+        return self._head.forward(state, draft_rows, [batch] * num_groups)

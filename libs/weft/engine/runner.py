@@ -135,7 +135,7 @@ class ModelRunner:
         """Drafts with the head, if there is one."""
         if self._head_planner is None or self.executor.head is None:
             return None
-        return HeadDrafter(self._head_planner, self.executor.head, self._sampler.rows_of)
+        return HeadDrafter(self._head_planner, self.executor.head, self._sampler.rows_of, self.executor.head_graphs)
 
     @property
     def pool_memory(self) -> PoolMemory:

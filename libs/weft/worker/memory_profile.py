@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import weft_kernels
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import graph_sizes, static_bytes
+from weft.engine.graph_shapes import graph_sizes, static_bytes
 from weft.engine.messages import HiddenStateObserver, SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner
 from weft.engine.sequence import Sequence

@@ -25,7 +25,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES
-from weft.engine.graphs import static_bytes
+from weft.engine.graph_shapes import static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import assemble
 from weft.errors import ConfigError, Overloaded, PeerLost

@@ -16,7 +16,8 @@ from tests.weft.engine.test_tokens import prompts_of
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import DecodeGraphs, GraphShape, graph_sizes, num_scratch_blocks, static_bytes
+from weft.engine.graph_shapes import GraphShape, graph_sizes, num_scratch_blocks, static_bytes
+from weft.engine.graphs import DecodeGraphs
 from weft.engine.step_input import StepInput
 from weft.kv.layer_groups import AttentionSpan
 from weft.model.kv_layout import kv_groups
@@ -36,7 +37,7 @@ def sizes_run(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     def watched(self: DecodeGraphs, step: StepInput, shape: GraphShape, places: Any) -> None:
         seen.append((len(step.starts) - 1, shape))
         for lens, buffer in zip(step.lens, self._tables, strict=True):
-            assert max(lens) <= self._pool.block_tokens * buffer.shape[1]
+            assert max(lens) <= self._pool.block_tokens * buffer.tensor.shape[1]
         fill(self, step, shape, places)
 
     monkeypatch.setattr(DecodeGraphs, "_fill", watched)
@@ -112,7 +113,7 @@ def test_padding_writes_nothing_that_is_anybodys(grouped: Tiny, sizes_run: Sizes
 def test_what_does_not_fit_a_graph_runs_as_before(
     grouped: Tiny, sizes_run: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.engine.graphs.MAX_SIZE", 2)
+    monkeypatch.setattr("weft.engine.graph_shapes.MAX_SIZE", 2)
     prompts = prompts_of([9, 20, 31], 100)
     with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
         keys = [driver.submit(str(i), prompt, 8 + 4 * i) for i, prompt in enumerate(prompts)]

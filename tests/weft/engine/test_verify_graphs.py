@@ -23,7 +23,7 @@ from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.executor import ModelExecutor
-from weft.engine.graphs import GraphShape, graph_rows, largest_shape
+from weft.engine.graph_shapes import GraphShape, GraphShapes, graph_rows
 from weft.engine.step_input import StepInput
 from weft.model.kv_layout import kv_groups
 from weft.request import NO_DRAFTS, Speculation
@@ -90,7 +90,7 @@ def test_sequences_have_graphs_with_room_for_their_drafts() -> None:
     ]
     sizes = [(6, 7), (64, 7), (256, 7), (256, 3), (1000, 1), (1000, 0)]
     configs = [EngineConfig(8, 16, 100, 64, max_num_seqs=seqs, max_drafts=drafts) for seqs, drafts in sizes]
-    assert [largest_shape(each) for each in configs] == [(6, 8), (64, 8), (64, 8), (128, 4), (256, 2), (256, 1)]
+    assert [GraphShapes(each).largest for each in configs] == [(6, 8), (64, 8), (64, 8), (128, 4), (256, 2), (256, 1)]
 
 
 @pytest.mark.parametrize("share_right", [0.0, 0.8, 1.0])

@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.weft.engine.tiny_heads import with_head
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.capacity.sizes import Machine, estimate_budget
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import DecodeGraphs, GraphShape, static_bytes
+from weft.engine.graph_shapes import GraphShape, static_bytes
+from weft.engine.graphs import DecodeGraphs
+from weft.engine.head_graphs import HeadGraphs
 from weft.engine.runner import ModelRunner
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
@@ -153,17 +156,41 @@ def test_no_room_for_the_largest_step_is_said_in_the_words_of_the_settings(
         measure_peak(model, limits_of(tiny.config), "float32", CPU)
 
 
-def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], TinyFamily]) -> None:
-    tiny = family_of("llama4")
+@pytest.mark.parametrize("has_head", [False, True])
+def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], TinyFamily], has_head: bool) -> None:
+    tiny, make_head = with_head(family_of("llama4")) if has_head else (family_of("llama4"), None)
     limits = replace(limits_of(tiny.config, max_num_seqs=40), decode_graphs=True, max_pinned=0)
-    runner = ModelRunner(Decoder(tiny.config, tiny.weights, torch.float32, CPU), limits, "float32", CPU)
+    limits = replace(limits, has_draft_layer=has_head, max_pinned=0)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    runner = ModelRunner(model, limits, "float32", CPU, make_head(model) if make_head else None)
     size = runner.pool_memory.block_bytes
-    graphs = runner.executor.graphs
+    graphs, head_graphs = runner.executor.graphs, runner.executor.head_graphs
     assert graphs is not None
+    assert bool(head_graphs) == has_head
     beside = runner.executor.pool.memory.nbytes - limits.num_blocks * size
     assert beside == 3 * size
-    assert static_bytes(limits, size) == beside + sum(each.nbytes for each in graphs._tables)
-    assert static_bytes(replace(limits, decode_graphs=False, max_pinned=0), size) == 0
+    tables = graphs._tables + ([head_graphs._tables] if head_graphs else [])
+    assert static_bytes(limits, size) == beside + sum(each.tensor.nbytes for each in tables)
+    assert static_bytes(replace(limits, decode_graphs=False, max_pinned=0), size) == (3 * size if has_head else 0)
+
+
+def test_the_largest_graphs_of_a_draft_model_are_captured_too(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, make_head = with_head(family_of("llama2"))
+    captured: list[tuple[GraphShape, str]] = []
+    capture = HeadGraphs._capture
+
+    def watched(self: HeadGraphs, shape: GraphShape, kind: str) -> None:
+        captured.append((shape, kind))
+        capture(self, shape, kind)
+
+    monkeypatch.setattr(HeadGraphs, "_capture", watched)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    limits = replace(limits_of(tiny.config, max_num_seqs=300), decode_graphs=True, max_pinned=0)
+    limits = replace(limits, has_draft_layer=True, max_pinned=0)
+    measure_peak(model, limits, "float32", CPU, make_head(model))
+    assert captured == [((64, 8), "fill"), ((256, 1), "step"), ((256, 1), "filtered")]
 
 
 def test_a_peak_is_measured_once_for_each_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
