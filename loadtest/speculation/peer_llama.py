@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 
-from loadtest.processes import BenchError, Processes, answers, cpu_seconds
+from loadtest.processes import BenchError, Processes, answers, main_thread_seconds
 from loadtest.servers.contestants import make_gguf
 from loadtest.speculation.bench import OFF, Run
 from loadtest.speculation.tasks import Prompt
@@ -20,6 +20,7 @@ from weft.request import DraftCounts
 
 START_SECONDS, ANSWER_SECONDS = 60.0, 600.0
 CONTEXT_TOKENS = 2048
+NGRAM_MOD = "ngram-mod"
 # What a user of the server would set. The two numbers are the length of the looked-up n-gram and the number of drafts;
 # without them the server looks up 12 tokens and drafts 48 (ngram-simple), or 24 and 48 to 64 (ngram-mod).
 LLAMA_MODES: Mapping[str, Sequence[str]] = {
@@ -29,13 +30,16 @@ LLAMA_MODES: Mapping[str, Sequence[str]] = {
         *("--spec-type", "ngram-simple"),
         *("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "15"),
     ),
-    "ngram-mod": ("--spec-type", "ngram-mod"),
+    NGRAM_MOD: ("--spec-type", "ngram-mod"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaServer:
-    """The server beside `python`, with one slot. `clock`: "wall", or "cpu" for the server's own CPU time."""
+    """The server beside `python`, with one slot.
+
+    `clock`: "wall", or "cpu" for the CPU time of the server's main thread, which runs the model.
+    """
 
     python: Path
     gguf: Path
@@ -48,28 +52,30 @@ class LlamaServer:
         return tuple(LLAMA_MODES)
 
     def run(self, prompts: Mapping[str, Prompt], mode: str) -> Run:
-        """Answer the prompts one after another, each by a new server. Raises BenchError.
+        """Answer the prompts one after another by a new server; `ngram-mod` has one for each prompt. Raises BenchError.
 
-        The n-grams of `ngram-mod` outlive a request, so an old server would have drafts from its answer to the same
-        prompt in an earlier round.
+        The n-grams of `ngram-mod` outlive a request, so an old server would have drafts from its other answers.
         """
         total = Run()
-        for name, prompt in prompts.items():
+        for names in [[name] for name in prompts] if mode == NGRAM_MOD else [list(prompts)]:
             with Processes() as processes:
                 url, process = self._start(processes, mode)
-                if self.clock == "wall":
-                    total.add(to_run(name, self._answer(url, prompt)))
-                else:
-                    total.add(self._run_by_cpu(name, url, prompt, process))
+                for name in names:
+                    total.add(self._run(name, url, prompts[name], process))
         return total
+
+    def _run(self, name: str, url: str, prompt: Prompt, process: psutil.Process) -> Run:
+        if self.clock == "wall":
+            return to_run(name, self._answer(url, prompt))
+        return self._run_by_cpu(name, url, prompt, process)
 
     def _run_by_cpu(self, name: str, url: str, prompt: Prompt, process: psutil.Process) -> Run:
         """Answer twice; the second answer finds the prompt's KV, so that its CPU time is that of decode steps."""
         self._answer(url, replace(prompt, max_tokens=1))
-        before = cpu_seconds([process])
+        before = main_thread_seconds(process)
         run = to_run(name, self._answer(url, prompt))
         # The last token of the prompt is computed again, which is one step more.
-        return replace(run, seconds=cpu_seconds([process]) - before, tokens=run.tokens + 1, steps=run.steps + 1)
+        return replace(run, seconds=main_thread_seconds(process) - before, tokens=run.tokens + 1, steps=run.steps + 1)
 
     def _answer(self, url: str, prompt: Prompt) -> dict[str, Any]:
         answer = httpx.post(f"{url}/completion", json=completion_body(prompt), timeout=ANSWER_SECONDS)

@@ -1,20 +1,24 @@
-"""Speculation in Weft beside llama.cpp's own: same weights, same prompt tokens, same cores, same run.
+"""Speculation in Weft beside llama.cpp's and vLLM's own: same weights, same prompt tokens, same cores, same run.
 
-    python -m loadtest.speculation.peers --llama-python LLAMA/bin/python
+    python -m loadtest.speculation.peers --llama-python LLAMA/bin/python --vllm-python VLLM/bin/python
     python -m loadtest.speculation.peers --tasks rewrite --prompts 1 --llama-python LLAMA/bin/python
 
-`loadtest/engine/peers.sh` makes llama.cpp's environment. The weights are weft-nano's, enlarged to 191 million. Every
-engine answers one prompt at a time, greedily, in every one of its modes, one after the other. A figure is the median of
-its rounds; a ratio is the median of the ratios to the same engine's "off" in the same round. The first round is not
-counted. Times start with an answer's first token.
+`loadtest/engine/peers.sh` makes the peers' environments. The weights are weft-nano's and its draft head's, enlarged to
+191 million. Every engine answers one prompt at a time, greedily, in every one of its modes, one after the other. A
+figure is the median of its rounds; a ratio is the median of the ratios to the same engine's "off" in the same round.
+The first round is not counted. Times start with an answer's first token. `--clock cpu` counts the CPU time of the
+thread that runs each engine, which other processes on the machine change little.
 
 What differs between engines:
 - `edit` and `rewrite` force their text, one token a step: by a constraint in Weft, by a GBNF grammar of token ids in
-  llama.cpp. The tokens are the same. Both verify wrong drafts there, as they would without a grammar.
+  llama.cpp, by replaced logits in vLLM. The tokens are the same. All verify wrong drafts there, as they would without a
+  grammar.
 - `tools` gives each engine the JSON schemas of the tools, and each has its own grammar for white space.
 - "same text" counts the answers that equal those of Weft without drafts, token by token. An answer of the model's own
   may differ by rounding.
-- llama.cpp's server starts again for each answer, because its `ngram-mod` keeps the n-grams of earlier requests.
+- llama.cpp's server starts again for each run, and for each answer with `ngram-mod`, which keeps the n-grams of
+  earlier requests.
+- vLLM's engine runs in its driver's process and schedules no step ahead. Its draft head is ours.
 - llama.cpp's `draft-eagle3` is left out. Weft-nano's head normalizes each feature before `fc` and feeds back normalized
   states; llama.cpp 0.5.0 (0c1e570) supports neither.
 """
@@ -24,7 +28,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -35,10 +42,12 @@ from loadtest.processes import BenchError
 from loadtest.report import machine, made_at, number, table
 from loadtest.speculation.bench import CLOCKS, OFF, Answers, Bench, Point, Run, default_model
 from loadtest.speculation.peer_llama import open_llama
+from loadtest.speculation.peer_vllm import open_vllm
 from loadtest.speculation.tasks import Prompt, TaskMaker
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 
-AUTO = "auto"
+AUTO, NO_HEAD = "auto", "auto, no head"
+MAX_FAILURE = 100
 HEADINGS = ("task", "engine", "mode", "tok/s", "off", "ratio", "tokens per step", "accepted", "same text")
 
 
@@ -59,56 +68,97 @@ class Contestant(Protocol):
 
 
 class Weft:
-    """Our engine in this process. It keeps what it measured of costs and acceptance between runs, and no text."""
+    """Our engines in this process. They keep what they measured of costs and acceptance between runs, and no text.
+
+    All but "auto" run in an engine without a draft model, "auto" in one with the head that belongs to the model.
+    """
 
     name = "Weft"
-    modes = (OFF, AUTO)
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._speculator = AdaptiveSpeculator(bench.eos_token_ids)
+    def __init__(self, plain: Bench, headed: Bench | None) -> None:
+        self._benches = {OFF: plain, NO_HEAD: plain} | ({} if headed is None else {AUTO: headed})
+        self._speculators = {
+            mode: AdaptiveSpeculator(bench.eos_token_ids, time.thread_time)
+            for mode, bench in self._benches.items()
+            if mode != OFF
+        }
+
+    @property
+    def modes(self) -> Sequence[str]:
+        return tuple(self._benches)
 
     def run(self, prompts: Mapping[str, Prompt], mode: str) -> Run:
-        return self._bench.run(prompts, 1, self._speculator if mode == AUTO else None)
+        return self._benches[mode].run(prompts, 1, self._speculators.get(mode))
 
     def close(self) -> None:
-        self._bench.close()
+        for bench in set(self._benches.values()):
+            bench.close()
 
 
-Runs = dict[str, dict[str, list[Run]]]
+@dataclass(slots=True)
+class Measured:
+    """The counted runs of an engine in one mode on one task, or why there are none."""
+
+    runs: list[Run] = field(default_factory=list)
+    failure: str = ""
 
 
-def measure(contestants: Sequence[Contestant], prompts: Mapping[str, Prompt], rounds: int) -> Runs:
-    """Return the counted runs by engine and mode. An engine that fails is named and has no runs."""
-    found: Runs = {each.name: {mode: [] for mode in each.modes} for each in contestants}
+# by engine and mode
+Results = dict[str, dict[str, Measured]]
+
+
+def measure(contestants: Sequence[Contestant], prompts: Mapping[str, Prompt], rounds: int) -> Results:
+    """Run every mode of every engine in turn. The first round is not counted; a mode that fails is not run again."""
+    results: Results = {each.name: {mode: Measured() for mode in each.modes} for each in contestants}
     for index in range(1 + rounds):
         for contestant in contestants:
-            if contestant.name not in found:
-                continue
-            try:
-                runs = {mode: contestant.run(prompts, mode) for mode in contestant.modes}
-            except BenchError as error:
-                print(f"missing: {error}", file=sys.stderr)
-                del found[contestant.name]
-                continue
-            if index:
-                for mode, run in runs.items():
-                    found[contestant.name][mode].append(run)
-    return found
+            for mode, measured in results[contestant.name].items():
+                if measured.failure:
+                    continue
+                try:
+                    run = contestant.run(prompts, mode)
+                except BenchError as error:
+                    print(f"missing: {error}", file=sys.stderr)
+                    measured.failure, measured.runs = str(error).strip().splitlines()[0], []
+                else:
+                    measured.runs += [run] if index else []
+    return results
 
 
-def rows(task: str, runs: Runs, expected: Answers) -> list[list[str]]:
-    """Return a row for each engine and mode with drafts."""
+def points(modes: Mapping[str, Measured]) -> dict[str, Point]:
+    """Return the modes of an engine that have runs to compare with those of "off"."""
+    off = modes[OFF]
+    return {
+        mode: Point(mode, each.runs, off.runs) for mode, each in modes.items() if mode != OFF and each.runs and off.runs
+    }
+
+
+def rows(task: str, results: Results, expected: Answers) -> list[list[str]]:
+    """Return a row for each engine and mode with drafts; the last cell of one that failed has its error."""
     made = []
-    for engine, modes in runs.items():
-        for mode, of_mode in modes.items():
-            if mode != OFF:
-                point = Point(mode, of_mode, modes[OFF])
-                _, _, _, speed, tokens_per_step, accepted, ratio = point.row(task, 1)
-                off = number(statistics.median(run.speed for run in modes[OFF]))
-                same = f"{num_same(of_mode[-1].answers, expected)}/{len(expected)}"
+    for engine, modes in results.items():
+        found = points(modes)
+        for mode, measured in modes.items():
+            if mode in found:
+                _, _, _, speed, tokens_per_step, accepted, ratio = found[mode].row(task, 1)
+                off = number(statistics.median(run.speed for run in modes[OFF].runs))
+                same = f"{num_same(measured.runs[-1].answers, expected)}/{len(expected)}"
                 made.append([task, engine, mode, speed, off, ratio, tokens_per_step, accepted, same])
+            elif mode != OFF:
+                made.append([task, engine, mode, *"-" * 5, (measured.failure or modes[OFF].failure)[:MAX_FAILURE]])
     return made
+
+
+def gains(task: str, results: Results) -> list[str]:
+    """Return a row with the best ratio of each engine, and whether ours is at least that of every peer."""
+    best = {}
+    for engine, modes in results.items():
+        ratios = {mode: point.ratio for mode, point in points(modes).items()}
+        best[engine] = max(((ratio, mode) for mode, ratio in ratios.items()), default=None)
+    cells = ["-" if each is None else f"{each[0]:.2f} {each[1]}" for each in best.values()]
+    ours, *peers = best.values()
+    is_met = ours is not None and all(ours[0] >= each[0] for each in peers if each is not None)
+    return [task, *cells, "met" if is_met else "short"]
 
 
 def num_same(answers: Answers, expected: Answers) -> int:
@@ -117,15 +167,20 @@ def num_same(answers: Answers, expected: Answers) -> int:
 
 
 def contestants_of(options: argparse.Namespace, model: Path) -> list[Contestant]:
-    found: list[Contestant] = [Weft(Bench(model, options.dtype, 0.0, CLOCKS[options.clock]))]
+    engine = partial(Bench, model, options.dtype, 0.0, CLOCKS[options.clock])
+    head = model / "draft"
+    found: list[Contestant] = [Weft(engine(), engine(head) if head.is_dir() else None)]
     if options.llama_python:
         found.append(open_llama(options.llama_python, model, options.llama_dtype, options.threads, options.clock))
+    if options.vllm_python:
+        found.append(open_vllm(options.vllm_python, model, options.dtype, options.threads, options.clock))
     return found
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-python", type=Path, help="a python with gguf, and llama-server beside it")
+    parser.add_argument("--vllm-python", type=Path, help="a python with vLLM's CPU build")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--tasks", default="chat,tools,edit,rewrite")
     parser.add_argument("--prompts", type=int, default=2, help="of each task")
@@ -144,18 +199,23 @@ def main() -> None:
     maker = TaskMaker(AutoTokenizer.from_pretrained(model))
     contestants = contestants_of(options, model)
     made: list[list[str]] = []
+    best: list[list[str]] = []
     try:
         for task in options.tasks.split(","):
             prompts = {f"p{index}": prompt for index, prompt in enumerate(maker.make(task, options.prompts))}
-            runs = measure(contestants, prompts, options.rounds)
-            made += rows(task, runs, runs[contestants[0].name][OFF][0].answers)
-            print(*(" ".join(row) for row in made if row[0] == task), sep="\n", flush=True)
+            results = measure(contestants, prompts, options.rounds)
+            found = rows(task, results, results[Weft.name][OFF].runs[0].answers)
+            print(*map(" ".join, found), sep="\n", flush=True)
+            made += found
+            best.append(gains(task, results))
     finally:
         for contestant in contestants:
             contestant.close()
     where = f"{machine()}, {options.threads} threads, {options.clock} time, one sequence, T=0, {model.name}"
     print(f"\n{made_at()}, {where}; Weft in {options.dtype}, llama.cpp in {options.llama_dtype}\n")
     print(table(HEADINGS, made))
+    print()
+    print(table(("task", *(each.name for each in contestants), "ours is the greatest"), best))
 
 
 if __name__ == "__main__":

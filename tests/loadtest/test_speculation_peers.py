@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from loadtest.processes import BenchError
-from loadtest.speculation import peer_llama
+import torch
+from loadtest.models import NANO
+from loadtest.processes import ROOT, BenchError
+from loadtest.speculation import peer_llama, peer_vllm, vllm_driver
 from loadtest.speculation.bench import OFF, Run
-from loadtest.speculation.peers import HEADINGS, measure, num_same, rows
+from loadtest.speculation.peers import HEADINGS, gains, measure, num_same, rows
 from loadtest.speculation.tasks import Prompt
 
 from weft.request import DraftCounts
@@ -40,10 +42,18 @@ class Peer:
 
 
 class BrokenPeer(Peer):
+    """Fails in one mode."""
+
     name = "broken"
 
+    def __init__(self, seconds: Sequence[float], broken: str) -> None:
+        super().__init__(seconds)
+        self._broken = broken
+
     def run(self, prompts: Mapping[str, Prompt], mode: str) -> Run:
-        raise BenchError("broken: HTTP 500")
+        if mode == self._broken:
+            raise BenchError("broken: HTTP 500\nand its log")
+        return super().run(prompts, mode)
 
 
 def test_rows_leave_out_the_first_round() -> None:
@@ -64,10 +74,22 @@ def test_rows_leave_out_the_first_round() -> None:
     }
 
 
-def test_measure_names_a_failed_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = measure([BrokenPeer([]), Peer([1] * 4)], {"p0": FORCED}, rounds=1)
-    assert list(runs) == ["peer"]
+@pytest.mark.parametrize("broken", [OFF, "copy"])
+def test_measure_goes_on_after_a_failed_mode(broken: str, capsys: pytest.CaptureFixture[str]) -> None:
+    results = measure([BrokenPeer([1] * 2, broken), Peer([1, 1, 2, 1])], {"p0": FORCED}, rounds=1)
     assert "missing: broken: HTTP 500" in capsys.readouterr().err
+    failed, counted = rows("edit", results, {"p0": [7, 8, 9, 2]})
+    assert failed == ["edit", "broken", "copy", *"-----", "broken: HTTP 500"]
+    assert counted[:3] == ["edit", "peer", "copy"]
+    assert gains("edit", results) == ["edit", "-", "2.00 copy", "short"]
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "met"), (2.0, "short")])
+def test_gains_compare_the_best_modes(seconds: float, verdict: str) -> None:
+    ours, peer = Peer([1, 1, 2, seconds]), Peer([1, 1, 2, 1])
+    peer.name = "other"
+    results = measure([ours, peer], {"p0": FORCED}, rounds=1)
+    assert gains("edit", results)[-1] == verdict
 
 
 @pytest.mark.parametrize(("answer", "same"), [([7, 2], 1), ([7], 1), ([7, 8, 2], 0), ([], 0)])
@@ -126,3 +148,77 @@ def test_llama_server_answers_with_and_without_drafts(tmp_path: Path, clock: str
     assert runs["ngram-mod"].drafts == DraftCounts(5, 2)
     assert runs["ngram-mod"].steps == tokens - 2
     assert runs[OFF].answers == {"p0": [7] * 4}
+
+
+def test_vllm_run_counts_rows_as_drafts() -> None:
+    answer = {"tokens": [7, 8, 9, 7, 8, 9, 7], "seconds": 2.0, "steps": 3, "rows": 11}
+    run = peer_vllm.to_run("p0", answer)
+    assert (run.speed, run.tokens_per_step, run.drafts) == (3.0, 2.0, DraftCounts(8, 3))
+    assert run.answers == {"p0": answer["tokens"]}
+
+
+def test_vllm_request_has_the_schema_or_the_replayed_text() -> None:
+    assert peer_vllm.request_body(CALL)["json_schema"] == SCHEMA
+    body = peer_vllm.request_body(FORCED)
+    assert (body["replayed"], body["json_schema"]) == ((7, 8, 9, 2), None)
+
+
+def test_vllm_head_reads_the_states_that_the_head_names(tmp_path: Path) -> None:
+    folder = peer_vllm.write_head(NANO / "draft", tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert (folder / "model.safetensors").samefile(NANO / "draft" / "model.safetensors")
+
+
+VLLM_DRIVER = f"""#!{sys.executable}
+import json, sys
+from multiprocessing.connection import Listener
+
+sys.path.insert(0, {str(ROOT)!r})
+from loadtest.speculation import vllm_driver
+
+class Driver:
+    def __init__(self, model, dtype, speculative, clock):
+        self.speculative = speculative
+
+    def answer(self, prompt):
+        if self.speculative and prompt["replayed"]:
+            raise ValueError("no drafts here")
+        rows = 12 if self.speculative else 3
+        return {{"tokens": [7] * 4, "seconds": 1.0, "steps": 3, "rows": rows}}
+
+vllm_driver.Driver = Driver
+sys.argv = sys.argv[2:]
+vllm_driver.main()
+"""
+
+
+def test_vllm_process_answers_until_it_fails(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(VLLM_DRIVER)
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    vllm = peer_vllm.VllmPeer(python, tmp_path, None, "float32", 1, "cpu")
+    assert vllm.modes == (OFF, peer_vllm.NGRAM)
+    assert vllm.run({"p0": FORCED, "p1": CALL}, OFF).tokens == 6
+    assert vllm.run({"p0": CALL}, peer_vllm.NGRAM).drafts == DraftCounts(9, 0)
+    with pytest.raises(BenchError, match="ValueError: no drafts here"):
+        vllm.run({"p0": FORCED}, peer_vllm.NGRAM)
+    assert vllm.run({"p0": CALL}, peer_vllm.NGRAM).tokens == 3, "the next run starts another process"
+    vllm.close()
+
+
+class FakeModel:
+    """Two rows with a vocabulary of 4; token 3 is the most likely one."""
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[0.0, 1.0, 2.0, 3.0]] * len(hidden_states))
+
+
+def test_replay_forces_the_text_behind_the_drafts() -> None:
+    model = FakeModel()
+    replay = vllm_driver.Replay(model)
+    assert model.compute_logits(torch.zeros(2, 1)).argmax(-1).tolist() == [3, 3]
+    replay.text, replay.place = (1, 2, 0), 1
+    assert model.compute_logits(torch.zeros(3, 1)).argmax(-1).tolist() == [2, 0, 0]
+    assert (replay.num_steps, replay.num_rows) == (2, 5)
