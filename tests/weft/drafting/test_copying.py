@@ -72,17 +72,20 @@ def test_copy_repeats_the_end_of_the_text() -> None:
 
 
 def test_index_agrees_with_a_search_of_the_whole_text() -> None:
-    """With slots enough, a match is the longest of the last two places, or the followed one."""
+    """With slots enough, a match is the longest of the last two places, the followed one, or that of two tokens."""
     random = Random(3)
     text: list[int] = []
     index = CopyIndex(text, 100_000)
     for _ in range(2000):
-        text.append(random.randrange(6))
+        text.append(random.randrange(8))
         match = index.find(1000)
         tail = text[-3:]
         places = [end for end in range(3, len(text)) if text[end - 3 : end] == tail]
-        if len(text) < 4 or not places:
+        pairs = [end for end in range(3, len(text)) if text[end - 2 : end] == tail[-2:]]
+        if len(text) < 4 or not pairs:
             assert match == NO_MATCH
+        elif not places:
+            assert match == TextMatch(pairs[-1], 2)
         else:
             assert match.place in places
             assert match.length >= max(_common(text, place) for place in places[-2:])

@@ -7,15 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Matches are found by their last three tokens.
+# Matches are found by their last three tokens, or by two where three have no match.
 MIN_MATCH = 3
+SHORT_MATCH = 2
 # Proposals have twice the length of their match. A longer match would only raise the grade.
 MAX_MATCH = 16
 MAX_COPIED = 15
 # After a match of this length, the text behind it is probably copied further.
 MIN_FOLLOWED = 8
 MIN_SLOTS = 1 << 11
-# 4 MiB for both tables of a sequence. A text of 512k tokens then has one slot for each token.
+# 6 MiB for the three tables of a sequence. A text of 512k tokens then has one slot for each token.
 MAX_SLOTS = 1 << 19
 # Fewer new tokens are indexed one by one.
 MAX_SINGLE = 64
@@ -63,7 +64,7 @@ class CopyIndex:
 
     The hash of three tokens names a slot; two tables hold the last two places of each slot. A place is the index of
     the token behind the three; 0 is none. Tokens are compared before a place is used, so other tokens with an equal
-    hash only hide older places.
+    hash only hide older places. A third table has the last place of two tokens, for where three have no match.
     """
 
     def __init__(self, token_ids: list[int], expected_tokens: int) -> None:
@@ -75,9 +76,10 @@ class CopyIndex:
         self.num_indexed = MIN_MATCH - 1
         self._followed = 0  # the next token of the text that the last long match copied; 0 if there was none
         self._mask = num_slots - 1
-        # The system gives pages of zeros when they are first used; zeroing 4 MiB here would delay a step by 1 ms.
+        # The system gives pages of zeros when they are first used; zeroing 6 MiB here would delay a step by 1 ms.
         self._last = np.zeros(num_slots, dtype=np.int32).data
         self._before = np.zeros(num_slots, dtype=np.int32).data
+        self._pairs = np.zeros(num_slots, dtype=np.int32).data
 
     def find(self, max_indexed: int) -> TextMatch:
         """Index the tokens that were added, and return the best match of the last ones.
@@ -89,20 +91,22 @@ class CopyIndex:
         if end - self.num_indexed > MAX_SINGLE and not self._catch_up(max_indexed):
             return NO_MATCH
         position, mask = self.num_indexed, self._mask
-        lasts, befores = self._last, self._before
-        last = before = 0
+        lasts, befores, pairs = self._last, self._before, self._pairs
+        last = before = pair = 0
         while position < end:
             first, second, third = token_ids[position - 2 : position + 1]
-            slot = ((first * FIRST ^ second * SECOND ^ third * THIRD) >> 4) & mask
-            last, before = lasts[slot], befores[slot]
+            of_pair = second * SECOND ^ third * THIRD
+            slot, pair_slot = ((first * FIRST ^ of_pair) >> 4) & mask, (of_pair >> 4) & mask
+            last, before, pair = lasts[slot], befores[slot], pairs[pair_slot]
             if last:
                 befores[slot] = last
             position += 1
-            lasts[slot] = position
+            lasts[slot] = pairs[pair_slot] = position
         if self._followed:
             self._followed += position - self.num_indexed
         self.num_indexed = position
-        return self._longest(last, before) if last else NO_MATCH
+        longest = self._longest(last, before) if last else NO_MATCH
+        return longest if longest.length or not pair else self._matching(token_ids, SHORT_MATCH, pair)
 
     def find_after(self, drafts: Items[int]) -> TextMatch:
         """Return the best match of the text with `drafts` behind it. They are not added."""
@@ -110,11 +114,9 @@ class CopyIndex:
         if len(tail) < MIN_MATCH:
             return NO_MATCH
         first, second, third = tail[-MIN_MATCH:]
-        slot = ((first * FIRST ^ second * SECOND ^ third * THIRD) >> 4) & self._mask
-        places = [place for place in (self._last[slot], self._before[slot]) if place]
-        matches = [TextMatch(place, match_length(self._token_ids, place, tail)) for place in places]
-        best = max(matches, key=lambda match: match.length, default=NO_MATCH)
-        return best if best.length >= MIN_MATCH else NO_MATCH
+        of_pair = second * SECOND ^ third * THIRD
+        slot, pair_slot = ((first * FIRST ^ of_pair) >> 4) & self._mask, (of_pair >> 4) & self._mask
+        return self._matching(tail, SHORT_MATCH, self._last[slot], self._before[slot], self._pairs[pair_slot])
 
     def copy(self, match: TextMatch) -> list[int]:
         """Return the tokens that continue a match. At the end of the text, they repeat the text since the match."""
@@ -122,6 +124,12 @@ class CopyIndex:
         if 0 < len(copied) < match.num_copied:
             copied = (copied * match.num_copied)[: match.num_copied]
         return copied
+
+    def _matching(self, tail: Items[int], least: int, *places: int) -> TextMatch:
+        """Return the longest match of at least `least` tokens at one of the places; 0 is none."""
+        matches = [TextMatch(place, match_length(self._token_ids, place, tail)) for place in places if place]
+        best = max(matches, key=lambda match: match.length, default=NO_MATCH)
+        return best if best.length >= least else NO_MATCH
 
     def _longest(self, *places: int) -> TextMatch:
         """Return the best match before these places, or before the followed one, which wins if it is as long.
@@ -148,13 +156,15 @@ class CopyIndex:
         """Do what `find` does for each token before `end`, in 0.15 us instead of 1 us a token."""
         start = self.num_indexed
         tokens = np.array(self._token_ids[start - 2 : end], dtype=np.int64)
-        slots = ((tokens[:-2] * FIRST ^ tokens[1:-1] * SECOND ^ tokens[2:] * THIRD) >> 4) & self._mask
+        of_pairs = tokens[1:-1] * SECOND ^ tokens[2:] * THIRD
+        slots = ((tokens[:-2] * FIRST ^ of_pairs) >> 4) & self._mask
         places = np.arange(start + 1, end + 1, dtype=np.int32)
         last, before = np.asarray(self._last), np.asarray(self._before)
         before[slots] = last[slots]
         last[slots] = places  # of equal slots, the last assignment remains
         is_older = last[slots] != places
         before[slots[is_older]] = places[is_older]
+        np.asarray(self._pairs)[(of_pairs >> 4) & self._mask] = places
         self.num_indexed = end
 
 
