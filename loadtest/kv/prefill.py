@@ -70,11 +70,12 @@ class Prefill:
             await self.client.submit(sequence, spec)
             async with asyncio.timeout(REQUEST_SECONDS):
                 reserved = await sequence.until_reserved()
-                found = await self.prefix.fetch(token_ids, b"", reserved)
-                self.engine.complete_kv(sequence.key, reserved.num_hit_tokens + sum(found.values()))
+                hit = await self.prefix.fetch(token_ids, b"", reserved)
+                num_ready = reserved.num_hit_tokens + hit.num_tokens
+                self.engine.complete_kv(sequence.key, num_ready, num_bare_tokens=hit.num_bare_tokens)
                 first = await sequence.until_first_token()
             seconds = time.perf_counter() - started
-        by_tier = {Tier.POOL: reserved.num_hit_tokens, **found}
+        by_tier = {Tier.POOL: reserved.num_hit_tokens, **hit.by_tier}
         return Answer(seconds, first.token_ids[0], by_tier)
 
 

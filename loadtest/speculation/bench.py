@@ -3,7 +3,8 @@
     python -m loadtest.speculation.bench [--model DIR] [--tasks chat,rewrite] [--sequences 1,4] [--drafters auto]
 
 Rounds run every drafter and "off" one after the other. A figure is the median of its rounds; a ratio is the median of
-the ratios to "off" in the same round. The first round is not counted. Prompts are computed before the time starts.
+the ratios to "off" in the same round. The first rounds, of 200 steps at least, are not counted. Prompts are computed
+before the time starts.
 Without --model it enlarges weft-nano and its head to 191 million weights, in .weft. "off" and drafters without a draft
 model run in an engine without one, "auto" and "head" in one with the head in the folder `draft`, if there is one. The
 text of every run must equal that of "off".
@@ -42,7 +43,7 @@ from weft.model.decoder import Decoder
 from weft.model.draft import DraftTarget
 from weft.model.draft_layers import draft_place, with_draft
 from weft.model.eagle import EagleHead
-from weft.model.kv_layout import kv_groups
+from weft.model.kv_layout import draft_group, kv_groups
 from weft.request import NO_DRAFTS, DraftCounts, RequestKey, SamplingParams, Speculation
 from weft.weights.draft_checkpoint import DraftCheckpoint, read_draft_checkpoint
 from weft.worker.os_tuning import disable_malloc_trim
@@ -51,6 +52,8 @@ BLOCK_TOKENS = 16
 MAX_DRAFTS = 15
 NUM_BLOCKS = 2048
 DEADLINE_SECONDS = 600
+# Steps of each drafter that are not counted: costs, acceptance and an idle draft layer are learned in them.
+WARM_STEPS = 200
 OFF = "off"
 SOURCES = {"copy": DraftSource.COPY, "grammar": DraftSource.GRAMMAR}
 # Drafters that run in the engine with a draft model, if the model's folder has one.
@@ -115,7 +118,7 @@ class Bench:
                 max_context_tokens=config.max_positions,
                 max_drafts=MAX_DRAFTS,
                 eos_token_ids=config.eos_token_ids,
-                has_draft_layer=checkpoint is not None,
+                draft_group=draft_group(config),
                 spans=kv_groups(config).spans,
             ),
             listener=lambda output: self._outputs.put((clock(), output)),
@@ -262,13 +265,15 @@ def measure(
     expected = bench.run(named, num_sequences, None).answers
     speculators = {name: make(bench, expected) for name, make in makers.items()}
     runs: dict[str, list[Run]] = {name: [] for name in (OFF, *makers)}
-    for _ in range(1 + rounds):
+    num_steps = max(len(each) for each in expected.values()) * -(-len(named) // num_sequences)
+    warm_rounds = -(-WARM_STEPS // num_steps)
+    for _ in range(warm_rounds + rounds):
         for name, speculator in ((OFF, None), *speculators.items()):
             run = used.get(name, bench).run(named, num_sequences, speculator)
             if run.answers != expected:
                 raise ValueError(f"{name}: the text differs from that without drafts")
             runs[name].append(run)
-    return [Point(name, counted[1:], runs[OFF][1:]) for name, counted in runs.items()]
+    return [Point(name, each[warm_rounds:], runs[OFF][warm_rounds:]) for name, each in runs.items()]
 
 
 def default_model() -> Path:

@@ -36,6 +36,9 @@ class ExchangeableSpeculator:
         if speculator is not None and self._head is not None:
             speculator.set_head(self._head)
 
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        return self.current is None or self.current.fills_draft_layer(sequence)
+
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         if self.current is None:
             return [()] * len(requests)
@@ -58,6 +61,9 @@ class OneSource:
 
     def set_head(self, head: DraftHead) -> None:
         self._speculator.set_head(head)
+
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        return self._speculator.fills_draft_layer(sequence)
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         proposals = self._speculator.propose(requests, num_prompt_rows)
@@ -91,6 +97,10 @@ class RecordedSpeculator:
 
     def set_head(self, head: DraftHead) -> None:
         """The answers are known already."""
+
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        """No draft model uses the layer."""
+        return False
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         return [self._draft(sequence, min(limit, self._num_drafts)) for sequence, limit in requests]

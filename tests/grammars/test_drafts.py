@@ -47,6 +47,9 @@ class EvenSteps:
     def set_head(self, head: DraftHead) -> None:
         self._speculator.set_head(head)
 
+    def fills_draft_layer(self, sequence: Any) -> bool:
+        return self._speculator.fills_draft_layer(sequence)
+
     def propose(self, requests: Sequence[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         return self._speculator.propose(requests, num_prompt_rows)
 

@@ -6,18 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from tests.services.attach import GREEDY, Gateway
+from tests.weft.engine.tiny_heads import MakeHead
 from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background_tasks
 from weft.engine.config import EngineConfig
+from weft.engine.drafting.drafter import Speculator
 from weft.engine.engine import Engine
 from weft.engine.messages import EngineLoad, StepOutput
-from weft.engine.runner import build_engine
+from weft.engine.runner import assemble
 from weft.kv.mooncake import MooncakeTransport
 from weft.kv.transfer import CopyRange, Endpoint, HostBlocks, KvSource, LocalTransport, Transport
-from weft.model.kv_layout import block_bytes, kv_groups, layout_name
+from weft.model.decoder import Decoder
+from weft.model.kv_layout import block_bytes, draft_group, kv_groups, layout_name
 from weft.request import ModelFingerprint, WorkerAddress
 from weft.rpc.client import ChannelPool
 from weft.rpc.grpc_transport import GrpcTransport
@@ -126,15 +131,25 @@ def fingerprint_of(tiny: Tiny) -> ModelFingerprint:
     return ModelFingerprint("cafe", "float32", BLOCK_TOKENS, size, layout_name(tiny.config))
 
 
-def _engine(tiny: Tiny, feed: EngineEvents, num_blocks: int, pins: bool) -> Engine:
+class Drafting(NamedTuple):
+    """What makes the draft model of a `tiny` with a draft layer, and what chooses the drafts of an engine."""
+
+    make_head: MakeHead
+    speculator: Speculator | None = None
+
+
+def _engine(tiny: Tiny, feed: EngineEvents, num_blocks: int, pins: bool, drafting: Drafting | None) -> Engine:
     config = EngineConfig(
         *(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS),
         pin_sealed=pins,
         spans=kv_groups(tiny.config).spans,
+        draft_group=draft_group(tiny.config),
     )
-    return build_engine(
-        tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
-    )
+    model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
+    if drafting is None:
+        return assemble(model, "float32", config, feed.listener)
+    head = drafting.make_head(model)
+    return assemble(model, "float32", config, feed.listener, speculator=drafting.speculator, head=head)
 
 
 def _transports(kind: str, channels: ChannelPool, memory: HostBlocks) -> list[Transport]:
@@ -161,10 +176,11 @@ async def start_worker(
     port: int = 0,
     kvstore_addr: str = "",
     fingerprint: ModelFingerprint | None = None,
+    drafting: Drafting | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker on a port of its own, or on that one; `store` instead of a client of that kvstore."""
     feed = EngineEvents()
-    engine = _engine(tiny, feed, num_blocks, pins=bool(kvstore_addr))
+    engine = _engine(tiny, feed, num_blocks, pins=bool(kvstore_addr), drafting=drafting)
     pool = engine.pool_memory
     memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd, pool.units)
     channels = ChannelPool()
@@ -243,8 +259,12 @@ async def start_pair(
     lease_seconds: float = LEASE_SECONDS,
     kvstore_addr: str = "",
     fingerprint: ModelFingerprint | None = None,
+    drafting: Drafting | None = None,
 ) -> AsyncIterator[Pair]:
-    """Start both workers. `meddler` and `num_blocks` are decode's; store, kvstore and `fingerprint` prefill's."""
+    """Start both workers. `meddler` and `num_blocks` are decode's; store, kvstore and `fingerprint` prefill's.
+
+    The speculator of `drafting` is decode's, the draft model that of both.
+    """
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
             start_worker(
@@ -252,11 +272,15 @@ async def start_pair(
                 lease_seconds=lease_seconds,
                 kvstore_addr=kvstore_addr,
                 fingerprint=fingerprint,
+                drafting=drafting and Drafting(drafting.make_head),
             )
         )
         decode = await stack.enter_async_context(
             start_worker(
-                tiny, "decode-0", install_decode, transport, num_blocks, meddler=meddler, lease_seconds=lease_seconds
+                *(tiny, "decode-0", install_decode, transport, num_blocks),
+                meddler=meddler,
+                lease_seconds=lease_seconds,
+                drafting=drafting,
             )
         )
         tasks = await stack.enter_async_context(background_tasks())

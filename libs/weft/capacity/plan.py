@@ -14,7 +14,7 @@ from weft.capacity.draft import feature_rows
 from weft.capacity.footprint import ITEM_BYTES, Footprint, TensorKind, Weight, footprint
 from weft.capacity.layout import GIB, Demand, Layout, PipelineStage, on_stage, share
 from weft.kv.layer_groups import PagingPolicy
-from weft.model.kv_layout import kv_groups, page_numbers, token_numbers
+from weft.model.kv_layout import draft_group, kv_groups, page_numbers, token_numbers
 from weft.model.spec import WORKSPACE_BYTES, ModelConfig
 
 TERA = 1e12
@@ -192,7 +192,7 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         bounded=tuple((token_bytes[window], window) for window in sorted(token_bytes) if window),
         page=page_numbers(own, layout.tp) * demand.block_tokens * item,
         # On a GPU the next step is scheduled while one is in flight.
-        paging=PagingPolicy(kv_groups(own).spans, demand.block_tokens, 2 * demand.chunk_tokens, len(own.drafts)),
+        paging=PagingPolicy(kv_groups(own).spans, demand.block_tokens, 2 * demand.chunk_tokens, draft_group(own)),
         features=draft.feature_bytes(config, num_rows) if draft else 0,
     )
 

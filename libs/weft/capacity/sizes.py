@@ -14,7 +14,7 @@ from weft.capacity.layout import GIB, Demand, Gpu, Layout
 from weft.capacity.plan import RUNTIME_BYTES, make_plan
 from weft.errors import BadCheckpoint
 from weft.kv.layer_groups import PagingPolicy
-from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.kv_layout import block_bytes, draft_group, kv_groups
 from weft.model.spec import ModelConfig
 
 # Workers share a machine's memory with one another and with other processes.
@@ -135,7 +135,7 @@ class Sizes:
         """How the model's sequences lie in the pool. On a GPU a step is planned beside the one under way."""
         steps = 1 if self.machine.device == "cpu" else 2
         return PagingPolicy(
-            kv_groups(model).spans, self.machine.block_tokens, self.chunk_tokens * steps, len(model.drafts)
+            kv_groups(model).spans, self.machine.block_tokens, self.chunk_tokens * steps, draft_group(model)
         )
 
     def min_pool(self, model: ModelConfig) -> tuple[int, str]:

@@ -5,11 +5,18 @@ Pure bookkeeping on sequences and block numbers: no tensors, no scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
 from weft.engine.sequence import Sequence
-from weft.kv.block_pool import BlockPool, PoolExhausted, page_key
+from weft.kv.block_pool import BlockPool, PoolExhausted, bare_key, page_key
 from weft.kv.layer_groups import PageRange, PagingPolicy
+
+
+class PrefixHit(NamedTuple):
+    """Cached blocks of a prompt's beginning. `num_bare`: those before the last one without draft KV, and that one."""
+
+    num_blocks: int
+    num_bare: int
 
 
 class BlockTables:
@@ -21,16 +28,17 @@ class BlockTables:
         self._groups = range(len(paging.spans))
         self._bounded = [group for group in self._groups if paging.spans[group].width]
 
-    def allocate_prompt(self, sequence: Sequence, num_growing: int) -> int | None:
+    def allocate_prompt(self, sequence: Sequence, num_growing: int) -> PrefixHit | None:
         """Give a sequence its first pages, cached ones first. Returns the cached blocks of its prefix.
 
-        Returns None if the pool has too few pages. One page of each group stays free for each of `num_growing`
-        sequences.
+        A bare page is taken where the plain one is not cached. Returns None if the pool has too few pages. One page of
+        each group stays free for each of `num_growing` sequences.
         """
         paging, size = self._paging, self._paging.block_tokens
         keys = sequence.reusable_keys(size)
-        num_hit = paging.longest_prefix_hit(keys, self._pool.is_known)
-        hits = [self._match(keys[:num_hit], group) for group in self._groups]
+        num_hit = paging.longest_prefix_hit(keys, self._is_cached)
+        names = [self._names(keys[:num_hit], group) for group in self._groups]
+        hits = [PageRange(num_hit - len(each), tuple(self._pool.match(each))) for each in names]
         num_blocks = paging.num_blocks(len(sequence.token_ids))
         wanted = [paging.num_new_pages(group, num_hit, num_blocks) for group in self._groups]
         if sum(wanted) + num_growing * len(wanted) > self._pool.num_available:
@@ -38,7 +46,7 @@ class BlockTables:
                 self._pool.release(run.blocks)
             return None
         sequence.page_ranges = [self._extend(*each) for each in zip(hits, wanted, strict=True)]
-        return num_hit
+        return PrefixHit(num_hit, self._num_bare(keys[:num_hit], names))
 
     def num_prompt_blocks(self, sequence: Sequence, num_growing: int) -> int:
         """Return the pages that `allocate_prompt` needs if none are cached."""
@@ -131,10 +139,23 @@ class BlockTables:
         has_them = self._paging.first(group, sight) >= sequence.page_ranges[group].first
         return sight if is_in_prompt and has_them else sequence.num_computed
 
-    def _match(self, keys: Iterable[bytes], group: int) -> PageRange:
-        keys = list(keys)
+    def _is_cached(self, page: bytes) -> bool:
+        return self._pool.is_known(page) or self._pool.is_known(bare_key(page))
+
+    def _names(self, keys: list[bytes], group: int) -> list[bytes]:
+        """Return the keys of the cached pages that a sequence needs behind these blocks."""
         first = self._paging.first(group, len(keys) * self._paging.block_tokens)
-        return PageRange(first, tuple(self._pool.match(page_key(key, group) for key in keys[first:])))
+        pages = [page_key(key, group) for key in keys[first:]]
+        if group != self._paging.draft_group:
+            return pages
+        return [page if self._pool.is_known(page) else bare_key(page) for page in pages]
+
+    def _num_bare(self, keys: list[bytes], names: list[list[bytes]]) -> int:
+        group = self._paging.draft_group
+        if group is None:
+            return 0
+        last_bare = (at for at in range(len(names[group])) if names[group][-1 - at] != page_key(keys[-1 - at], group))
+        return len(keys) - next(last_bare, len(keys))
 
     def _extend(self, run: PageRange, count: int) -> PageRange:
         return PageRange(run.first, (*run.blocks, *self._pool.reserve(count))) if count else run

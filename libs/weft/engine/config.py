@@ -41,7 +41,7 @@ class EngineConfig:
       an eighth of the pool, at least 64.
     - `niceness`: of the engine's thread and its compute threads, 0 to 19. On cores shared with event loops, the loops
       then run first.
-    - `has_draft_layer`: the pages also hold the KV of a draft model's layer.
+    - `draft_group`: the group of layers with pages that also hold the KV of a draft model's layer; None without one.
     - `spans`: attention span of each group of layers. A block is a page: one group's layers, `block_tokens` tokens.
     - `paging`, `context_tokens`: derived. `context_tokens` bounds prompt plus generated tokens of one sequence by the
       model's context and by the pool.
@@ -64,7 +64,7 @@ class EngineConfig:
     pin_sealed: bool = False
     max_pinned: int = 0
     niceness: int = 0
-    has_draft_layer: bool = False
+    draft_group: int | None = None
     spans: tuple[AttentionSpan, ...] = (AttentionSpan(),)
     paging: PagingPolicy = field(init=False)
     context_tokens: int = field(init=False)
@@ -83,9 +83,8 @@ class EngineConfig:
         if self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
         # With a step in flight, the next one is planned before the pages of the first are released.
-        num_repeated = int(self.has_draft_layer)
         chunk_tokens = self.chunk_tokens * (1 + self.steps_ahead)
-        paging = PagingPolicy(self.spans, self.block_tokens, chunk_tokens, num_repeated)
+        paging = PagingPolicy(self.spans, self.block_tokens, chunk_tokens, self.draft_group)
         object.__setattr__(self, "paging", paging)
         object.__setattr__(self, "max_pinned", self.max_pinned or max(MIN_PINNED, self.num_blocks // MAX_PINNED_SHARE))
         object.__setattr__(self, "context_tokens", paging.max_sequence_tokens(self.num_blocks, self.max_context_tokens))
@@ -94,6 +93,11 @@ class EngineConfig:
     def has_draft_graphs(self) -> bool:
         """True if passes of a draft model replay graphs too."""
         return self.decode_graphs and self.has_draft_layer and self.max_drafts > 0
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """True if a draft model has its KV in the pages."""
+        return self.draft_group is not None
 
     @property
     def max_step_tokens(self) -> int:

@@ -34,6 +34,10 @@ class DraftPlanner:
         self._max_drafts = min(config.max_drafts, config.chunk_tokens - 1)
         self._num_quiet_steps = ASK_STEPS  # steps planned since the last one with drafts
 
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        """Return True if the sequence's next step should fill the draft layer, if there is one."""
+        return not self._config.has_draft_layer or self._speculator.fills_draft_layer(sequence)
+
     def is_due(self, running: Iterable[Sequence]) -> bool:
         """Return True if the next step should wait for the one in flight, so that sequences can draft.
 

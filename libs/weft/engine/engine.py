@@ -107,14 +107,17 @@ class Engine:
         num_ready_tokens: int,
         first: FirstToken | None = None,
         suspect_blocks: Iterable[int] = (),
+        num_bare_tokens: int = 0,
     ) -> None:
         """Start a reserved sequence that has the KV of its first `num_ready_tokens` prompt tokens.
 
         The engine computes the rest. With the whole prompt and its `first` token, the sequence decodes at once.
         `suspect_blocks` may still be written by a transfer: they are replaced, and quarantined until `unquarantine`. To
         abort a sequence with transfers in flight, call this with 0 tokens and its blocks, then `cancel`.
+        `num_bare_tokens`: prompt tokens up to the last one with KV that lacks that of the draft layer.
         """
-        self._commands.post(partial(self._loop.complete_kv, key, num_ready_tokens, first, tuple(suspect_blocks)))
+        suspects = tuple(suspect_blocks)
+        self._commands.post(partial(self._loop.complete_kv, key, num_ready_tokens, first, suspects, num_bare_tokens))
 
     def cancel(self, key: RequestKey) -> None:
         """End a sequence in any state. No more events follow for it."""

@@ -21,7 +21,7 @@ from weft.engine.step_input import StepInput
 from weft.kv.memfd import create_shared_memory
 from weft.model.decoder import Decoder
 from weft.model.draft import DraftModel
-from weft.model.kv_layout import block_bytes, group_heads, kv_groups, units
+from weft.model.kv_layout import block_bytes, draft_group, group_heads, kv_groups, units
 from weft.model.paged_pool import paged_pool
 from weft.model.step import TokenBatch
 from weft_kernels.paged_attention import PagedBatch
@@ -42,7 +42,7 @@ class ModelExecutor:
         head: DraftModel | None = None,
     ) -> None:
         """`head`: a draft model with its layer in the model's pages."""
-        if config.has_draft_layer != bool(model.config.drafts) or bool(model.config.drafts) != (head is not None):
+        if config.draft_group != draft_group(model.config) or config.has_draft_layer != (head is not None):
             raise ValueError("drafts: model, engine and draft model must agree on whether there is a draft layer")
         groups = kv_groups(model.config)
         if groups.spans != config.spans:
@@ -104,7 +104,8 @@ class ModelExecutor:
             PagedBatch(self.pool, heads, step.starts, lens, tables, step.decodes) for heads, lens, tables in contexts
         ]
         batch = TokenBatch(rows[0], rows[1], rows[2:], wanted)
-        capture = self.head.capture(len(rows[0])) if self.head is not None else None
+        needs_features = self.head is not None and step.head is not None and not step.head.is_empty
+        capture = self.head.capture(len(rows[0])) if self.head is not None and needs_features else None
         hidden = self._model.hidden(batch, batches, capture)
         self._run_head(step, rows[0])
         num_sampled = len(step.logit_rows)

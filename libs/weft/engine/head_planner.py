@@ -6,6 +6,9 @@ feature: it stays zero, and no row looks at it.
 
 The features of a sequence's last computed tokens stay on the device, in a seat. A prompt's slots are filled in the step
 that computes them. While a sequence decodes, the rows wait for the step that completes a block, or for the next drafts.
+
+A bare sequence has no rows here, and its slots stay zero. Once it is no longer bare, its rows see only the slots from
+`Sequence.num_bare` on.
 """
 
 from __future__ import annotations
@@ -62,6 +65,11 @@ class HeadStep:
     fill: HeadRows
     kept: list[int]
     places: list[int]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all sequences of the step are bare."""
+        return not self.kept and not self.fill.token_ids
 
 
 class _ChunkRows(NamedTuple):
@@ -135,15 +143,30 @@ class HeadPlanner:
         """Return the chunks with a first slot for which no seat has the feature.
 
         It is that of the last token with KV from elsewhere: a cache, a peer, or this engine before a preemption. The
-        step must compute that token once more, with its KV in a scratch slot.
+        step must compute that token once more, with its KV in a scratch slot. A chunk behind a token without draft KV
+        does without: its first slot stays zero too.
         """
-        return [chunk for chunk in chunks if chunk.start and not self._has_feature(chunk.sequence, chunk.start - 1)]
-
-    def first_pages(self, chunks: Iterable[ScheduledChunk]) -> list[int]:
-        """Return the pages with slot 0, which no row of the draft model fills; they must be zeroed."""
         return [
-            page for chunk in chunks if not chunk.start for page in chunk.sequence.page_ranges[self._group].blocks[:1]
+            chunk
+            for chunk in chunks
+            if chunk.start > chunk.sequence.num_bare
+            and not chunk.sequence.is_bare
+            and not self._has_feature(chunk.sequence, chunk.start - 1)
         ]
+
+    def unfilled_pages(self, chunks: Iterable[ScheduledChunk]) -> list[int]:
+        """Return the pages that the chunks begin, with slots that no row of the draft model fills.
+
+        They must be zeroed: those of bare sequences, and that of slot 0.
+        """
+        pages: list[int] = []
+        for chunk in chunks:
+            begun = range(-(-chunk.start // self._size), -(-(chunk.start + chunk.num_tokens) // self._size))
+            if chunk.sequence.is_bare:
+                pages += chunk.sequence.page_ranges[self._group].within(begun.start, begun.stop).blocks
+            elif not chunk.start:
+                pages += chunk.sequence.page_ranges[self._group].blocks[:1]
+        return pages
 
     def plan(self, chunks: Items[ScheduledChunk], starts: Items[int], boundaries: Items[ScheduledChunk]) -> HeadStep:
         """Return the draft model's part of a step.
@@ -154,7 +177,11 @@ class HeadPlanner:
         lone = {chunk.sequence: row for row, chunk in enumerate(boundaries)}
         step = HeadStep(HeadRows(), [], [])
         for chunk, first_row in zip(chunks, starts[len(boundaries) :], strict=False):
-            self._plan_chunk(_ChunkRows(chunk, first_row, lone.get(chunk.sequence)), step)
+            if chunk.sequence.is_bare:
+                self.forget(chunk.sequence)
+                chunk.sequence.num_bare = chunk.start + chunk.num_tokens
+            else:
+                self._plan_chunk(_ChunkRows(chunk, first_row, lone.get(chunk.sequence)), step)
         return step
 
     def plan_drafts(self, sequences: Iterable[Sequence]) -> tuple[HeadRows, list[Sequence]]:
@@ -187,7 +214,7 @@ class HeadPlanner:
         """Return slot, context length, page table and first slot to look at of a row at `position`."""
         run = sequence.page_ranges[self._group]
         length, table = attention_context(self._paging, self._group, run, position + 1)
-        return next(iter(slots(run, position, position + 1, self._size))), length, table, self._first(run.first)
+        return next(iter(slots(run, position, position + 1, self._size))), length, table, self._first(sequence)
 
     def capacity_tokens(self, sequence: Sequence) -> int:
         """Return the tokens for which the sequence has pages in the head's group."""
@@ -215,12 +242,14 @@ class HeadPlanner:
     def _plan_chunk(self, source: _ChunkRows, step: HeadStep) -> None:
         chunk, end = source.chunk, source.end
         seat = self._seat(chunk.sequence)
+        if not seat.has_feature(chunk.start - 1):
+            seat.first = source.first
+            if chunk.start and source.boundary is None:
+                chunk.sequence.num_bare = chunk.start + 1
         seat.resume(chunk.start)
         if not chunk.is_decode or end // self._size > chunk.start // self._size:
             self._add(step.fill, chunk.sequence, seat, end, source)
             seat.num_filled = end
-        if source.boundary is not None:
-            seat.first = chunk.start - 1
         # A prompt's next chunk needs only the last feature.
         seat.first = max(seat.first, end - self._width if chunk.is_decode else end - 1)
         kept = range(max(source.first, seat.first), end)
@@ -230,7 +259,7 @@ class HeadPlanner:
 
     def _add(self, rows: HeadRows, sequence: Sequence, seat: _Seat, end: int, source: _ChunkRows | None) -> None:
         """Add the rows of the slots from `seat.num_filled` to `end`; `source`: a chunk that leaves features."""
-        start = max(1, seat.num_filled)
+        start = max(1, seat.num_filled, sequence.num_bare)
         if start >= end:
             return
         run = sequence.page_ranges[self._group]
@@ -249,7 +278,7 @@ class HeadPlanner:
         rows.decodes.append(source is None or source.chunk.is_decode)
         rows.lens.append(length)
         rows.tables.append(table)
-        rows.first.append(self._first(run.first))
+        rows.first.append(self._first(sequence))
 
     def _feature(self, seat: _Seat, position: int, source: _ChunkRows | None) -> int:
         if source is not None and source.first <= position:
@@ -259,6 +288,7 @@ class HeadPlanner:
     def _place(self, seat: _Seat, position: int) -> int:
         return seat.index * self._width + position % self._width
 
-    def _first(self, first_block: int) -> int:
+    def _first(self, sequence: Sequence) -> int:
         """Return the first slot to look at, relative to the page table: slot 0 of a sequence has no feature."""
-        return int(self._paging.skipped_blocks(self._group, first_block) == 0)
+        num_skipped = self._paging.skipped_blocks(self._group, sequence.page_ranges[self._group].first)
+        return max(0, max(1, sequence.num_bare) - num_skipped * self._size)

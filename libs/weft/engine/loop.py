@@ -21,7 +21,7 @@ from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFai
 from weft.engine.sequence import Sequence, SequenceState
 from weft.engine.step_scheduler import SampledToken, ScheduledChunk, StepScheduler, report_progress
 from weft.errors import EngineFailed, Overloaded, WeftError
-from weft.kv.block_pool import BlockPool, FullBlock, OffloadQueue, page_key, tenant_tag
+from weft.kv.block_pool import BlockPool, FullBlock, OffloadQueue, PageVariant, page_key, tenant_tag
 from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, RequestKey
 
 Command = Callable[[], None]
@@ -254,8 +254,11 @@ class Postprocessor:
                 block = run.page(index)
                 if block is not None:
                     is_visible = index >= self._config.paging.first(group, sequence.num_reusable(size))
-                    sealed = FullBlock(page_key(key, group), block, tenant, sequence.spec.retention)
-                    self._publish(sealed, is_visible, events)
+                    is_bare = group == self._config.draft_group and index * size < sequence.num_bare
+                    if is_bare and self._pool.is_known(page_key(key, group)):
+                        continue
+                    name = page_key(key, group, PageVariant.BARE if is_bare else PageVariant.PLAIN)
+                    self._publish(FullBlock(name, block, tenant, sequence.spec.retention), is_visible, events)
 
     def _publish(self, sealed: FullBlock, is_visible: bool, events: StepOutput) -> None:
         """Publish a block. Offer a copy only if a sequence that continues this prompt can see the block."""
@@ -378,13 +381,15 @@ class EngineLoop:
         if self._postprocessor.end_with(sequence, first.token_id) is None:
             self._postprocessor.accept(sequence, SampledToken(first.token_id, first.logprobs), self._events)
 
-    def complete_kv(self, key: RequestKey, num_ready: int, first: FirstToken | None, suspects: tuple[int, ...]) -> None:
+    def complete_kv(
+        self, key: RequestKey, num_ready: int, first: FirstToken | None, suspects: tuple[int, ...], num_bare: int = 0
+    ) -> None:
         sequence = self._scheduler.live.get(key)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             return
         if sequence.is_prefill or (first is None and not sequence.has_emitted):
             num_ready = min(num_ready, sequence.num_prompt - 1)  # the last token must be computed, for its logits
-        if not self._scheduler.complete_kv(sequence, num_ready, suspects):
+        if not self._scheduler.complete_kv(sequence, num_ready, suspects, num_bare):
             return
         self._postprocessor.seal(sequence, self._events)
         report_progress(sequence, self._events)

@@ -88,6 +88,7 @@ class SequenceSpec:
     - `observer`: receives the hidden states of the whole prompt, so the engine computes all of it.
     - `retention`: stored with the sequence's full blocks.
     - `speculation`: whether it drafts, and the client's prediction of the answer.
+    - `is_bare`: for PREFILL: do not fill the draft layer.
     """
 
     key: RequestKey
@@ -102,6 +103,7 @@ class SequenceSpec:
     observer: HiddenStateObserver | None = None
     retention: Retention = KEEP
     speculation: Speculation = SPECULATE
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +119,13 @@ class Reserved:
     """Blocks are reserved for a prompt; the first `num_hit_tokens` of it are cached already.
 
     `page_ranges`, one for each group: their final place depends on how much of the prompt is filled. See
-    `PagingPolicy.remap`.
+    `PagingPolicy.remap`. `is_bare`: the sequence does not use the draft layer.
     """
 
     key: RequestKey
     page_ranges: tuple[PageRange, ...]
     num_hit_tokens: int
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +142,15 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Prompt tokens not computed here (prefix cache and received KV), and milliseconds spent on the rest."""
+    """Prompt tokens not computed here (prefix cache and received KV), and milliseconds spent on the rest.
+
+    `num_bare_tokens`: prompt tokens up to the last one without KV of the draft layer.
+    """
 
     num_cached_tokens: int
     queue_ms: int
     compute_ms: int
+    num_bare_tokens: int = 0
 
 
 class TokenDelta(NamedTuple):

@@ -164,7 +164,7 @@ class ModelRunner:
             return self._builder.build(chunks)
         boundaries = planner.boundaries(chunks)
         step = self._builder.build(chunks, boundaries)
-        new_pages = [page for page in step.new_pages if page not in planner.zeroed] + planner.first_pages(chunks)
+        new_pages = [page for page in step.new_pages if page not in planner.zeroed] + planner.unfilled_pages(chunks)
         return replace(step, head=planner.plan(chunks, step.starts, boundaries), new_pages=new_pages)
 
     @torch.inference_mode()

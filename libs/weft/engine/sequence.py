@@ -93,6 +93,8 @@ class Sequence:
       is done. `num_expected`: tokens that steps in flight sample.
     - `page_ranges`: its pages, one range for each group of layers.
     - `keys`: keys of leading full blocks, as far as computed. `num_sealed`: leading blocks matched or published.
+    - `is_bare`: its rows do not fill the draft layer. `num_bare`: slots before it may lack draft KV, and the draft
+      model does not see them.
     - `queue_key`: see `weft.engine.wait_queue`; assigned when the scheduler adds the sequence.
     """
 
@@ -108,6 +110,8 @@ class Sequence:
     num_expected: int = 0
     last_token_pending: bool = False  # the expected token is the last one, for any id
     num_cached: int = 0
+    is_bare: bool = False
+    num_bare: int = 0
     has_received_kv: bool = False
     admitted_at: float | None = None
     started_at: float = 0.0  # when the step with the end of its prompt was scheduled, or its KV arrived
@@ -245,4 +249,5 @@ class Sequence:
     def prompt_counts(self) -> PromptCounts:
         """Return the cost of the prompt, as sent with the first token."""
         queue_seconds = (self.admitted_at or self.submitted_at) - self.submitted_at
-        return PromptCounts(self.num_cached, round(queue_seconds * 1000), round(self.compute_seconds * 1000))
+        queue_ms, compute_ms = round(queue_seconds * 1000), round(self.compute_seconds * 1000)
+        return PromptCounts(self.num_cached, queue_ms, compute_ms, min(self.num_bare, self.num_prompt))

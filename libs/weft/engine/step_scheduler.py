@@ -125,11 +125,11 @@ class StepScheduler:
         self.running.remove(sequence)
         sequence.state = SequenceState.HELD
 
-    def complete_kv(self, sequence: Sequence, num_ready: int, suspects: Iterable[int]) -> bool:
+    def complete_kv(self, sequence: Sequence, num_ready: int, suspects: Iterable[int], num_bare: int) -> bool:
         """Start a reserved sequence; a peer or a store has written the KV of its first `num_ready` prompt tokens.
 
-        Suspect blocks are quarantined and replaced. Returns False if the pool has no replacement: the sequence then
-        waits again.
+        `num_bare`: see `Sequence`, of the received KV. Suspect blocks are quarantined and replaced. Returns False if
+        the pool has no replacement: the sequence then waits again.
         """
         assert sequence.state is SequenceState.RESERVED
         sequence.has_received_kv = True
@@ -142,6 +142,8 @@ class StepScheduler:
             if not self.block_tables.replace_suspect_blocks(sequence, suspect):
                 self._preempt(sequence)
                 return False
+        if num_bare > sequence.num_computed:
+            sequence.num_bare = min(num_bare, num_ready)
         sequence.set_computed(max(sequence.num_computed, min(num_ready, sequence.num_prompt)))
         self.block_tables.map_received(sequence, num_hit)
         sequence.num_cached = sequence.num_computed
@@ -216,6 +218,9 @@ class StepScheduler:
             if num_tokens > 0:
                 budget = min(budget, shared) - num_tokens  # the first prompt waits for the others too
                 parts.append((sequence, num_tokens))
+        if self._config.has_draft_layer:
+            for sequence in single:
+                sequence.is_bare = self._is_bare(sequence)
         proposals: list[Proposal] = [()] * len(single)
         if self._drafts is not None and single and is_drained:
             proposals = self._drafts.plan(single, sum(num_tokens for _, num_tokens in parts), self._num_growing)
@@ -246,6 +251,7 @@ class StepScheduler:
                 self._preempt(victim)
             self.wait_queue.remove(sequence)
             self._block_holders.add(sequence)
+            sequence.is_bare = self._is_bare(sequence)
             if sequence.admitted_at is None:
                 sequence.admitted_at = now
                 sequence.num_cached = sequence.num_computed
@@ -254,11 +260,18 @@ class StepScheduler:
             if sequence.spec.wait_for_kv and not sequence.has_received_kv:
                 sequence.state = SequenceState.RESERVED
                 self._num_reserved += 1
-                events.reserved.append(Reserved(sequence.spec.key, tuple(sequence.page_ranges), sequence.num_computed))
+                pages = tuple(sequence.page_ranges)
+                events.reserved.append(Reserved(sequence.spec.key, pages, sequence.num_computed, sequence.is_bare))
             else:
                 self._run(sequence)
                 report_progress(sequence, events)
         return True
+
+    def _is_bare(self, sequence: Sequence) -> bool:
+        """Return True if the sequence's next step should not fill the draft layer."""
+        if sequence.is_prefill or self._drafts is None:
+            return sequence.spec.is_bare
+        return not self._drafts.fills_draft_layer(sequence)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
@@ -268,11 +281,12 @@ class StepScheduler:
         """Allocate blocks for all tokens, cached ones first. One more stays free for each sequence that may grow."""
         if len(self.running) + self._num_reserved >= self._config.max_num_seqs:
             return False
-        num_hit = self.block_tables.allocate_prompt(sequence, self._num_growing)
-        if num_hit is None:
+        hit = self.block_tables.allocate_prompt(sequence, self._num_growing)
+        if hit is None:
             return False
-        sequence.num_sealed = num_hit
-        sequence.set_computed(num_hit * self._config.block_tokens)
+        sequence.num_sealed = hit.num_blocks
+        sequence.num_bare = hit.num_bare * self._config.block_tokens
+        sequence.set_computed(hit.num_blocks * self._config.block_tokens)
         return True
 
     @property

@@ -94,6 +94,20 @@ def page_key(key: bytes, group: int, variant: PageVariant = PageVariant.PLAIN, p
     return key + _PLACE.pack(group, variant, part) if group or variant or part else key
 
 
+def bare_key(key: bytes) -> bytes:
+    """Return the key of a page with the tokens of a plain page `key`, but without the KV of draft layers."""
+    return page_key(key[:KEY_BYTES], page_group(key), PageVariant.BARE)
+
+
+def plain_key(key: bytes) -> bytes:
+    """Return the key of the plain page with the tokens of a bare page; any other key unchanged."""
+    if len(key) > KEY_BYTES:
+        group, variant, _ = _PLACE.unpack_from(key, KEY_BYTES)
+        if variant == PageVariant.BARE:
+            return page_key(key[:KEY_BYTES], group)
+    return key
+
+
 def page_group(key: bytes) -> int:
     """Return the group of a page from its key."""
     group: int = _PLACE.unpack_from(key, KEY_BYTES)[0] if len(key) > KEY_BYTES else 0
@@ -154,7 +168,7 @@ class BlockPool:
         self._num_cached = 0  # blocks
         self._states_of: dict[bytes, set[bytes]] = {}  # keys of states, by the key of their block
         self._quarantined: set[int] = set()
-        self._changes: dict[bytes, bool] = {}
+        self._changes: dict[bytes, None] = {}  # keys
 
     @property
     def num_available(self) -> int:
@@ -210,7 +224,7 @@ class BlockPool:
         self._blocks_of[key] = blocks
         if _is_state(key):
             self._states_of.setdefault(key[:KEY_BYTES], set()).add(key)
-        self._changes[key] = True
+        self._changes[key] = None
         return True
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -247,13 +261,20 @@ class BlockPool:
                 heapq.heappush(self._free, block)
 
     def take_changes(self) -> dict[bytes, bool]:
-        """Return keys that became findable (True) or unfindable (False) since the last call; the last change counts."""
-        changes, self._changes = self._changes, {}
-        return changes
+        """Return keys that became findable (True) or unfindable (False) since the last call; the last change counts.
+
+        A bare page counts as the plain one: both spare the same computation.
+        """
+        changed, self._changes = self._changes, {}
+        plain = dict.fromkeys(map(plain_key, changed))
+        return {key: self._is_findable(key) for key in plain}
 
     def counts(self) -> PoolCounts:
         """Return the number of blocks in each state."""
         return PoolCounts(len(self._free), len(self._refs), self._num_cached, len(self._quarantined))
+
+    def _is_findable(self, key: bytes) -> bool:
+        return self.is_known(key) or (not _is_state(key) and self.is_known(bare_key(key)))
 
     def _evict(self) -> None:
         key = next(iter(self._cached))
@@ -266,7 +287,7 @@ class BlockPool:
         blocks = self._blocks_of.pop(key)
         for block in blocks:
             del self._key_of[block]
-        self._changes[key] = False
+        self._changes[key] = None
         states = self._states_of.get(key[:KEY_BYTES], set())
         states.discard(key)
         if not states:

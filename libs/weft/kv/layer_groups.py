@@ -73,14 +73,21 @@ class PagingPolicy:
     A group that sees everything has pages from block 0 on. Any other group holds the pages that the next token sees and
     the next step writes; earlier pages are freed.
 
-    `num_repeated`: tokens before the next one that a step may compute once more; it needs what they see. A draft model
-    needs the state of the last token, which no cache holds.
+    `draft_group`: the group with a draft model's layer; None without one.
     """
 
     spans: tuple[AttentionSpan, ...]
     block_tokens: int
     chunk_tokens: int
-    num_repeated: int = 0
+    draft_group: int | None = None
+
+    @property
+    def num_repeated(self) -> int:
+        """Tokens before the next one that a step may compute once more; it needs what they see.
+
+        A draft model needs the state of the last token, which no cache holds.
+        """
+        return int(self.draft_group is not None)
 
     @property
     def is_bounded(self) -> bool:

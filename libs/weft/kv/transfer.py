@@ -232,6 +232,7 @@ class PrefillRequest:
 
     - `resumed_tokens`: trailing tokens that an earlier attempt generated.
     - `lease_ms`: decode's own lease, valid until Accepted names the peer's; 0 if unknown.
+    - `is_bare`: decode does not use its draft model, so the prompt need not fill the draft layer.
     """
 
     key: RequestKey
@@ -245,6 +246,7 @@ class PrefillRequest:
     priority: int = 0
     retention: Retention = KEEP
     lease_ms: int = 0
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +270,10 @@ class ReadyBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PromptFinished:
-    """The prompt is computed: first token and counts."""
+    """The prompt is computed: first token and counts.
+
+    `bare_tokens`: prompt tokens up to the last one without KV of the draft layer.
+    """
 
     first_token_id: int
     logprobs: PositionLogprobs | None
@@ -276,6 +281,7 @@ class PromptFinished:
     store_tokens: int
     queue_ms: int
     compute_ms: int
+    bare_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,11 @@ def kv_groups(config: ModelConfig) -> KvGroups:
     return KvGroups(tuple(groups), tuple(group_of[index] for index in range(len(layers))))
 
 
+def draft_group(config: ModelConfig) -> int | None:
+    """Return the group of the draft layers; None without any."""
+    return kv_groups(config).group_of[-1] if config.drafts else None
+
+
 def group_heads(config: ModelConfig) -> tuple[int, ...]:
     """Return the query heads of each group's layers."""
     return tuple(config.num_heads_with(span.window) for span in kv_groups(config).spans)

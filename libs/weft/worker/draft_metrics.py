@@ -88,6 +88,11 @@ class DraftCollector(Collector):
             "weft_spec_loss_seconds", "Time lost lately by verifying drafts; 0 while they gain", stats.loss_seconds
         )
         yield GaugeMetricFamily(
+            "weft_spec_draft_layer_idle",
+            "1 while sequences leave out the draft layer, because its drafts do not pay",
+            stats.is_layer_idle,
+        )
+        yield GaugeMetricFamily(
             "weft_spec_head_useless",
             f"1 while steps with drafts of the head yield less than {MIN_HEAD_TOKENS} tokens",
             self.head_alarm.is_useless,

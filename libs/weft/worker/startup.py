@@ -317,7 +317,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         max_drafts=_max_drafts(config, is_gpu),
         eos_token_ids=model.eos_token_ids,
         spans=paging.spans,
-        has_draft_layer=bool(model.drafts),
+        draft_group=paging.draft_group,
         steps_ahead=int(is_gpu),
         decode_graphs=is_gpu,
         pin_sealed=bool(config.kvstore_addr),

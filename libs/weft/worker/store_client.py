@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import NamedTuple
 
 from weft import metrics, trace
 from weft.engine.config import MAX_PINNED_SHARE, MIN_PINNED
@@ -19,6 +21,7 @@ from weft.errors import WeftError
 from weft.kv.block_pool import (
     FullBlock,
     Tier,
+    bare_key,
     block_keys,
     fingerprint_digest,
     page_group,
@@ -160,6 +163,22 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         logger.error("store client failed, store disabled until restart", exc_info=error)
 
 
+class StoreHit(NamedTuple):
+    """Prompt tokens found in the store.
+
+    - `by_tier`: their number by tier. POOL: tokens of the worker's own pool that count only now, see `_fetch_all`.
+    - `num_bare_tokens`: prompt tokens up to the last fetched one without KV of the draft layer.
+    """
+
+    by_tier: dict[Tier, int]
+    num_bare_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return sum(self.by_tier.values())
+
+
 class StorePrefix:
     """Extends a sequence's cached prefix from the store. Nothing writes to its blocks after `fetch` has ended."""
 
@@ -172,57 +191,80 @@ class StorePrefix:
         """True if a store is connected and the prompt has a reusable block."""
         return self._store.is_connected and reusable_blocks(len(token_ids), self._paging.block_tokens) > 0
 
-    async def fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> dict[Tier, int]:
-        """Fetch blocks beyond the pool's prefix; return the number of tokens by tier."""
+    async def fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> StoreHit:
+        """Fetch blocks beyond the pool's prefix. Takes a bare page where the store does not have the plain one."""
         with trace.child_span("store fetch"):
-            found = await self._fetch(token_ids, cache_salt, reserved)
-        in_pool = reserved.num_hit_tokens + found.get(Tier.POOL, 0)
-        self._stats.on_lookup(len(token_ids), {**found, Tier.POOL: in_pool})
-        return found
+            hit = await self._fetch(token_ids, cache_salt, reserved)
+        in_pool = reserved.num_hit_tokens + hit.by_tier.get(Tier.POOL, 0)
+        self._stats.on_lookup(len(token_ids), {**hit.by_tier, Tier.POOL: in_pool})
+        return hit
 
-    async def _fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> dict[Tier, int]:
+    async def _fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> StoreHit:
         size = self._paging.block_tokens
         first = reserved.num_hit_tokens // size
         last = reusable_blocks(len(token_ids), size)
         if first >= last or not self._store.is_connected:
-            return {}
+            return StoreHit({})
         keys = (await self._keys(token_ids, cache_salt))[:last]
         if self._paging.is_bounded:
             return await self._fetch_all(keys, first, reserved.page_ranges)
         (run,) = reserved.page_ranges
-        fetched = await self._store.fetch(FetchRequest(keys[first:], run.blocks[first:last]), STALL_SECONDS)
-        self._stats.on_fetched(fetched.seconds)
-        return {tier: num_blocks * size for tier, num_blocks in fetched.by_tier.items()}
+        return await self._fetch_in_order(keys, first, run.blocks[:last])
 
-    async def _fetch_all(self, keys: Sequence[bytes], num_hit: int, runs: Sequence[PageRange]) -> dict[Tier, int]:
-        """Fetch the longest prefix that all layer groups can continue from, or nothing. Returns tokens beyond `num_hit`
+    async def _fetch_in_order(self, keys: Sequence[bytes], first: int, blocks: Sequence[int]) -> StoreHit:
+        """Fetch leading blocks from block `first` on; bare and plain ones may follow each other."""
+        size = self._paging.block_tokens
+        by_tier: Counter[Tier] = Counter()
+        num_bare = num_failed = 0
+        variants = (keys, [bare_key(key) for key in keys]) if self._paging.draft_group is not None else (keys,)
+        for names in cycle(variants):
+            fetched = await self._store.fetch(FetchRequest(names[first:], blocks[first:]), STALL_SECONDS)
+            self._stats.on_fetched(fetched.seconds)
+            by_tier.update({tier: num_blocks * size for tier, num_blocks in fetched.by_tier.items()})
+            first += fetched.num_blocks
+            if fetched.num_blocks and names is not keys:
+                num_bare = first
+            num_failed = 0 if fetched.num_blocks else num_failed + 1
+            if first == len(keys) or num_failed == len(variants):
+                break
+        return StoreHit(dict(by_tier), num_bare * size)
+
+    async def _fetch_all(self, keys: Sequence[bytes], num_hit: int, runs: Sequence[PageRange]) -> StoreHit:
+        """Fetch the longest prefix that all layer groups can continue from, or nothing. Counts tokens beyond `num_hit`
         blocks.
         """
         paging, groups = self._paging, range(len(runs))
         held = {page_key(key, group) for key in keys[:num_hit] for group in groups}
         candidates = [page_key(key, group) for key in keys[num_hit:] for group in groups]
+        if paging.draft_group is not None:
+            candidates += [bare_key(page_key(key, paging.draft_group)) for key in keys[num_hit:]]
         found = held | await self._store.find(candidates, STALL_SECONDS)
-        num_blocks = paging.longest_prefix_hit(keys, found.__contains__)
+        num_blocks = paging.longest_prefix_hit(keys, lambda page: page in found or bare_key(page) in found)
         if num_blocks <= num_hit:
-            return {}
+            return StoreHit({})
         num_tokens = num_blocks * paging.block_tokens
         num_saved = num_tokens - num_hit * paging.block_tokens
         request: list[bytes] = []
         pages: list[int] = []
+        num_bare = 0
         for group, run in enumerate(runs):
             # The prompt continues after these blocks.
             needed = paging.needed_blocks(group, num_hit, num_tokens, num_tokens + 1)
-            request += [page_key(key, group) for key in keys[needed.start : needed.stop]]
+            for index in range(needed.start, needed.stop):
+                page = page_key(keys[index], group)
+                if page not in found:
+                    page, num_bare = bare_key(page), index + 1
+                request.append(page)
             pages += paging.remap(group, run, num_hit, num_tokens).within(needed.start, needed.stop).blocks
         if not request:
-            return {Tier.POOL: num_saved}
+            return StoreHit({Tier.POOL: num_saved})
         fetched = await self._store.fetch(FetchRequest(request, pages, num_saved), STALL_SECONDS)
         if fetched.num_blocks < len(request):
-            return {}
+            return StoreHit({})
         # Attribute the tokens to the slowest tier involved.
         slowest = max(fetched.by_tier, key=list(Tier).index)
         self._stats.on_fetched({slowest: sum(fetched.seconds.values())})
-        return {slowest: num_saved}
+        return StoreHit({slowest: num_saved}, num_bare * paging.block_tokens)
 
     async def _keys(self, token_ids: Sequence[int], cache_salt: bytes) -> list[bytes]:
         arguments = (token_ids, self._paging.block_tokens, cache_salt)

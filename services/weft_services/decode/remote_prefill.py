@@ -408,7 +408,8 @@ class RemotePrefill:
             lost_worker_id = prefill.worker_id if receiver.is_prefill_lost else ""
             self.local_prefills.begin(request.key, num_tokens - num_hit, lost_worker_id)
             return PromptUsage(failed_worker_id=lost_worker_id) if lost_worker_id else None
-        self._engine.complete_kv(request.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
+        first = FirstToken(finished.first_token_id, finished.logprobs)
+        self._engine.complete_kv(request.key, num_tokens, first, num_bare_tokens=finished.bare_tokens)
         self.stats.on_transfer(prefill.worker_id, receiver.transferred_bytes)
         return PromptUsage(
             cached_tokens=finished.cached_tokens,

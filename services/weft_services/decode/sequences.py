@@ -297,16 +297,18 @@ class SequenceManager:
             resumed_tokens=request.resumed_tokens,
             priority=request.priority,
             retention=request.retention,
+            is_bare=reserved.is_bare,
         )
 
     async def _fill(self, sequence: DecodeSequence) -> None:
         """Fill a locally computed prompt with blocks from the store."""
         request, reserved = sequence.request, await sequence.until_reserved()
         sequence.stages.reach(RequestStage.RESERVED)
-        found = await self._store_prefix.fetch(request.token_ids, request.cache_salt, reserved)
-        sequence.store_tokens = sum(found.values())
+        hit = await self._store_prefix.fetch(request.token_ids, request.cache_salt, reserved)
+        sequence.store_tokens = hit.num_tokens
         sequence.stages.reach(RequestStage.PREFILLING)
-        self._engine.complete_kv(request.key, reserved.num_hit_tokens + sequence.store_tokens)
+        num_ready = reserved.num_hit_tokens + hit.num_tokens
+        self._engine.complete_kv(request.key, num_ready, num_bare_tokens=hit.num_bare_tokens)
 
     def _to_update(self, sequence: DecodeSequence, delta: TokenDelta) -> DecodeUpdate:
         sequence.counts = delta.prompt or sequence.counts

@@ -109,6 +109,7 @@ class KvLease(EngineSequence):
             store_tokens=min(self.store_tokens, first.prompt.num_cached_tokens),
             queue_ms=first.prompt.queue_ms,
             compute_ms=first.prompt.compute_ms,
+            bare_tokens=first.prompt.num_bare_tokens,
         )
 
 
@@ -161,6 +162,7 @@ class LeaseManager:
             resumed_tokens=request.resumed_tokens,
             priority=request.priority,
             retention=request.retention,
+            is_bare=request.is_bare,
         )
         await self._client.submit(lease, spec)
 
@@ -168,8 +170,10 @@ class LeaseManager:
         """Fill blocks from the store, then let the engine compute the rest."""
         reserved = await lease.until_reserved()
         request = lease.request
-        lease.store_tokens = sum((await self._store.fetch(request.token_ids, request.cache_salt, reserved)).values())
-        self._engine.complete_kv(request.key, reserved.num_hit_tokens + lease.store_tokens)
+        hit = await self._store.fetch(request.token_ids, request.cache_salt, reserved)
+        lease.store_tokens = hit.num_tokens
+        num_ready = reserved.num_hit_tokens + hit.num_tokens
+        self._engine.complete_kv(request.key, num_ready, num_bare_tokens=hit.num_bare_tokens)
 
     def find(self, key: RequestKey) -> KvLease:
         """Return a live lease. Raises NotFound."""

@@ -235,8 +235,8 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
     _ready(lease, 22)
     assert await anext(events) == ReadyBlocks(4, (14,))
     _ready(lease, 22)
-    lease.on_delta(TokenDelta(order.key, (7,), prompt=PromptCounts(4, 5, 6)))
-    assert await anext(events) == PromptFinished(7, None, 4, 0, 5, 6)
+    lease.on_delta(TokenDelta(order.key, (7,), prompt=PromptCounts(4, 5, 6, 8)))
+    assert await anext(events) == PromptFinished(7, None, 4, 0, 5, 6, 8)
     assert await anext(events) == ReadyBlocks(5, (15,))
     # over a fast way decode is done before we hear that our last word is out
     lease.dismiss()

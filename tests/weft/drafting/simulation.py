@@ -32,13 +32,15 @@ def sequence_of(prompt: Sequence[int], max_tokens: int, prediction: Sequence[int
 class Simulation:
     """A batch of sequences and their answers, all of one length.
 
-    `seconds`: the simulated time. `plain_seconds`: the time that the same tokens take without drafts.
+    - `fill_seconds`: of the draft layer, for each sequence that fills it.
+    - `seconds`: the simulated time. `plain_seconds`: the time that the same tokens take without a draft model.
     """
 
     speculator: Speculator
     step_seconds: Seconds
     prompt_row_seconds: float = 0.0
     num_prompt_rows: int = 0
+    fill_seconds: float = 0.0
     seconds: float = 0.0
     plain_seconds: float = 0.0
     num_steps: int = 0
@@ -64,6 +66,8 @@ class Simulation:
     def step(self, sequences: Sequence[EngineSequence], answer: Answer) -> None:
         """Run one step."""
         limits = [each.spec.sampling.max_tokens - each.num_generated - 1 for each in sequences]
+        for each in sequences:
+            each.is_bare = not self.speculator.fills_draft_layer(each)
         requests = [DraftRequest(*each) for each in zip(sequences, limits, strict=True)]
         proposals = self.speculator.propose(requests, self.num_prompt_rows)
         outcomes, context = [], 0
@@ -76,9 +80,10 @@ class Simulation:
         num_rows = len(sequences) + sum(map(len, proposals))
         plain = self.step_seconds(len(sequences))
         prompt_seconds = self.prompt_row_seconds * self.num_prompt_rows
-        seconds = self.step_seconds(num_rows) + prompt_seconds
+        fill_seconds = self.fill_seconds * sum(not each.is_bare for each in sequences)
+        seconds = self.step_seconds(num_rows) + prompt_seconds + fill_seconds
         if self.num_prompt_rows:
-            seconds = plain + self.prompt_row_seconds * (num_rows - len(sequences)) + prompt_seconds
+            seconds = plain + self.prompt_row_seconds * (num_rows - len(sequences)) + prompt_seconds + fill_seconds
         self.speculator.on_step(DecodeStep(outcomes, num_rows, self.num_prompt_rows, context, seconds))
         num_tokens = sum(outcome.num_tokens for outcome in outcomes)
         self.seconds += seconds - prompt_seconds

@@ -33,6 +33,7 @@ class SimulatedHead:
         self, requests: Sequence[DraftRequest], goes_on: Callable[[EngineSequence, Sequence[DraftToken]], bool]
     ) -> list[Proposal]:
         self.num_calls += 1
+        assert not any(sequence.is_bare for sequence, limit in requests if limit)
         found: dict[EngineSequence, list[DraftToken]] = {sequence: [] for sequence, _ in requests}
         active = [each for each in requests if each.limit]
         while active:
@@ -67,10 +68,8 @@ def fresh(num_tokens: int, seed: int) -> list[int]:
 
 
 def simulate(head: SimulatedHead, answers: list[list[int]], step_seconds: Seconds = STEP) -> Simulation:
-    speculator = AdaptiveSpeculator((EOS,), clock=lambda: head.now)
-    speculator.set_head(head)
     head.answers = answers
-    run = Simulation(speculator, step_seconds)
+    run = Simulation(speculator_with(head), step_seconds)
     run.run([[1, 2, 3]] * len(answers), answers)
     run.seconds += head.now
     return run
@@ -124,6 +123,38 @@ def test_drafts_that_are_cut_each_time_cost_less_than_two_percent() -> None:
     assert head.num_calls
     assert not run.num_drafts
     assert run.ratio > 0.98
+
+
+@pytest.mark.parametrize(("num_sequences", "alpha"), [(1, 0.0), (4, 0.3), (16, 0.5)])
+def test_layer_of_a_head_that_does_not_pay_is_left_out(num_sequences: int, alpha: float) -> None:
+    """Filled for all tokens, it would take 7% of each step."""
+    head = SimulatedHead(lambda place: alpha, 0.01)
+    speculator = speculator_with(head)
+    run = Simulation(speculator, STEP, fill_seconds=0.07 * STEP(num_sequences) / num_sequences)
+    for turn in range(40):
+        head.answers = [fresh(300, 100 * turn + index) for index in range(num_sequences)]
+        run.run([[1, 2, 3]] * num_sequences, head.answers)
+    run.seconds += head.now
+    assert run.ratio > 0.98
+
+
+def test_layer_is_filled_again_once_drafts_pay() -> None:
+    rates, runs = [0.0], list[Simulation]()
+    head = SimulatedHead(lambda place: rates[0], 0.0005)
+    speculator = speculator_with(head)
+    for rates[0] in (0.0, 0.9):
+        runs.append(run := Simulation(speculator, STEP, fill_seconds=0.0005))
+        for turn in range(60):
+            head.answers = [fresh(200, turn)]
+            run.run([[1, 2, 3]], head.answers)
+    assert runs[0].num_tokens / runs[0].num_steps < 1.05
+    assert runs[1].num_tokens / runs[1].num_steps > 1.5
+
+
+def speculator_with(head: SimulatedHead) -> AdaptiveSpeculator:
+    speculator = AdaptiveSpeculator((EOS,), clock=lambda: head.now)
+    speculator.set_head(head)
+    return speculator
 
 
 class EndingHead(SimulatedHead):

@@ -32,7 +32,7 @@ from weft.kv.block_pool import FullBlock
 from weft.kv.layer_groups import PageRange
 from weft.model.decoder import Decoder
 from weft.model.draft import DraftModel
-from weft.model.kv_layout import kv_groups
+from weft.model.kv_layout import draft_group, kv_groups
 from weft.request import NO_DRAFTS, DraftCounts, FinishReason, PositionLogprobs, RequestKey, SamplingParams
 
 DEADLINE_SECONDS = 30.0
@@ -78,7 +78,7 @@ class Driver:
         settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
         settings["spans"] = kv_groups(tiny.config).spans
         settings["steps_ahead"] = self.steps_ahead
-        settings["has_draft_layer"] = make_head is not None
+        settings["draft_group"] = draft_group(tiny.config) if make_head else None
         settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
         self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
         self.tiny = tiny
@@ -222,8 +222,10 @@ def handed_off(
     """A sequence of `target` whose prompt `source` computes, to its end."""
     key = target.submit(name, prompt, num_tokens, wait_for_kv=True, **changes)
     reserved = target.wait_reserved(key)
-    first, lent = prefill(source, name, prompt, **changes)
+    first, lent = prefill(source, name, prompt, is_bare=reserved.is_bare, **changes)
     hand_over(source, lent, target, reserved, len(prompt))
+    counts = source.heard[key].counts
+    assert counts is not None
     source.engine.release(key)
-    target.engine.complete_kv(key, len(prompt), first)
+    target.engine.complete_kv(key, len(prompt), first, num_bare_tokens=counts.num_bare_tokens)
     return target.wait_end(key)

@@ -37,6 +37,9 @@ class ScriptedSpeculator:
     def set_head(self, head: DraftHead) -> None:
         self.head = head
 
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        return True
+
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         assert num_prompt_rows >= 0
         self.proposed.clear()

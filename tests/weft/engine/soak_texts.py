@@ -48,6 +48,7 @@ class Live:
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
     reserved: Reserved | None = None  # until it has been filled
+    num_bare: int = 0  # of its prompt
 
     @property
     def awaited(self) -> list[int]:

@@ -15,6 +15,7 @@ from tests.weft.engine.tiny_heads import MakeHead, MixedSpeculator, SlowTwin, as
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.sequence import Sequence
+from weft.kv.block_pool import plain_key
 from weft.model.kv_layout import kv_groups
 from weft.request import NO_DRAFTS
 
@@ -106,6 +107,56 @@ def test_head_drafts_the_same_behind_a_hand_off(headed: tuple[Tiny, MakeHead], t
         target.assert_all_blocks_are_back()
     assert heard.tokens == expected.tokens
     assert_drafts_are_those_of(twin, speculator.drafted, 10)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window", "llama4", "deepseek"])
+def test_head_sees_no_token_before_the_last_bare_one(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences leave out and fill the layer in turns: cold, behind bare and plain hits, with NaN in free pages."""
+    tiny, make_head = with_head(family_of(name))
+    prompts = [[(5 * i * i + 3 * i + 7 * (i > 20) * length) % 90 + 3 for i in range(length)] for length in (9, 23, 40)]
+    speculator = MixedSpeculator({}, share_bare=0.5)
+    num_blocks = 40 * len(kv_groups(tiny.config).spans)
+    sizes: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "num_blocks": num_blocks, "max_num_seqs": 3}
+    with Driver(tiny, speculator=speculator, make_head=make_head, **sizes) as driver:
+        poison = Poison(monkeypatch)
+        poison.blocks = driver.pool().fill_(float("nan"))
+        hits: list[int] = []
+        for turn in range(4):
+            keys = [driver.submit(f"{turn}-{i}", prompt, 30) for i, prompt in enumerate(prompts)]
+            for key, prompt in zip(keys, prompts, strict=True):
+                assert tiny.is_greedy(prompt, driver.wait_end(key).tokens)
+                hits.append(driver.heard[key].num_cached)
+        driver.assert_all_blocks_are_back()
+    assert_drafts_are_those_of(SlowTwin(tiny, make_head), speculator.drafted, 20)
+    assert max(hits) >= 20
+    assert {bool(each.num_bare) for each in speculator.drafted} == {True, False}
+
+
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_bare_prompt_is_found_again_and_handed_off(
+    headed: tuple[Tiny, MakeHead], twin: SlowTwin, is_bare: bool
+) -> None:
+    """A prefill engine leaves out what a decode engine does not use, and both find the blocks under other names."""
+    tiny, make_head = headed
+    prompt, speculator = PROMPT[:13], MixedSpeculator({}, share_bare=float(is_bare))
+    sizes: dict[str, Any] = {**SIZES, "pin_sealed": True, "max_pinned": 64}
+    with (
+        Driver(tiny, make_head=make_head, **sizes) as source,
+        Driver(tiny, make_head=make_head, speculator=speculator, **sizes) as target,
+    ):
+        found = [handed_off(source, target, prompt, NUM_TOKENS, name, temperature=0.0) for name in ("first", "second")]
+        keys = [[each.block_key for each in driver.sealed] for driver in (source, target)]
+        for driver in (source, target):
+            driver.engine.unpin([each.block for each in driver.sealed])
+    expected = tiny.greedy(prompt, NUM_TOKENS)
+    assert [heard.tokens for heard in found] == [expected, expected]
+    assert [heard.num_cached for heard in found] == [13, 13]
+    assert [len(each) for each in keys] == [3, (13 + NUM_TOKENS - 1) // 4]
+    assert {plain_key(key) != key for each in keys for key in each} == {is_bare}
+    assert bool(speculator.drafted) != is_bare
+    assert_drafts_are_those_of(twin, speculator.drafted, 0 if is_bare else 10)
 
 
 @pytest.mark.parametrize("num_blocks", [12, 18])

@@ -37,7 +37,7 @@ from weft.engine.head_executor import HeadExecutor
 from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.kv.layer_groups import PageRange
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import kv_groups
+from weft.model.kv_layout import draft_group, kv_groups
 from weft.request import FinishReason, RequestKey
 
 NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
@@ -61,7 +61,7 @@ def crowded(tiny: Tiny) -> EngineConfig:
         chunk_tokens=11,
         max_num_seqs=7,
         steps_ahead=Driver.steps_ahead,
-        has_draft_layer=bool(tiny.config.drafts),
+        draft_group=draft_group(tiny.config),
         decode_graphs=vars(runner)["ModelRunner"] is LateRunner,  # and all else as on a GPU
         pin_sealed=True,
         max_pinned=3,
@@ -86,7 +86,7 @@ class Chaos:
         self.is_over = threading.Event()
         self.vocab_size = tiny.config.vocab_size
         self.whole: dict[str, tuple[int, ...]] = {}  # prompts with their texts, by request
-        self.speculator = None if make_head is None else MixedSpeculator(self.whole)
+        self.speculator = None if make_head is None else MixedSpeculator(self.whole, share_bare=0.3)
         looks = count()
         model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
         self.engine = runner.assemble(
@@ -157,6 +157,9 @@ class Chaos:
         if live is None:
             return  # cancelled, and said before that was heard
         live.tokens += delta.token_ids
+        if delta.prompt is not None:
+            live.num_bare = delta.prompt.num_bare_tokens
+            self.counts["bare"] += live.num_bare > 0
         expected = live.awaited
         assert live.tokens == expected[: len(live.tokens)], f"{live.spec}: {live.tokens}, alone {expected}"
         if delta.finish_reason is not None:
@@ -213,6 +216,7 @@ class Chaos:
             wait_for_kv=kind == "wait",
             resumed_tokens=num_resumed,
             constraint=EveryThird(self.vocab_size) if text.is_constrained else None,
+            is_bare=self.speculator is not None and kind == "prefill" and self.random.random() < 0.3,
         )
         self.whole[key.request_id] = (*text.prompt, *text.expected)
         self.live[key] = Live(text, spec)
@@ -240,7 +244,7 @@ class Chaos:
             if held.text is live.text and len(held.spec.token_ids) == num_tokens:
                 self.copy(runs, reserved, num_hits, num_tokens)
                 self.counts["handed over"] += 1
-                self.engine.complete_kv(live.spec.key, num_tokens, FirstToken(token))
+                self.engine.complete_kv(live.spec.key, num_tokens, FirstToken(token), num_bare_tokens=held.num_bare)
                 return
         blocks = [block for run in reserved.page_ranges for block in run.within(num_hits, run.end).blocks]
         suspects = [block for block in blocks[-3:] if self.random.random() < 0.5]
@@ -346,4 +350,5 @@ def soak(
     if chaos.speculator is not None:
         assert 0 < chaos.speculator.num_accepted < chaos.speculator.num_verified
         assert chaos.speculator.drafted
+        assert chaos.counts["bare"]
         assert not chaos.speculator.known

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,17 +110,17 @@ class SlowTwin:
         self.draft = cache(self._draft)
 
     @torch.inference_mode()
-    def _draft(self, token_ids: tuple[int, ...], count: int, params: SamplingParams) -> list[int]:
-        """Return `count` drafts after the tokens."""
-        head, length = self.head, len(token_ids)
+    def _draft(self, token_ids: tuple[int, ...], count: int, params: SamplingParams, num_bare: int) -> list[int]:
+        """Return `count` drafts after the tokens; the draft model sees no slot before `num_bare`."""
+        head, length, first = self.head, len(token_ids), max(1, num_bare)
         batches, slots = self._pool(length + count)
-        state = head.fuse(self._features(token_ids[:-1]))
-        ids, positions, drafts = torch.tensor(token_ids[1:]), torch.arange(1, length), list[int]()
+        state = head.fuse(self._features(token_ids[:-1])[first - 1 :])
+        ids, positions, drafts = torch.tensor(token_ids[first:]), torch.arange(first, length), list[int]()
         while True:
             # Slots are one less than the engine's, as slot 0 of the engine's draft layer stays empty.
             rows = DraftRows(ids, positions, slots[:, positions - 1])
             end = int(positions[-1])
-            state = head.forward(state, rows, batches(len(ids), end))[-1:]
+            state = head.forward(state, rows, batches(len(ids), end, first - 1))[-1:]
             drafts.append(self._choose(head.logits(state), params, length + len(drafts)))
             if len(drafts) == count:
                 return drafts
@@ -132,7 +132,7 @@ class SlowTwin:
         positions = torch.arange(count)
         out = torch.empty(count, len(head.boundaries), model.config.hidden_size)
         rows = TokenBatch(torch.tensor(token_ids), positions, slots[:, :count], positions[-1:])
-        model.hidden(rows, batches(count, count), Capture(head.boundaries, out))
+        model.hidden(rows, batches(count, count, 0), Capture(head.boundaries, out))
         return out
 
     def _choose(self, logits: Tensor, params: SamplingParams, position: int) -> int:
@@ -140,18 +140,21 @@ class SlowTwin:
         chosen = sample(logits, rows) if vocabulary is None else sample_drafts(logits, rows, vocabulary)
         return int(chosen[0])
 
-    def _pool(self, num_tokens: int) -> tuple[Callable[[int, int], list[PagedBatch]], Tensor]:
-        """Return what makes the batches of `count` rows up to token `end`, and the slots [groups, tokens]."""
+    def _pool(self, num_tokens: int) -> tuple[Callable[[int, int, int], list[PagedBatch]], Tensor]:
+        """Return what makes the batches of `count` rows up to token `end` that see slots from `first` on.
+
+        Also returns the slots [groups, tokens].
+        """
         config = self.model.config
         num_groups, num_blocks = len(kv_groups(config).groups), -(-num_tokens // 16)
         memory = torch.zeros(num_groups * num_blocks, block_bytes(config, "float32", 16) // 4)
         pool: PagedPool = paged_pool(config, memory, 16)
         heads = list(group_heads(config))
 
-        def batches(count: int, end: int) -> list[PagedBatch]:
+        def batches(count: int, end: int, first: int) -> list[PagedBatch]:
             tables = [range(group * num_blocks, (group + 1) * num_blocks) for group in range(num_groups)]
             return [
-                PagedBatch(pool, number, [0, count], [end], [table])
+                PagedBatch(pool, number, [0, count], [end], [table], first=[first])
                 for number, table in zip(heads, tables, strict=True)
             ]
 
@@ -159,20 +162,35 @@ class SlowTwin:
         return batches, starts + torch.arange(num_blocks * 16)
 
 
-Drafted = tuple[tuple[int, ...], Proposal, SamplingParams]
+class Drafted(NamedTuple):
+    """What the head drafted after a text. `num_bare`: see `Sequence`."""
+
+    token_ids: tuple[int, ...]
+    proposal: Proposal
+    params: SamplingParams
+    num_bare: int
 
 
 class MixedSpeculator(ScriptedSpeculator):
     """Asks the head before every step, and verifies its drafts, scripted ones or none.
 
-    `drafted`: texts, and what the head drafted after them.
+    - `drafted`: texts, and what the head drafted after them.
+    - `share_bare`: of steps that do not fill the draft layer, several in a row.
     """
 
-    def __init__(self, texts: Mapping[str, Items[int]], max_drafts: int = 5, share_head: float = 0.4) -> None:
+    def __init__(
+        self, texts: Mapping[str, Items[int]], max_drafts: int = 5, share_head: float = 0.4, share_bare: float = 0.0
+    ) -> None:
         super().__init__(reader_of(texts), share_right=0.8, is_varied=True)
+        self.share_bare, self._are_bare, self._bare_chance = share_bare, dict[Sequence, bool](), Random(8)
         self.drafted: list[Drafted] = []
         self._max_drafts, self._share_head = max_drafts, share_head
         self._chance = Random(7)
+
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        if sequence not in self._are_bare or self._bare_chance.random() < 0.2:
+            self._are_bare[sequence] = self._bare_chance.random() < self.share_bare
+        return not self._are_bare[sequence]
 
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         assert self.head is not None
@@ -185,7 +203,8 @@ class MixedSpeculator(ScriptedSpeculator):
             assert len(proposal) <= limit
             assert {draft.source for draft in proposal} <= {DraftSource.HEAD}
             if proposal:
-                self.drafted.append((tuple(sequence.token_ids), proposal, sequence.spec.sampling))
+                text = tuple(sequence.token_ids)
+                self.drafted.append(Drafted(text, proposal, sequence.spec.sampling, sequence.num_bare))
         chosen = [
             drafts if drafts and self._chance.random() < self._share_head else other
             for drafts, other in zip(found, scripted, strict=True)
@@ -195,6 +214,7 @@ class MixedSpeculator(ScriptedSpeculator):
 
     def forget(self, sequence: Sequence) -> None:
         super().forget(sequence)
+        self._are_bare.pop(sequence, None)
         if self.head is not None:
             self.head.forget(sequence)
 
@@ -202,6 +222,6 @@ class MixedSpeculator(ScriptedSpeculator):
 def assert_drafts_are_those_of(twin: SlowTwin, drafted: Items[Drafted], at_least: int = 20) -> None:
     # The loop that runs ahead asks rarely while nothing is proposed.
     assert len(drafted) >= (2 if Driver.steps_ahead and at_least else at_least)
-    for token_ids, proposal, params in drafted:
-        expected = twin.draft(token_ids, len(proposal), params)
+    for token_ids, proposal, params, num_bare in drafted:
+        expected = twin.draft(token_ids, len(proposal), params, num_bare)
         assert [draft.token_id for draft in proposal] == expected, f"after {len(token_ids)} tokens"

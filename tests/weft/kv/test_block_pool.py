@@ -16,8 +16,11 @@ from weft.kv.block_pool import (
     OffloadQueue,
     PoolCounts,
     PoolExhausted,
+    bare_key,
     block_key,
     block_keys,
+    page_key,
+    plain_key,
     reusable_blocks,
     root_key,
     tenant_tag,
@@ -30,6 +33,7 @@ POOL_BLOCKS = 8
 
 
 KEYS = [bytes([i]) for i in range(5)]
+KEY = block_key(root_key(b""), [1, 2, 3])
 
 
 def test_a_released_private_block_is_free_and_a_published_one_is_cached() -> None:
@@ -346,3 +350,19 @@ def test_where_nobody_copies_nothing_is_pinned() -> None:
     assert seal(pool, offers, *"abc") == []
     assert offers.on_copied([0, 1]) == []
     assert pool.counts().active == 0
+
+
+def test_changes_name_a_block_once_for_both_kinds_of_its_page() -> None:
+    """A block without the KV of the draft layer spares a prompt as much as one with it."""
+    pool = BlockPool(3)
+    for page in (page_key(KEY, 1), bare_key(page_key(KEY, 1))):
+        assert plain_key(page) == page_key(KEY, 1)
+        pool.publish(pool.reserve(1)[0], page)
+        assert pool.take_changes() == {page_key(KEY, 1): True}
+    held = pool.match([page_key(KEY, 1)])
+    pool.release([0, 1])  # the bare page may be evicted now, the plain one is held
+    pool.reserve(2)
+    assert pool.take_changes() == {page_key(KEY, 1): True}
+    pool.release(held)
+    pool.reserve(1)
+    assert pool.take_changes() == {page_key(KEY, 1): False}

@@ -160,7 +160,7 @@ def test_no_room_for_the_largest_step_is_said_in_the_words_of_the_settings(
 def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], TinyFamily], has_head: bool) -> None:
     tiny, make_head = with_head(family_of("llama4")) if has_head else (family_of("llama4"), None)
     limits = replace(limits_of(tiny.config, max_num_seqs=40), decode_graphs=True, max_pinned=0)
-    limits = replace(limits, has_draft_layer=has_head, max_pinned=0)
+    limits = replace(limits, draft_group=0 if has_head else None, max_pinned=0)
     model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
     runner = ModelRunner(model, limits, "float32", CPU, make_head(model) if make_head else None)
     size = runner.pool_memory.block_bytes
@@ -188,7 +188,7 @@ def test_the_largest_graphs_of_a_draft_model_are_captured_too(
     monkeypatch.setattr(HeadGraphs, "_capture", watched)
     model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
     limits = replace(limits_of(tiny.config, max_num_seqs=300), decode_graphs=True, max_pinned=0)
-    limits = replace(limits, has_draft_layer=True, max_pinned=0)
+    limits = replace(limits, draft_group=0, max_pinned=0)
     measure_peak(model, limits, "float32", CPU, make_head(model))
     assert captured == [((64, 8), "fill"), ((256, 1), "step"), ((256, 1), "filtered")]
 

@@ -35,15 +35,17 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """All counters; each only grows, but for `loss_seconds`.
+    """All counters; each only grows, but for the last two.
 
     - `sources`: one entry for each source that had a draft verified.
     - `tokens_per_step`: element n counts decode steps of one sequence that gained n tokens.
     - `off_seconds`: duration of the steps in which no proposed draft was verified.
     - `loss_seconds`: time by which speculation was slower than plain decoding lately; 0 while it gains.
+    - `is_layer_idle`: sequences leave out the draft layer, because drafts of the draft model do not pay.
     """
 
     sources: Mapping[DraftSource, SourceStats]
     tokens_per_step: tuple[int, ...]
     off_seconds: Mapping[OffReason, float]
     loss_seconds: float
+    is_layer_idle: bool = False

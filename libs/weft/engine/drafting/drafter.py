@@ -102,6 +102,13 @@ class Speculator(Protocol):
     def set_head(self, head: DraftHead) -> None:
         """Also draft with a draft model. Called once, before the first step."""
 
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        """Return True if the sequence's next step should fill the draft layer.
+
+        Asked when a sequence is admitted, and before each step that decodes it. Tokens that do not fill the layer stay
+        invisible to the draft model.
+        """
+
     def propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         """Return the drafts of each request, at most its `limit`; empty for none.
 

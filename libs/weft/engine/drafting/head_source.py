@@ -28,10 +28,12 @@ class HeadSource:
     """Asks the draft model.
 
     - `costs_of`: seconds that drafting for the next step took, by sequence.
+    - `is_paying`: drafts for all sequences that may have some were expected to save time in the last step.
     """
 
     def __init__(self, head: DraftHead, costs: StepCosts, rates: AcceptanceRates, clock: Callable[[], float]) -> None:
         self.costs_of: dict[Sequence, float] = {}
+        self.is_paying = True
         self._head, self._costs, self._rates, self._clock = head, costs, rates, clock
         self._num_drafts, self._num_tokens = PRIOR_DRAFTS, PRIOR_TOKENS
         self._pass_seconds: dict[int, float] = {}  # of one draft for each sequence, by the number of sequences
@@ -47,10 +49,14 @@ class HeadSource:
         """
         self.costs_of.clear()
         context = sum(len(sequence.token_ids) for sequence, _ in requests)
-        asked = [index for index, request in enumerate(requests) if _may_ask(request, drafters)]
+        likely = [index for index, request in enumerate(requests) if _may_ask(request, drafters)]
         plain = self._costs.plain_seconds(len(requests), context)
         improved = list(proposals)
-        if not asked or not plain:
+        if not plain:
+            return improved, 0.0
+        self.is_paying = bool(likely) and self._expected_tokens(len(likely), len(requests), context, plain) > 0
+        asked = [index for index in likely if not requests[index].sequence.is_bare]
+        if not asked:
             return improved, 0.0
         known = {index: self._tokens(proposals[index], drafters[requests[index].sequence]) for index in asked}
         expected, spent = self._expected_tokens(len(asked), len(requests), context, plain), 0.0

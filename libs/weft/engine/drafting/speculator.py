@@ -12,6 +12,7 @@ from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, DraftOrder, Step
 from weft.engine.drafting.draft_stats import DraftStats, OffReason, SourceStats
 from weft.engine.drafting.drafter import DecodeStep, DraftHead, DraftOutcome, DraftRequest, DraftSource, Proposal
 from weft.engine.drafting.head_source import HeadSource
+from weft.engine.drafting.head_use import HeadUse
 from weft.engine.drafting.ledger import LossLedger
 from weft.engine.drafting.sequence_drafter import SequenceDrafter
 from weft.engine.sequence import Sequence
@@ -71,6 +72,7 @@ class AdaptiveSpeculator:
         self._costs = StepCosts()
         self._ledger = LossLedger()
         self._head: HeadSource | None = None
+        self._head_use = HeadUse()
         self._num_since_sample = 0
         self._probe_seconds = 0.0
         self._reason: OffReason | None = None  # why the step that was planned last has no drafts
@@ -89,8 +91,14 @@ class AdaptiveSpeculator:
         """Also draft with a draft model."""
         self._head = HeadSource(head, self._costs, self._rates, self._clock)
 
+    def fills_draft_layer(self, sequence: Sequence) -> bool:
+        """Return False while drafts of the draft model do not pay, but for a sample of the sequences."""
+        return self._head_use.fills(sequence)
+
     def _propose(self, requests: Items[DraftRequest], num_prompt_rows: int) -> list[Proposal]:
         self._reason = OffReason.LOSS if self._ledger.is_off else None
+        if self._head is not None and (self._ledger.is_off or num_prompt_rows):
+            self._head.is_paying = False
         proposals: list[Proposal] = [] if self._ledger.is_off else self._gather(requests)
         if proposals and self._head is not None and not num_prompt_rows and not self._is_sample_due(len(requests)):
             proposals, spent = self._head.improve(requests, proposals, self._drafters, self._probe_seconds)
@@ -113,6 +121,8 @@ class AdaptiveSpeculator:
         """Learn what the step cost and which drafts were accepted."""
         num_sequences = len(step.outcomes)
         self._probe_seconds = min(MAX_PROBE_SECONDS, self._probe_seconds + PROBE_SHARE * step.seconds)
+        if self._head is not None:
+            self._head_use.on_step(self._head.is_paying)
         if step.num_rows > num_sequences:
             self._follow(step)
         else:
@@ -129,6 +139,7 @@ class AdaptiveSpeculator:
     def forget(self, sequence: Sequence) -> None:
         """Drop all state of a sequence that has ended."""
         self._drafters.pop(sequence, None)
+        self._head_use.forget(sequence)
         if self._head is not None:
             self._head.forget(sequence)
 
@@ -143,6 +154,7 @@ class AdaptiveSpeculator:
             tokens_per_step=tuple(self._tokens_per_step[number] for number in range(longest + 1)),
             off_seconds=dict(self._off_seconds),
             loss_seconds=self._ledger.loss_seconds,
+            is_layer_idle=self._head_use.is_idle,
         )
 
     def _gather(self, requests: Items[DraftRequest]) -> list[Proposal]:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weft_mesh.v1 import common_pb2 as weft__mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/prefill_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xa3\x01\n\x0ePrefillRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.weft_mesh.v1.PrefillStartH\x00\x12-\n\x07renewal\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.LeaseRenewalH\x00\x12*\n\x04\x64one\x18\x03 \x01(\x0b\x32\x1a.weft_mesh.v1.TransferDoneH\x00\x42\t\n\x07message\"\xd7\x02\n\x0cPrefillStart\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x17\n\x0fprefill_boot_id\x18\x02 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1e.weft_mesh.v1.ModelFingerprint\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.weft_mesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x13\n\x0bheld_blocks\x18\x07 \x01(\r\x12\x16\n\x0eresumed_tokens\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12*\n\tretention\x18\n \x01(\x0b\x32\x17.weft_mesh.v1.Retention\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\"\x0e\n\x0cLeaseRenewal\"\x0e\n\x0cTransferDone\"\x91\x02\n\x0fPrefillResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.weft_mesh.v1.PrefillAcceptedH\x00\x12+\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x19.weft_mesh.v1.BlocksReadyH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.weft_mesh.v1.PrefillFinishedH\x00\x12-\n\x07\x63losing\x18\x04 \x01(\x0b\x32\x1a.weft_mesh.v1.LeaseClosingH\x00\x12\x33\n\theartbeat\x18\x05 \x01(\x0b\x32\x1e.weft_mesh.v1.PrefillHeartbeatH\x00\x42\x07\n\x05\x65vent\"\x12\n\x10PrefillHeartbeat\"f\n\x0fPrefillAccepted\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x30\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x1e.weft_mesh.v1.TransferEndpoint\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"T\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\r\n\x05group\x18\x04 \x01(\r\"\xc0\x01\n\x0fPrefillFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x35\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobsH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0cstore_tokens\x18\x04 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\r\x12\x12\n\ncompute_ms\x18\x06 \x01(\rB\x0b\n\t_logprobs\"\"\n\x0cLeaseClosing\x12\x12\n\nlease_held\x18\x01 \x01(\x08\"\x95\x01\n\x1aPrefillServiceEmbedRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x17\n\x0fprefill_boot_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\"-\n\x1bPrefillServiceEmbedResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\"J\n\x11ReadBlocksRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"G\n\x12ReadBlocksResponse\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\x8d\x02\n\x0ePrefillService\x12J\n\x07Prefill\x12\x1c.weft_mesh.v1.PrefillRequest\x1a\x1d.weft_mesh.v1.PrefillResponse(\x01\x30\x01\x12\\\n\x05\x45mbed\x12(.weft_mesh.v1.PrefillServiceEmbedRequest\x1a).weft_mesh.v1.PrefillServiceEmbedResponse\x12Q\n\nReadBlocks\x12\x1f.weft_mesh.v1.ReadBlocksRequest\x1a .weft_mesh.v1.ReadBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/prefill_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xa3\x01\n\x0ePrefillRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.weft_mesh.v1.PrefillStartH\x00\x12-\n\x07renewal\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.LeaseRenewalH\x00\x12*\n\x04\x64one\x18\x03 \x01(\x0b\x32\x1a.weft_mesh.v1.TransferDoneH\x00\x42\t\n\x07message\"\xe8\x02\n\x0cPrefillStart\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x17\n\x0fprefill_boot_id\x18\x02 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1e.weft_mesh.v1.ModelFingerprint\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.weft_mesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x13\n\x0bheld_blocks\x18\x07 \x01(\r\x12\x16\n\x0eresumed_tokens\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12*\n\tretention\x18\n \x01(\x0b\x32\x17.weft_mesh.v1.Retention\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12\x0f\n\x07is_bare\x18\x0c \x01(\x08\"\x0e\n\x0cLeaseRenewal\"\x0e\n\x0cTransferDone\"\x91\x02\n\x0fPrefillResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.weft_mesh.v1.PrefillAcceptedH\x00\x12+\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x19.weft_mesh.v1.BlocksReadyH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.weft_mesh.v1.PrefillFinishedH\x00\x12-\n\x07\x63losing\x18\x04 \x01(\x0b\x32\x1a.weft_mesh.v1.LeaseClosingH\x00\x12\x33\n\theartbeat\x18\x05 \x01(\x0b\x32\x1e.weft_mesh.v1.PrefillHeartbeatH\x00\x42\x07\n\x05\x65vent\"\x12\n\x10PrefillHeartbeat\"f\n\x0fPrefillAccepted\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x30\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x1e.weft_mesh.v1.TransferEndpoint\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"T\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\r\n\x05group\x18\x04 \x01(\r\"\xd5\x01\n\x0fPrefillFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x35\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobsH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0cstore_tokens\x18\x04 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\r\x12\x12\n\ncompute_ms\x18\x06 \x01(\r\x12\x13\n\x0b\x62\x61re_tokens\x18\x07 \x01(\rB\x0b\n\t_logprobs\"\"\n\x0cLeaseClosing\x12\x12\n\nlease_held\x18\x01 \x01(\x08\"\x95\x01\n\x1aPrefillServiceEmbedRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x17\n\x0fprefill_boot_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\"-\n\x1bPrefillServiceEmbedResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\"J\n\x11ReadBlocksRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"G\n\x12ReadBlocksResponse\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\x8d\x02\n\x0ePrefillService\x12J\n\x07Prefill\x12\x1c.weft_mesh.v1.PrefillRequest\x1a\x1d.weft_mesh.v1.PrefillResponse(\x01\x30\x01\x12\\\n\x05\x45mbed\x12(.weft_mesh.v1.PrefillServiceEmbedRequest\x1a).weft_mesh.v1.PrefillServiceEmbedResponse\x12Q\n\nReadBlocks\x12\x1f.weft_mesh.v1.ReadBlocksRequest\x1a .weft_mesh.v1.ReadBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,31 +35,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=80
   _globals['_PREFILLREQUEST']._serialized_end=243
   _globals['_PREFILLSTART']._serialized_start=246
-  _globals['_PREFILLSTART']._serialized_end=589
-  _globals['_LEASERENEWAL']._serialized_start=591
-  _globals['_LEASERENEWAL']._serialized_end=605
-  _globals['_TRANSFERDONE']._serialized_start=607
-  _globals['_TRANSFERDONE']._serialized_end=621
-  _globals['_PREFILLRESPONSE']._serialized_start=624
-  _globals['_PREFILLRESPONSE']._serialized_end=897
-  _globals['_PREFILLHEARTBEAT']._serialized_start=899
-  _globals['_PREFILLHEARTBEAT']._serialized_end=917
-  _globals['_PREFILLACCEPTED']._serialized_start=919
-  _globals['_PREFILLACCEPTED']._serialized_end=1021
-  _globals['_BLOCKSREADY']._serialized_start=1023
-  _globals['_BLOCKSREADY']._serialized_end=1107
-  _globals['_PREFILLFINISHED']._serialized_start=1110
-  _globals['_PREFILLFINISHED']._serialized_end=1302
-  _globals['_LEASECLOSING']._serialized_start=1304
-  _globals['_LEASECLOSING']._serialized_end=1338
-  _globals['_PREFILLSERVICEEMBEDREQUEST']._serialized_start=1341
-  _globals['_PREFILLSERVICEEMBEDREQUEST']._serialized_end=1490
-  _globals['_PREFILLSERVICEEMBEDRESPONSE']._serialized_start=1492
-  _globals['_PREFILLSERVICEEMBEDRESPONSE']._serialized_end=1537
-  _globals['_READBLOCKSREQUEST']._serialized_start=1539
-  _globals['_READBLOCKSREQUEST']._serialized_end=1613
-  _globals['_READBLOCKSRESPONSE']._serialized_start=1615
-  _globals['_READBLOCKSRESPONSE']._serialized_end=1686
-  _globals['_PREFILLSERVICE']._serialized_start=1689
-  _globals['_PREFILLSERVICE']._serialized_end=1958
+  _globals['_PREFILLSTART']._serialized_end=606
+  _globals['_LEASERENEWAL']._serialized_start=608
+  _globals['_LEASERENEWAL']._serialized_end=622
+  _globals['_TRANSFERDONE']._serialized_start=624
+  _globals['_TRANSFERDONE']._serialized_end=638
+  _globals['_PREFILLRESPONSE']._serialized_start=641
+  _globals['_PREFILLRESPONSE']._serialized_end=914
+  _globals['_PREFILLHEARTBEAT']._serialized_start=916
+  _globals['_PREFILLHEARTBEAT']._serialized_end=934
+  _globals['_PREFILLACCEPTED']._serialized_start=936
+  _globals['_PREFILLACCEPTED']._serialized_end=1038
+  _globals['_BLOCKSREADY']._serialized_start=1040
+  _globals['_BLOCKSREADY']._serialized_end=1124
+  _globals['_PREFILLFINISHED']._serialized_start=1127
+  _globals['_PREFILLFINISHED']._serialized_end=1340
+  _globals['_LEASECLOSING']._serialized_start=1342
+  _globals['_LEASECLOSING']._serialized_end=1376
+  _globals['_PREFILLSERVICEEMBEDREQUEST']._serialized_start=1379
+  _globals['_PREFILLSERVICEEMBEDREQUEST']._serialized_end=1528
+  _globals['_PREFILLSERVICEEMBEDRESPONSE']._serialized_start=1530
+  _globals['_PREFILLSERVICEEMBEDRESPONSE']._serialized_end=1575
+  _globals['_READBLOCKSREQUEST']._serialized_start=1577
+  _globals['_READBLOCKSREQUEST']._serialized_end=1651
+  _globals['_READBLOCKSRESPONSE']._serialized_start=1653
+  _globals['_READBLOCKSRESPONSE']._serialized_end=1724
+  _globals['_PREFILLSERVICE']._serialized_start=1727
+  _globals['_PREFILLSERVICE']._serialized_end=1996
 # @@protoc_insertion_point(module_scope)

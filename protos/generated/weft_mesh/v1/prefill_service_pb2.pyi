@@ -74,6 +74,7 @@ class PrefillStart(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    IS_BARE_FIELD_NUMBER: _builtins.int
     prefill_boot_id: _builtins.str
     """Boot id of the chosen prefill worker; another boot answers FAILED_PRECONDITION."""
     cache_salt: _builtins.bytes
@@ -90,6 +91,8 @@ class PrefillStart(_message.Message):
     """Until prefill accepts the prompt, decode ends the call after this much silence, and renews three times as often.
     Milliseconds; 0: unspecified.
     """
+    is_bare: _builtins.bool
+    """Decode does not use its draft model at present: the prompt's blocks need no KV of the draft layer."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """The attempt."""
@@ -124,10 +127,11 @@ class PrefillStart(_message.Message):
         priority: _builtins.int = ...,
         retention: _common_pb2.Retention | None = ...,
         lease_ms: _builtins.int = ...,
+        is_bare: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held_blocks", b"held_blocks", "key", b"key", "lease_ms", b"lease_ms", "prefill_boot_id", b"prefill_boot_id", "priority", b"priority", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held_blocks", b"held_blocks", "is_bare", b"is_bare", "key", b"key", "lease_ms", b"lease_ms", "prefill_boot_id", b"prefill_boot_id", "priority", b"priority", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,6 +322,7 @@ class PrefillFinished(_message.Message):
     STORE_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    BARE_TOKENS_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     """Sampled at the prompt's end."""
     cached_tokens: _builtins.int
@@ -328,6 +333,8 @@ class PrefillFinished(_message.Message):
     """Time in prefill's queue, milliseconds."""
     compute_ms: _builtins.int
     """Time of computing, milliseconds."""
+    bare_tokens: _builtins.int
+    """Prompt tokens up to the last one without KV of the draft layer."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.PositionLogprobs:
         """If requested."""
@@ -341,10 +348,11 @@ class PrefillFinished(_message.Message):
         store_tokens: _builtins.int = ...,
         queue_ms: _builtins.int = ...,
         compute_ms: _builtins.int = ...,
+        bare_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "queue_ms", b"queue_ms", "store_tokens", b"store_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "bare_tokens", b"bare_tokens", "cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "queue_ms", b"queue_ms", "store_tokens", b"store_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
