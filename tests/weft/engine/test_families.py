@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from weft.model.spec import Latent
 
 LENGTHS = [1, 7, 16, 17, 40]
 NUM_NEW, FEW_NEW = 64, 24
-WHOLE = 64  # prompt tokens of a step: more than any prompt has
+CHUNKS: list[dict[str, Any]] = [{"chunk_tokens": length} for length in (1, 7, 16, 64)]  # 64: more than any prompt has
 # `make soak` generates 64 tokens in every way, `make test` in one of them, and a few in the others
 IS_LONG = "WEFT_SOAK_STEPS" in os.environ
 # no two of these keep their KV alike; hand-offs of the others are in tests/services/decode
@@ -28,15 +29,25 @@ EDGES = ["mistral-window", "qwen3-moe", "llama4", "deepseek"]
 Family = Callable[[str], TinyFamily]
 
 
+def with_loops(limits: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], int]]:
+    """Families with limits of the engine, each with one of the two loops: every pair of the three occurs.
+
+    `make soak` takes every combination. Cases of one family are adjacent, so that one process usually runs them all.
+    """
+    every = product(enumerate(FAMILIES), enumerate(limits), (0, 1))
+    return [(name, each, ahead) for (i, name), (j, each), ahead in every if IS_LONG or (i + j) % 2 == ahead]
+
+
 @pytest.fixture(scope="module")
 def cases(family_of: Family) -> Callable[[str], tuple[TinyFamily, list[list[int]], list[list[int]]]]:
-    """A model, prompts of mixed lengths, and what transformers makes of them: ours alone and whole, where it agrees."""
+    """A model, prompts of mixed lengths, and what transformers makes of them: ours, where it agrees."""
 
     def make(name: str) -> tuple[TinyFamily, list[list[int]], list[list[int]]]:
         tiny = family_of(name)
         prompts = [[(5 * i * i + 3 * i + 7 * length) % 110 + 3 for i in range(length)] for length in LENGTHS]
         with Driver(tiny) as driver:
-            expected = [driver.generate(prompt, NUM_NEW, str(i)).tokens for i, prompt in enumerate(prompts)]
+            keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
+            expected = [driver.wait_end(key).tokens for key in keys]
         for prompt, tokens in zip(prompts, expected, strict=True):
             assert tiny.is_greedy(prompt, tokens)
         assert all(len(set(tokens)) > 4 for tokens in expected[1:]), "the oracle's text is too dull to tell anything"
@@ -62,19 +73,18 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
     return found
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, WHOLE])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "limits", "steps_ahead"), with_loops(CHUNKS), ids=str, indirect=["steps_ahead"])
 def test_tokens_are_exact_in_mixed_batches_with_preemption_in_mid_run(
-    name: str, chunk_tokens: int, cases: Cases, preempted: list[Sequence]
+    name: str, limits: dict[str, Any], cases: Cases, preempted: list[Sequence]
 ) -> None:
     """Three run at a time: two that matter more come when these are in the midst of their text, and take their place.
 
     Where layers see everything there are too few blocks as well, so that more make way later on.
     """
     tiny, prompts, expected = cases(name)
-    count = NUM_NEW if IS_LONG or chunk_tokens == 16 else FEW_NEW
+    count = NUM_NEW if IS_LONG or limits["chunk_tokens"] == 16 else FEW_NEW
     num_blocks = 10 * len(kv_groups(tiny.config).spans)
-    with Driver(tiny, chunk_tokens=chunk_tokens, num_blocks=num_blocks, max_num_seqs=3) as driver:
+    with Driver(tiny, num_blocks=num_blocks, max_num_seqs=3, **limits) as driver:
         specs = [driver.specify(str(i), prompt, count, priority=i // 3) for i, prompt in enumerate(prompts)]
         late, told = specs[3:], list[int]()
 
@@ -91,8 +101,12 @@ def test_tokens_are_exact_in_mixed_batches_with_preemption_in_mid_run(
         driver.assert_all_blocks_are_back()
 
 
-@pytest.mark.parametrize("limits", [{"block_tokens": 8}, *([{"chunk_tokens": 7}] if IS_LONG else [])], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "limits", "steps_ahead"),
+    with_loops([{"block_tokens": 8}, *([{"chunk_tokens": 7}] if IS_LONG else [])]),
+    ids=str,
+    indirect=["steps_ahead"],
+)
 def test_tokens_are_exact_in_mixed_batches_with_prefix_hits(name: str, limits: dict[str, Any], cases: Cases) -> None:
     tiny, prompts, expected = cases(name)
     count = NUM_NEW if IS_LONG else FEW_NEW
