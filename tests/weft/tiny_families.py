@@ -405,7 +405,7 @@ class TinyFamily(Tiny):
         """What a weights service would map."""
         return load_file(self.directory / "model.safetensors")
 
-    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+    def _generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Every token from the whole text: no cache of the oracle's takes part."""
         tokens = list(prompt)
         for _ in range(num_tokens):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model, its checkpoint's directory and config, and its weights by name."""
+    """A model, its checkpoint's directory and config, and its weights by name.
+
+    The oracle is slow, and tests ask it for the same text many times: `texts` keeps its greedy tokens by prompt. The
+    oracle's weights must not change after the first `greedy`; `replace` makes a model without texts.
+    """
 
     oracle: Any
     directory: Path
     config: ModelConfig
+    texts: dict[tuple[int, ...], list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -57,7 +62,13 @@ class Tiny:
         return weights
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """What transformers generates, whatever the end token says."""
+        """Return the tokens that transformers generates, end tokens included."""
+        known = self.texts.get(tuple(prompt), [])
+        if len(known) < num_tokens:
+            known = self.texts[tuple(prompt)] = self._generate(prompt, num_tokens)
+        return known[:num_tokens]
+
+    def _generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         output = self.oracle.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
