@@ -78,9 +78,9 @@ def test_drafts_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("num_items", [3, 997, 5000])
 def test_tokens_are_those_of_the_reference(num_items: int) -> None:
-    """One row for each way to sample, all in one launch."""
+    """One row for each way to sample, all in one launch; once where the interpreter takes seconds for it."""
     params = list(PARAMS.values())
-    for seed in range(3):
+    for seed in range(3) if DEVICE == "cuda" else [num_items % 5]:
         logits = torch.randn(len(params), num_items, generator=torch.Generator().manual_seed(seed)) * 4
         rows = make_rows(params, list(range(seed, seed + len(params))), [seed * 100 - 7] * len(params))
         assert torch.equal(run(logits, rows), sample_reference(logits, rows))
@@ -88,8 +88,8 @@ def test_tokens_are_those_of_the_reference(num_items: int) -> None:
 
 @pytest.mark.parametrize("params", [PARAMS["plain"], PARAMS["all"], PARAMS["top-p"]], ids=["plain", "all", "top-p"])
 def test_many_draws_from_one_row_are_those_of_the_reference(params: dict[str, Any]) -> None:
-    logits = (torch.randn(60, generator=torch.Generator().manual_seed(1)) * 2).expand(24, -1)
-    rows = make_rows([params] * 24, [11] * 24, list(range(24)))
+    logits = (torch.randn(60, generator=torch.Generator().manual_seed(1)) * 2).expand(12, -1)
+    rows = make_rows([params] * 12, [11] * 12, list(range(12)))
     tokens = run(logits.contiguous(), rows)
     assert torch.equal(tokens, sample_reference(logits, rows))
     assert len(set(tokens.tolist())) > 3
@@ -104,8 +104,8 @@ def test_as_a_gpu_takes_them_in_small_blocks(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.7}])
 def test_tokens_that_tie_with_the_last_one_kept_stay(params: dict[str, Any]) -> None:
-    logits = torch.tensor([0.0, 3.0, 2.0, 2.0, -1.0]).expand(24, -1).contiguous()
-    rows = make_rows([{"temperature": 1.0, **params}] * 24, [5] * 24, list(range(24)))
+    logits = torch.tensor([0.0, 3.0, 2.0, 2.0, -1.0]).expand(12, -1).contiguous()
+    rows = make_rows([{"temperature": 1.0, **params}] * 12, [5] * 12, list(range(12)))
     assert set(run(logits, rows).tolist()) == {1, 2, 3}
 
 
