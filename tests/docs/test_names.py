@@ -74,13 +74,14 @@ def test_anchors_are_made_as_github_makes_them(tmp_path: Path) -> None:
 def test_every_weft_command_and_option_exists() -> None:
     found = named("weft")
     assert len(found) > 5
+    program, bundles = typer.main.get_command(app), typer.main.get_command(bundle_program)
     for page, words in found:
-        command: Any = typer.main.get_command(app)
+        command: Any = program
         while hasattr(command, "commands") and words and not words[0].startswith("-"):
             assert words[0] in command.commands, f"{page}: weft {' '.join(words)}"
             command = command.commands[words.pop(0)]
         if isinstance(command, PassedOn):  # passed on to the bundle program
-            command = typer.main.get_command(bundle_program).commands[command.name]  # type: ignore[attr-defined]
+            command = bundles.commands[command.name]  # type: ignore[attr-defined]
         options = {"--help"}.union(*([*each.opts, *each.secondary_opts] for each in command.params))
         unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
         assert not unknown, f"{page}: weft {command.name}: {unknown}"

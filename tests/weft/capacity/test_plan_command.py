@@ -8,21 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
+
+from weft.cli.main import app
 
 CONFIGS = Path(__file__).parents[1] / "model/configs"
 NANO = Path(__file__).parents[3] / "models" / "weft-nano"
 
 
-def weft(*args: str) -> subprocess.CompletedProcess[str]:
-    code = "from weft.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "plan", *args], capture_output=True, text=True, check=False, timeout=50
-    )
+def weft(*args: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *args])
 
 
 def test_the_command_plans_resident_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    run = weft(str(CONFIGS / "llama3-8b"), "--gpu", "h200", "--weight-format", "packed12")
+    code = "from weft.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "plan", str(CONFIGS / "llama3-8b"), "--gpu", "h200"]
+    run = subprocess.run([*command, "--weight-format", "packed12"], capture_output=True, text=True, timeout=50)
     assert run.returncode == 0, run.stderr
     assert "11.29 GiB as bfloat16, matrices as F12" in run.stdout
 
@@ -56,7 +58,7 @@ def test_whatever_a_checkpoint_has_workers_on_a_gpu_compute_in_bfloat16(
 def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = weft(str(CONFIGS / "llama4-scout"), "--gpu", "h200", "--gpus", "2")
-    assert run.returncode == 0, run.stderr
+    assert run.exit_code == 0, run.stderr
     for text in (
         "107.77 B parameters",
         "TP2 PP1 EP1",
@@ -65,13 +67,13 @@ def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> No
         "8,192 tokens",
     ):
         assert text in run.stdout
-    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
+    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").exit_code == 1
 
 
 def test_a_draft_head_is_planned_with_its_kv_and_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = weft(str(NANO), "--draft", str(NANO / "draft"), "--batch", "8")
-    assert run.returncode == 0, run.stderr
+    assert run.exit_code == 0, run.stderr
     for text in (
         "weights: draft model",
         "81 x 8 + 2,048 rows x 3 x 256 x 2 B",
@@ -88,13 +90,13 @@ def test_a_drafting_layer_is_planned_by_its_config(monkeypatch: pytest.MonkeyPat
     assert "weights: draft model" in run.stdout, run.stderr
     assert "1,152 B a token, in the same pages" in run.stdout
     run = weft(str(NANO), "--draft", "mtp")
-    assert (run.returncode, "no layer that drafts" in run.stderr.replace("\n", " ")) == (2, True)
+    assert (run.exit_code, "no layer that drafts" in run.stderr.replace("\n", " ")) == (2, True)
 
 
 def test_no_digit_is_cut_off_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h200", "--gpus", "16")
-    assert run.returncode == 0, run.stderr
+    assert run.exit_code == 0, run.stderr
     assert "\u2026" not in run.stdout
 
 
@@ -106,17 +108,17 @@ def test_layouts_over_several_gpus_are_said_to_be_arithmetic() -> None:
 def test_packed_weights_fit_as_they_stay_packed() -> None:
     """Eight H100 have room for Kimi's INT4, four have not."""
     run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "8", "--tp", "8", "--ep", "8")
-    assert run.returncode == 0
+    assert run.exit_code == 0
     assert "553.70 GiB as INT4" in run.stdout
-    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "4").returncode == 1
+    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "4").exit_code == 1
 
 
 def test_expanded_weights_are_planned_in_the_dtype_of_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = weft(str(CONFIGS / "gpt-oss-20b"), "--gpu", "h100")
-    assert run.returncode == 0
+    assert run.exit_code == 0
     assert "20.91 B parameters, 38.96 GiB as bfloat16 out of MXFP4 EXPERTS" in run.stdout
-    assert weft(str(CONFIGS / "gpt-oss-20b"), "--gpu", "rtx4090").returncode == 1
+    assert weft(str(CONFIGS / "gpt-oss-20b"), "--gpu", "rtx4090").exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_expanded_weights_are_planned_in_the_dtype_of_computation(monkeypatch: p
 )
 def test_bad_options_are_named(args: list[str], message: str) -> None:
     run = weft(str(CONFIGS / "llama3-8b"), *args)
-    assert run.returncode == 2
+    assert run.exit_code == 2
     assert message in run.stderr.replace("\n", " ")
 
 
@@ -145,7 +147,7 @@ def test_bad_configs_are_named_by_file_and_field(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_looked_at_is_told_in_one_line(place: str) -> None:
     """As one in a folder that may not be entered, which root may always."""
     run = weft(place)
-    assert run.returncode == 2
+    assert run.exit_code == 2
     assert run.stderr.startswith("weft plan: ")
     assert run.stderr.endswith("not readable: File name too long\n")
 
