@@ -15,8 +15,9 @@ has_node || apt_install nodejs npm && has_node || die "The tests of the TypeScri
 sum="$(cat tests/clients/requirements.txt $node/package-lock.json scripts/client-test.sh | cksum)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$sum" ]; then
     step "installing the clients"
+    python="$(pick_python)"
     rm -rf "$venv"
-    .venv/bin/python -m venv "$venv"
+    "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps -r tests/clients/requirements.txt
     npm ci --prefix "$node" --no-audit --no-fund --loglevel error
     echo "$sum" >"$venv/.installed"

@@ -25,19 +25,6 @@ for level in "$kind" dev; do
     if [ "$(cat "$venv/.installed-$level" 2>/dev/null)" = "$sum" ] && [ -x "$venv/bin/weft" ]; then exit 0; fi
 done
 
-pick_python() {
-    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.14 python)
-    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
-    for candidate in "${candidates[@]}"; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
-            echo "$candidate"
-            return
-        fi
-    done
-    die "Weft needs Python 3.11 or newer${PYTHON:+, and PYTHON=$PYTHON is not}." \
-        "Install one (Debian 12, Ubuntu 24.04 and newer: apt install python3 python3-venv; Ubuntu 22.04: apt install python3.11 python3.11-venv; macOS: brew install python) or name one: make PYTHON=/path/to/python3 serve"
-}
-
 make_venv() {
     local python="$1" version
     step "making $venv with $("$python" --version)"

@@ -1,4 +1,4 @@
-# Sourced by install.sh: words for people, and the few system packages that no wheel brings.
+# Sourced by the scripts that install: words for people, the Python to use, and the few system packages that no wheel brings.
 
 bold=''
 plain=''
@@ -16,7 +16,20 @@ die() {
     exit 1
 }
 
-# Installs Debian packages where that needs no password; fails otherwise.
+pick_python() {
+    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.14 python)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "Weft needs Python 3.11 or newer${PYTHON:+, and PYTHON=$PYTHON is not}." \
+        "Install one (Debian 12, Ubuntu 24.04 and newer: apt install python3 python3-venv; Ubuntu 22.04: apt install python3.11 python3.11-venv; macOS: brew install python) or name one: make PYTHON=/path/to/python3 serve"
+}
+
+# Installs Debian packages where that needs no password; fails otherwise. One at a time: apt fails while another one runs.
 apt_install() {
     local run=()
     command -v apt-get >/dev/null || return 1
@@ -25,8 +38,11 @@ apt_install() {
         run=(sudo -n)
     fi
     step "installing system packages: $*"
-    "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update -qq </dev/null || true
-    "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null
+    (
+        flock 9
+        "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update -qq </dev/null 9>&- || true
+        "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null 9>&-
+    ) 9>"${TMPDIR:-/tmp}/weft-apt-$(id -u).lock"
 }
 
 # Whether the torch that is installed asks for a Triton of its own, in one version: a build with CUDA does, on whatever machine, and no other

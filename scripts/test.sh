@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every test, in two lots at once. Those with processes, ports and deadlines of their own run one after another, as if they
 # were alone; those that only compute take what these leave of the processors, and are shown after them.
-# With arguments: pytest with just these, as they are.
+# `--computing` and `--alone` run one of the lots. With other arguments: pytest with just these, as they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes start here: what the first one compiles, the others find
@@ -9,8 +9,6 @@ pytest=(.venv/bin/python -m pytest)
 computing=(tests/kernels tests/weft/{engine,model,capacity} tests/grammars tests/training tests/docs
     tests/weft/worker/test_memory_profile.py tests/bundle/test_{bundle,rans}.py tests/contract/test_gpu_script.py
     tests/services/gateway/test_{templates,long_texts}.py)
-
-if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
 
 # Runs only while nobody else wants to. In a session of its own that weighs next to nothing: Linux may share time out among
 # sessions first, and what a process has then counts within one.
@@ -20,15 +18,21 @@ if command -v setsid >/dev/null; then
     leisurely=(setsid bash -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec "$@"' leisurely "${leisurely[@]}")
 fi
 
+case "${1:-}" in
+# Only a hang may fail by time: a test that waits for a processor beside other busy processes took over 300 s.
+--computing) exec "${leisurely[@]}" "${pytest[@]}" --numprocesses logical --maxprocesses 4 --dist worksteal --timeout 1500 "${computing[@]}" ;;
+--alone) exec "${pytest[@]}" tests "${computing[@]/#/--ignore=}" ;;
+?*) exec "${pytest[@]}" "$@" ;;
+esac
+
 beside='' said="$(mktemp)"
 trap '[ -z "$beside" ] || kill -- "-$beside" "$beside" 2>/dev/null || true; rm -f "$said"' EXIT
 trap 'exit 130' INT # pytest ends with a status of its own, after which the rest would go on
 echo "Those that only compute run beside these, and are shown after them."
-# Only a hang may fail by time: a test that waits for a processor beside other busy processes took over 300 s.
-"${leisurely[@]}" "${pytest[@]}" --numprocesses logical --maxprocesses 4 --dist worksteal --timeout 1500 "${computing[@]}" >"$said" 2>&1 &
+scripts/test.sh --computing >"$said" 2>&1 &
 beside=$!
 status=0
-"${pytest[@]}" tests "${computing[@]/#/--ignore=}" || status=$?
+scripts/test.sh --alone || status=$?
 wait "$beside" || status=$?
 beside='' # its number may be another's by now
 cat "$said"
