@@ -22,10 +22,11 @@ from weft.capacity.host_limits import available_bytes, granted_cores
 from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.sizes import Machine, MemoryBudget, Sizes, choose_sizes, default_num_blocks, measured_budget
 from weft.engine.config import EngineConfig
+from weft.engine.drafting.graph_rows import GraphRows
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES
-from weft.engine.graph_shapes import static_bytes
+from weft.engine.graph_shapes import MAX_ROWS, graph_rows, static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import assemble
 from weft.errors import ConfigError, Overloaded, PeerLost
@@ -262,7 +263,8 @@ def make_speculator(draft: str, config: EngineConfig, is_gpu: bool) -> AdaptiveS
         return None
     # On a CPU the same clock as that of steps, see `weft.engine.loop.StepHandle`.
     clock = time.perf_counter if is_gpu else time.thread_time
-    return AdaptiveSpeculator(config.eos_token_ids, clock, follows_grammars=draft != DraftChoice.NGRAM)
+    rows = GraphRows(graph_rows(config.max_drafts), MAX_ROWS) if config.decode_graphs else None
+    return AdaptiveSpeculator(config.eos_token_ids, clock, draft != DraftChoice.NGRAM, rows)
 
 
 def _speculates(draft: str, is_gpu: bool) -> bool:

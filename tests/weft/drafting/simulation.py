@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.engine.drafting.drafter import DecodeStep, DraftOutcome, DraftRequest, Speculator
+from weft.engine.drafting.graph_rows import GraphRows
 from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.engine.sequence import Sequence as EngineSequence
 from weft.request import RequestKey, SamplingParams, Speculation
@@ -33,6 +34,7 @@ class Simulation:
     """A batch of sequences and their answers, all of one length.
 
     - `fill_seconds`: of the draft layer, for each sequence that fills it.
+    - `graph_rows`: steps take the time of their padded rows.
     - `seconds`: the simulated time. `plain_seconds`: the time that the same tokens take without a draft model.
     """
 
@@ -41,6 +43,7 @@ class Simulation:
     prompt_row_seconds: float = 0.0
     num_prompt_rows: int = 0
     fill_seconds: float = 0.0
+    graph_rows: GraphRows | None = None
     seconds: float = 0.0
     plain_seconds: float = 0.0
     num_steps: int = 0
@@ -81,10 +84,12 @@ class Simulation:
         plain = self.step_seconds(len(sequences))
         prompt_seconds = self.prompt_row_seconds * self.num_prompt_rows
         fill_seconds = self.fill_seconds * sum(not each.is_bare for each in sequences)
-        seconds = self.step_seconds(num_rows) + prompt_seconds + fill_seconds
+        step = DecodeStep(outcomes, num_rows, self.num_prompt_rows, context, 0.0)
+        padded = step if self.graph_rows is None else self.graph_rows.pad(step)
+        seconds = self.step_seconds(padded.num_rows) + prompt_seconds + fill_seconds
         if self.num_prompt_rows:
             seconds = plain + self.prompt_row_seconds * (num_rows - len(sequences)) + prompt_seconds + fill_seconds
-        self.speculator.on_step(DecodeStep(outcomes, num_rows, self.num_prompt_rows, context, seconds))
+        self.speculator.on_step(replace(step, seconds=seconds))
         num_tokens = sum(outcome.num_tokens for outcome in outcomes)
         self.seconds += seconds - prompt_seconds
         self.plain_seconds += plain * num_tokens / len(sequences)

@@ -6,7 +6,7 @@ On a CPU a graph is run again instead of replayed; everything around that is wha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,8 +22,11 @@ from tests.weft.engine.tiny_heads import MixedSpeculator, SlowTwin, assert_draft
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
+from weft.engine.drafting.drafter import DecodeStep
+from weft.engine.drafting.graph_rows import GraphRows
+from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.executor import ModelExecutor
-from weft.engine.graph_shapes import GraphShape, GraphShapes, graph_rows
+from weft.engine.graph_shapes import MAX_ROWS, GraphShape, GraphShapes, graph_rows
 from weft.engine.step_input import StepInput
 from weft.model.kv_layout import kv_groups
 from weft.request import NO_DRAFTS, Speculation
@@ -175,3 +178,28 @@ def test_head_drafts_the_same_when_steps_are_graphs(grouped: Tiny, steps: Steps)
         assert len(speculator.drafted) > num_drafted
     assert {shape.num_rows for shape, _ in steps.replays} == {1, 2, 4, 8}
     assert_drafts_are_those_of(SlowTwin(tiny, make_head), speculator.drafted, 10)
+
+
+class EvenSpeculator(AdaptiveSpeculator):
+    """All steps take the same time, so that only acceptance decides."""
+
+    def on_step(self, step: DecodeStep) -> None:
+        super().on_step(replace(step, seconds=0.01))
+
+
+def test_chosen_drafts_replay_graphs(grouped: Tiny, steps: Steps) -> None:
+    """Predictions of two answers: one is right, and one ends early."""
+    prompts = {"one": [5, 6, 7], "two": [8, 9, 10, 11]}
+    with Driver(grouped, **SIZES) as driver:
+        texts = {name: driver.generate(prompt, 80, name).tokens for name, prompt in prompts.items()}
+    predictions = {"one": texts["one"], "two": texts["two"][:40]}
+    speculator = EvenSpeculator((), clock=lambda: 0.0, graph_rows=GraphRows(graph_rows(7), MAX_ROWS))
+    with Driver(grouped, speculator=speculator, **GRAPHS, max_num_seqs=2) as driver:
+        keys = [
+            driver.submit(name, prompt, 80, speculation=Speculation(prediction=tuple(predictions[name])))
+            for name, prompt in prompts.items()
+        ]
+        assert [driver.wait_end(key).tokens for key in keys] == list(texts.values())
+    assert all(context < 8 for context in steps.others)
+    assert any(max(replay.rows) == 8 for replay in steps.replays)
+    assert sum(len(replay.rows) for replay in steps.replays) < 100, "drafts saved no steps"

@@ -16,6 +16,7 @@ import torch
 
 from weft.capacity.sizes import Machine, Sizes, choose_sizes
 from weft.config import read_config
+from weft.engine.drafting.graph_rows import GraphRows
 from weft.engine.runner import assemble
 from weft.errors import BadCheckpoint, ConfigError, NotFound, Overloaded, PeerLost
 from weft.request import WorkerRole
@@ -343,5 +344,7 @@ def test_speculator_follows_the_setting(draft: str, is_gpu: bool, follows: bool 
     limits = startup._limits(settings, choose_sizes(settings.wanted, is_gpu), parse_config(json.dumps(FIELDS)))
     speculator = startup.make_speculator(settings.draft, limits, is_gpu)
     assert (speculator._follows_grammars if speculator else None) == follows
+    if speculator is not None:
+        assert speculator._graph_rows == (GraphRows((1, 2, 4, 8), 512) if is_gpu else None)
     # Graphs of an engine that never drafts have no rows for drafts.
     assert limits.max_drafts == (0 if follows is None else 7 if is_gpu else 15)

@@ -10,6 +10,7 @@ T0(n) is T of a step with n sequences and no drafts. Both are averages of the en
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import pairwise
 
@@ -60,7 +61,9 @@ class StepCosts:
       until such a step without drafts has run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares_context: bool = False) -> None:
+        """`shares_context`: all rows of a sequence read its context together, so that drafts add nothing to it."""
+        self._shares_context = shares_context
         self.context_seconds = 0.0
         self.prompt_row_seconds: float | None = None
         self._plain = [_Average() for _ in range(BUCKETS[-1] + 1)]  # by sequences
@@ -69,6 +72,11 @@ class StepCosts:
         self._num_steps = 0
         self._covariance = 0.0
         self._variance = MIN_VARIATION
+
+    @property
+    def draft_context_seconds(self) -> float:
+        """Seconds for each context token of a draft."""
+        return 0.0 if self._shares_context else self.context_seconds
 
     def measure(self, step: DecodeStep) -> None:
         """Learn from a finished step."""
@@ -116,12 +124,12 @@ class StepCosts:
             known = self._curves[num_sequences] = self._interpolate(num_sequences, max(max_drafts, 16))
         return known
 
-    def unmeasured(self, num_sequences: int, max_drafts: int) -> int:
-        """Return the largest number of drafts, up to `max_drafts`, without a measured T; 0 if there is none.
+    def unmeasured(self, num_sequences: int, numbers: Iterable[int]) -> int:
+        """Return the first of these numbers of drafts without a measured T; 0 if there is none.
 
         T between two measured ones may be far from the line that joins them. T is forgotten after MAX_UNSEEN steps.
         """
-        for drafts in range(max_drafts, 0, -1):
+        for drafts in numbers:
             average = self._drafted[bisect_right(BUCKETS, num_sequences + drafts) - 1]
             if not average.count or self._num_steps - average.measured_at > MAX_UNSEEN:
                 return drafts
@@ -160,6 +168,11 @@ class DraftOrder:
         self._num_sequences = len(survivals)
         entries = [(s, -place, index) for index, each in enumerate(survivals) for place, s in enumerate(each)]
         self._entries = sorted(entries, reverse=True)
+        self.most = len(entries)
+
+    def below(self, num_drafts: int) -> Iterable[int]:
+        """Return the smaller numbers of drafts, the largest first."""
+        return range(num_drafts - 1, 0, -1)
 
     def best(self, contexts: Items[int], curve: Items[float], context_seconds: float) -> int:
         """Return the number of drafts that gives the most tokens a second.

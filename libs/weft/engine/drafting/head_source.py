@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from math import ceil
 
 from weft.engine.drafting.acceptance import NUM_JUDGED_OF_HEAD, AcceptanceRates, SourceRecord
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, StepCosts
 from weft.engine.drafting.drafter import DraftHead, DraftRequest, DraftSource, DraftToken, Proposal
+from weft.engine.drafting.graph_rows import GraphRows
 from weft.engine.drafting.sequence_drafter import SequenceDrafter
 from weft.engine.sequence import Sequence
 
@@ -31,7 +33,15 @@ class HeadSource:
     - `is_paying`: drafts for all sequences that may have some were expected to save time in the last step.
     """
 
-    def __init__(self, head: DraftHead, costs: StepCosts, rates: AcceptanceRates, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        head: DraftHead,
+        costs: StepCosts,
+        rates: AcceptanceRates,
+        clock: Callable[[], float],
+        graph_rows: GraphRows | None = None,
+    ) -> None:
+        self._graph_rows = graph_rows
         self.costs_of: dict[Sequence, float] = {}
         self.is_paying = True
         self._head, self._costs, self._rates, self._clock = head, costs, rates, clock
@@ -85,12 +95,17 @@ class HeadSource:
 
     def _expected_tokens(self, num_asked: int, num_sequences: int, context: int, plain: float) -> float:
         """Return the accepted drafts that a sequence can expect; 0 if they do not pay."""
-        rows = round(num_asked * self._num_drafts)
+        rows = self._num_rows(num_asked, num_sequences)
         curve = self._costs.curve(num_sequences, rows)
-        seconds = plain + curve[rows] - curve[0] + rows * context / num_sequences * self._costs.context_seconds
+        seconds = plain + curve[rows] - curve[0] + rows * context / num_sequences * self._costs.draft_context_seconds
         seconds += self._num_drafts * self._pass_of(num_asked, plain)
         rate = (num_sequences + num_asked * self._num_tokens) / seconds
         return self._num_tokens if rate > num_sequences / plain * (1 + HYSTERESIS) else 0.0
+
+    def _num_rows(self, num_asked: int, num_sequences: int) -> int:
+        """Return the further rows of a step in which as many sequences have the drafts that they usually get."""
+        counts = self._graph_rows.draft_counts(num_sequences, ceil(self._num_drafts)) if self._graph_rows else []
+        return num_sequences * counts[-1] if counts else round(num_asked * self._num_drafts)
 
     def _probe_seconds(self, num_asked: int, context: int, plain: float) -> float:
         rows = self._row_seconds(num_asked, context)
@@ -140,7 +155,7 @@ class HeadSource:
     def _row_seconds(self, num_asked: int, context: int) -> float:
         """Return what the verification of one more draft of one sequence costs."""
         curve = self._costs.curve(num_asked, num_asked)
-        return (curve[num_asked] - curve[0]) / num_asked + context / num_asked * self._costs.context_seconds
+        return (curve[num_asked] - curve[0]) / num_asked + context / num_asked * self._costs.draft_context_seconds
 
 
 def _may_ask(request: DraftRequest, drafters: Drafters) -> bool:

@@ -11,6 +11,7 @@ from weft.engine.drafting.acceptance import NUM_JUDGED, NUM_JUDGED_OF_HEAD, Acce
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, DraftOrder, StepCosts
 from weft.engine.drafting.draft_stats import DraftStats, OffReason, SourceStats
 from weft.engine.drafting.drafter import DecodeStep, DraftHead, DraftOutcome, DraftRequest, DraftSource, Proposal
+from weft.engine.drafting.graph_rows import EvenDrafts, GraphRows
 from weft.engine.drafting.head_source import HeadSource
 from weft.engine.drafting.head_use import HeadUse
 from weft.engine.drafting.ledger import LossLedger
@@ -61,15 +62,17 @@ class AdaptiveSpeculator:
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], float] = time.perf_counter,
         follows_grammars: bool = True,
+        graph_rows: GraphRows | None = None,
     ) -> None:
-        """`follows_grammars`: also draft the tokens that a grammar forces."""
+        """`follows_grammars`: also draft the tokens that a grammar forces. `graph_rows`: of steps that are graphs."""
         self._clock = clock
         self._follows_grammars = follows_grammars
+        self._graph_rows = graph_rows
         self._propose_seconds = 0.0  # since the last finished step
         self._eos_token_ids = eos_token_ids
         self._drafters: dict[Sequence, SequenceDrafter] = {}
         self._rates = AcceptanceRates()
-        self._costs = StepCosts()
+        self._costs = StepCosts(shares_context=graph_rows is not None)
         self._ledger = LossLedger()
         self._head: HeadSource | None = None
         self._head_use = HeadUse()
@@ -89,7 +92,7 @@ class AdaptiveSpeculator:
 
     def set_head(self, head: DraftHead) -> None:
         """Also draft with a draft model."""
-        self._head = HeadSource(head, self._costs, self._rates, self._clock)
+        self._head = HeadSource(head, self._costs, self._rates, self._clock, self._graph_rows)
 
     def fills_draft_layer(self, sequence: Sequence) -> bool:
         """Return False while drafts of the draft model do not pay, but for a sample of the sequences."""
@@ -119,6 +122,8 @@ class AdaptiveSpeculator:
 
     def on_step(self, step: DecodeStep) -> None:
         """Learn what the step cost and which drafts were accepted."""
+        if self._graph_rows is not None:
+            step = self._graph_rows.pad(step)
         num_sequences = len(step.outcomes)
         self._probe_seconds = min(MAX_PROBE_SECONDS, self._probe_seconds + PROBE_SHARE * step.seconds)
         if self._head is not None:
@@ -190,19 +195,20 @@ class AdaptiveSpeculator:
         ]
         if num_prompt_rows:
             return self._choose_mixed(survivals, contexts)
-        order = DraftOrder(survivals)
-        curve = costs.curve(num_sequences, num_drafts := sum(map(len, survivals)))
+        rows = self._graph_rows
+        order = DraftOrder(survivals) if rows is None else EvenDrafts(survivals, rows)
+        curve = costs.curve(num_sequences, order.most)
         chosen = order.best(contexts, curve, costs.context_seconds)
-        return order.split(self._vary(chosen, num_drafts, num_sequences, curve))
+        return order.split(self._vary(chosen, order, num_sequences, curve))
 
-    def _vary(self, chosen: int, num_drafts: int, num_sequences: int, curve: Items[float]) -> int:
+    def _vary(self, chosen: int, order: DraftOrder | EvenDrafts, num_sequences: int, curve: Items[float]) -> int:
         """Return `chosen`, or now and then another number of drafts, to learn what it costs and brings."""
         if chosen and self._num_since_sample % VARY_STEPS == VARY_STEPS - 1:
-            return self._costs.unmeasured(num_sequences, chosen - 1) or chosen
-        extra = max(curve[num_drafts] - curve[chosen], MIN_PROBE * curve[0])
-        if chosen < num_drafts and extra <= self._probe_seconds:
+            return self._costs.unmeasured(num_sequences, order.below(chosen)) or chosen
+        extra = max(curve[order.most] - curve[chosen], MIN_PROBE * curve[0])
+        if chosen < order.most and extra <= self._probe_seconds:
             self._probe_seconds -= extra
-            return num_drafts
+            return order.most
         return chosen
 
     def _choose_mixed(self, survivals: Items[Items[float]], contexts: Items[int]) -> list[int] | None:
@@ -212,7 +218,10 @@ class AdaptiveSpeculator:
         if seconds is None or plain is None:
             return None
         least = [
-            (1 + HYSTERESIS) * (seconds + context * self._costs.context_seconds) * len(contexts) / max(1e-9, plain)
+            (1 + HYSTERESIS)
+            * (seconds + context * self._costs.draft_context_seconds)
+            * len(contexts)
+            / max(1e-9, plain)
             for context in contexts
         ]
         return [sum(s > bound for s in each) for each, bound in zip(survivals, least, strict=True)]
@@ -220,20 +229,20 @@ class AdaptiveSpeculator:
     def _follow(self, step: DecodeStep) -> None:
         """Learn from a step with drafts."""
         num_sequences = len(step.outcomes)
-        num_drafts = step.num_rows - num_sequences
-        context = step.context_tokens // step.num_rows
+        num_more, num_drafts = step.num_rows - num_sequences, self._num_drafts(step)
+        context = step.context_tokens // (step.num_rows if self._graph_rows is None else num_sequences)
         plain = self._costs.plain_seconds(num_sequences, context * num_sequences)
         if plain is None:
             return
         self._num_since_sample += not step.num_prompt_rows
         num_tokens = sum(outcome.num_tokens for outcome in step.outcomes)
-        row_seconds: float = context * self._costs.context_seconds
+        row_seconds: float = context * self._costs.draft_context_seconds
         if step.num_prompt_rows:
             row_seconds += self._costs.prompt_row_seconds or 0.0
             seconds = plain + num_drafts * row_seconds
         else:
-            curve = self._costs.curve(num_sequences, num_drafts)
-            row_seconds += (curve[num_drafts] - curve[0]) / num_drafts
+            curve = self._costs.curve(num_sequences, num_more)
+            row_seconds += (curve[num_more] - curve[0]) / num_drafts
             seconds = min(step.seconds, MAX_OUTLIER * (plain + num_drafts * row_seconds))
         lost = seconds - plain * num_tokens / num_sequences
         self._ledger.add(step.seconds, lost + self._propose_seconds)
@@ -241,6 +250,12 @@ class AdaptiveSpeculator:
             self._tokens_per_step[outcome.num_tokens] += 1
             if outcome.drafts:
                 self._learn(outcome, plain / num_sequences, row_seconds)
+
+    def _num_drafts(self, step: DecodeStep) -> int:
+        """Return the drafts of a step with drafts. They bear the cost of the padding rows of a graph."""
+        if self._graph_rows is None:
+            return step.num_rows - len(step.outcomes)
+        return max(1, sum(len(outcome.drafts) for outcome in step.outcomes))
 
     def _learn(self, outcome: DraftOutcome, token_seconds: float, row_seconds: float) -> None:
         drafter = self._drafters.get(outcome.sequence)
