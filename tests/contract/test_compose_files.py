@@ -93,6 +93,12 @@ def test_scheduler_and_workers_know_the_kvstore(services: dict[str, Any]) -> Non
         assert services[host]["environment"]["WEFT_PORT"] == port
 
 
+def test_weights_service_and_workers_have_one_draft_model() -> None:
+    parsed = yaml.safe_load(COMPOSE.read_text())["services"]
+    told = {name: each["environment"]["WEFT_DRAFT"] for name, each in parsed.items() if "WEFT_DRAFT" in str(each)}
+    assert told == dict.fromkeys(("weights", "prefill", "decode", "prefill-gpu", "decode-gpu"), "${WEFT_DRAFT:-auto}")
+
+
 def test_workers_do_not_wait_for_a_store_that_they_can_do_without(services: dict[str, Any]) -> None:
     for name in ("prefill", "decode"):
         assert services[name]["depends_on"]["kvstore"] == {"condition": "service_started"}
