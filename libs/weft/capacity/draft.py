@@ -12,10 +12,18 @@ from weft.model.spec import ModelConfig
 from weft.model.tensors import Shapes
 from weft.options import MAX_DRAFT_TOKENS
 
+# A step samples at most this many rows, or one of each sequence: memory for their logits was measured or is small.
+MIN_SAMPLED_ROWS = 64
+
 
 def feature_rows(block_tokens: int, max_drafts: int = MAX_DRAFT_TOKENS) -> int:
     """Return the features that each sequence keeps: of a block's tokens, of a step's rows, and of the token before."""
     return block_tokens + max_drafts + 2
+
+
+def step_rows(num_prompt_tokens: int, max_seqs: int) -> int:
+    """Return the most rows of a step: prompts, sequences that decode and their drafts, and repeated tokens."""
+    return num_prompt_tokens + max(max_seqs, MIN_SAMPLED_ROWS) + max_seqs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from weft.capacity.draft import feature_rows
+from weft.capacity.draft import feature_rows, step_rows
 from weft.capacity.footprint import ITEM_BYTES, Footprint, TensorKind, Weight, footprint
 from weft.capacity.layout import GIB, Demand, Layout, PipelineStage, on_stage, share
 from weft.kv.layer_groups import PagingPolicy
@@ -180,7 +180,7 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         token_bytes[layer.window or layer.chunk] += token_numbers(own, layer, layout.tp) * item
     reserve = RUNTIME_BYTES + (COMMUNICATION_BYTES if layout.num_gpus > 1 else 0)
     draft = demand.draft if is_last else None
-    num_rows = feature_rows(demand.block_tokens) * demand.batch + demand.chunk_tokens
+    num_rows = feature_rows(demand.block_tokens) * demand.batch + step_rows(demand.chunk_tokens, demand.batch)
     held = sum(share(config, layout, kind, each.size_bytes) for kind, each in on_stage(config, weights, layers))
     return PipelineStage(
         layers=layers,

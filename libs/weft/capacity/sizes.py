@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weft.capacity.draft import DraftSize, feature_rows
+from weft.capacity.draft import DraftSize, feature_rows, step_rows
 from weft.capacity.footprint import cpu_bytes, footprint
 from weft.capacity.layout import GIB, Demand, Gpu, Layout
 from weft.capacity.plan import RUNTIME_BYTES, make_plan
@@ -154,7 +154,7 @@ class Sizes:
     def feature_bytes(self, model: ModelConfig, draft: DraftSize) -> int:
         """Return the bytes of the target's states that a draft model reads."""
         kept = feature_rows(self.machine.block_tokens) * self.max_seqs
-        return draft.feature_bytes(model, kept + self.burst_tokens)
+        return draft.feature_bytes(model, kept + step_rows(self.burst_tokens, self.max_seqs))
 
 
 def choose_sizes(wanted: RequestedSizes, has_cuda: bool) -> Sizes:

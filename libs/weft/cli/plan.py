@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.capacity.draft import draft_size, feature_rows
+from weft.capacity.draft import draft_size, feature_rows, step_rows
 from weft.capacity.footprint import ITEM_BYTES, TensorKind
 from weft.capacity.layout import (
     GIB,
@@ -201,7 +201,8 @@ def _arithmetic(config: ModelConfig, demand: Demand, plan: CapacityPlan) -> Tabl
     table.add_row("activations", chunk, _gib(stage.activations))
     taken = [stage.memory, stage.weights, stage.activations, stage.reserve]
     if stage.features and (draft := demand.draft):
-        rows = f"{feature_rows(demand.block_tokens)} x {demand.batch:,} + {demand.chunk_tokens:,} rows"
+        kept, stepped = feature_rows(demand.block_tokens), step_rows(demand.chunk_tokens, demand.batch)
+        rows = f"{kept} x {demand.batch:,} + {stepped:,} rows"
         size = f"{draft.num_features} x {config.hidden_size:,} x {ITEM_BYTES[demand.dtype]} B"
         table.add_row("draft features", f"{rows} x {size}", _gib(stage.features))
         taken.insert(3, stage.features)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from weft.capacity.draft import MIN_SAMPLED_ROWS as MIN_SAMPLED_ROWS
 from weft.engine.block_tables import BlockTables
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.drafter import DraftRequest, Proposal, Speculator
@@ -13,8 +14,6 @@ from weft.kv.block_pool import BlockPool
 
 # The loop that runs one step ahead asks at least once in this many steps: to ask, it must finish the step in flight.
 ASK_STEPS = 8
-# A step samples at most this many rows, or `max_num_seqs`: memory for their logits was measured or is small.
-MIN_SAMPLED_ROWS = 64
 
 
 class DraftPlanner:

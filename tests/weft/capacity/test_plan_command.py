@@ -76,7 +76,7 @@ def test_a_draft_head_is_planned_with_its_kv_and_features(monkeypatch: pytest.Mo
     assert run.exit_code == 0, run.stderr
     for text in (
         "weights: draft model",
-        "81 x 8 + 2,048 rows x 3 x 256 x 2 B",
+        "81 x 8 + 2,120 rows x 3 x 256 x 2 B",
         "512 B a token, in the same pages",
         "7 layers x 2 heads x 2 x 64 x 2 B",
     ):
