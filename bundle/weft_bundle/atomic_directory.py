@@ -17,24 +17,37 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership, fsync_path, with_filename
+from weft.weights.draft_checkpoint import BESIDE
 from weft.weights.storage import stamp_of
 
 NOTE = ".weft-made-of.json"
 """File in the partial directory that names its source, so that files of another source never stay in it."""
 Stamps = Mapping[str, tuple[str, ...]]
-"""Stamps of the files of a directory by name; a rewritten file has another stamp."""
+"""Stamps of the files of a directory by relative name; a rewritten file has another stamp."""
+
+
+def source_files(source: Path) -> list[Path]:
+    """Return the files of a checkpoint: those in `source`, and those of a draft head in its folder. Raises OSError."""
+    return [path for path in _entries(source) if path.is_file()]
 
 
 def stamps_of(source: Path) -> Stamps:
-    """Return the stamps of all files, not directories, in `source`. Raises OSError."""
-    return {path.name: stamp_of(path.stat()) for path in source.iterdir() if path.is_file()}
+    """Return the stamps of these files by their names relative to `source`. Raises OSError."""
+    return {str(path.relative_to(source)): stamp_of(path.stat()) for path in source_files(source)}
+
+
+def _entries(source: Path) -> list[Path]:
+    """Return what lies in `source`, and then what lies in its draft head's folder, each in order of names."""
+    folder = source / BESIDE
+    has_draft = (folder / "config.json").is_file()
+    return [path for each in (source, *[folder] * has_draft) for path in sorted(each.iterdir())]
 
 
 @contextmanager
 def atomic_directory(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[Path]:
     """Yield a working directory that becomes `target`, with copies of the other files of the source.
 
-    made: source files, all of one directory, and the names of the files made from them.
+    made: source files, the first one not of the draft head, and the relative names of the files made from them.
     before: stamps of the source at the first look.
     Raises OSError, and BadCheckpoint naming a source file that changed: the result might mix old and new files.
     """
@@ -49,6 +62,8 @@ def atomic_directory(made: Mapping[Path, str], target: Path, before: Stamps) -> 
     with _locked(place):
         _begin(place, note)
         place.chmod(0o700)  # it gets the source's permissions once it is complete
+        if any(Path(name).parent != Path() for name in before):
+            (place / BESIDE).mkdir(0o700, exist_ok=True)
         yield place
         _check_same(source, before)
         _copy_others(source, place, made, before)
@@ -108,10 +123,10 @@ def _check_copies(source: Path, made: Mapping[Path, str], before: Stamps) -> Non
     """Check before any work that the other files can be copied and overwrite nothing."""
     if NOTE in before:
         raise BadCheckpoint(f"{source}: is what a run that was broken off has left")
-    for path in sorted(source.iterdir()):
+    for path in _entries(source):
         if path.is_symlink() and not path.exists():
             raise BadCheckpoint(f"{path}: is a link to {path.readlink()}, which is not there")
-    others = _others(made, before)
+    others = _others(source, made, before)
     for name in sorted(others):
         if not os.access(source / name, os.R_OK):
             raise BadCheckpoint(f"{source / name}: cannot be copied, it is not readable for this user")
@@ -123,17 +138,26 @@ def _check_copies(source: Path, made: Mapping[Path, str], before: Stamps) -> Non
 
 def _copy_others(source: Path, place: Path, made: Mapping[Path, str], before: Stamps) -> None:
     """Copy the other files in their current state; copies of an earlier run may be stale or read-only."""
-    for path in place.iterdir():
-        if path.name not in (*made.values(), NOTE):
+    for path in _files_in(place):
+        if str(path.relative_to(place)) not in (*made.values(), NOTE):
             path.unlink()
-    for name in sorted(_others(made, before)):
+    for name in sorted(_others(source, made, before)):
         shutil.copy2(source / name, place / name)
         copy_ownership(source / name, place / name)
         fsync_path(place / name)
+    if (draft := place / BESIDE).is_dir():
+        copy_ownership(source / BESIDE, draft)
+        fsync_path(draft)
 
 
-def _others(made: Mapping[Path, str], before: Stamps) -> set[str]:
-    return before.keys() - {file.name for file in made}
+def _others(source: Path, made: Mapping[Path, str], before: Stamps) -> set[str]:
+    return before.keys() - {str(file.relative_to(source)) for file in made}
+
+
+def _files_in(place: Path) -> list[Path]:
+    """Return the files of a working directory, with those in the draft head's folder."""
+    found = [*place.iterdir(), *((place / BESIDE).iterdir() if (place / BESIDE).is_dir() else ())]
+    return [path for path in found if path != place / BESIDE]
 
 
 def _check_same(source: Path, before: Stamps) -> None:
@@ -145,15 +169,16 @@ def _check_same(source: Path, before: Stamps) -> None:
 
 
 def _note_of(files: Sequence[Path], before: Stamps) -> Any:
+    source = files[0].parent
     return {
-        "source": str(files[0].parent.resolve()),
-        "files": [[path.name, *before.get(path.name, ())] for path in files],
+        "source": str(source.resolve()),
+        "files": [[name, *before.get(name, ())] for name in (str(path.relative_to(source)) for path in files)],
     }
 
 
 def _begin(place: Path, note: Any) -> None:
     """Keep files of an earlier run of the same source; delete those of another source."""
-    found = [path for path in place.iterdir() if not path.name.startswith(NOTE)]
+    found = [path for path in _files_in(place) if not path.name.startswith(NOTE)]
     before = _read(place / NOTE)
     if found and before is None:
         raise BadCheckpoint(
@@ -162,6 +187,8 @@ def _begin(place: Path, note: Any) -> None:
     if before != note:
         for path in found:
             path.unlink()
+        if (place / BESIDE).is_dir():
+            (place / BESIDE).rmdir()
         part = place / f"{NOTE}.part"
         with with_filename(part):
             part.write_text(json.dumps(note))

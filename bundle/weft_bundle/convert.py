@@ -19,10 +19,11 @@ import xxhash
 from weft.errors import BadCheckpoint
 from weft.file_io import copy_ownership, foreign_names, fsync_path, os_errors_translated
 from weft.weights.checkpoint import INDEX_FILE, read_weight_map
+from weft.weights.draft_checkpoint import BESIDE
 from weft.weights.formats import BUNDLE_SUFFIX
 from weft.weights.safetensors import read_header
 from weft.weights.storage import stamp_of
-from weft_bundle.atomic_directory import atomic_directory, stamps_of
+from weft_bundle.atomic_directory import atomic_directory, source_files, stamps_of
 from weft_bundle.chunks import Bytes
 from weft_bundle.format import BundleHeader, read_bundle_header
 from weft_bundle.map_ahead import map_ahead
@@ -49,7 +50,10 @@ class ConversionResult:
 
 
 def weight_files(directory: Path, suffix: str) -> list[Path]:
-    """Return the weight files. Raises BadCheckpoint if there are none, StorageUnavailable."""
+    """Return the weight files, and then those of the draft head in the folder `draft`.
+
+    Raises BadCheckpoint if the directory itself has none, StorageUnavailable.
+    """
     with os_errors_translated(f"{directory}"):
         if not directory.is_dir():
             raise BadCheckpoint(f"{directory}: no such directory")
@@ -60,14 +64,21 @@ def weight_files(directory: Path, suffix: str) -> list[Path]:
     if not files:
         advice = "; `weft compress MODEL OUT` makes a bundle" if suffix == BUNDLE_SUFFIX else ""
         raise BadCheckpoint(f"{directory}: there is no {suffix} file in it{advice}")
-    return files
+    with os_errors_translated(f"{directory / BESIDE}"):
+        return [
+            *files,
+            *(path for path in source_files(directory) if path.parent != directory and path.suffix == suffix),
+        ]
 
 
 def check_index(files: Sequence[Path]) -> None:
-    """Raise BadCheckpoint if the index next to these files names other files, or tensors that they lack."""
-    index = files[0].parent / INDEX_FILE
-    if not index.is_file():
-        return
+    """Raise BadCheckpoint if an index next to these files names other files, or tensors that they lack."""
+    for folder in dict.fromkeys(file.parent for file in files):
+        if (index := folder / INDEX_FILE).is_file():
+            _check_index(index, [file for file in files if file.parent == folder])
+
+
+def _check_index(index: Path, files: Sequence[Path]) -> None:
     by_stem = {file.stem: file for file in files}
     held = {stem: _tensor_names(file) for stem, file in by_stem.items()}
     for name, listed in read_weight_map(index).items():
@@ -89,7 +100,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Co
     files = weight_files(source, WEIGHTS_SUFFIX)
     before = stamps_of(source)
     check_index(files)
-    names = {file: file.stem + BUNDLE_SUFFIX for file in files}
+    names = {file: str(file.relative_to(source).with_suffix(BUNDLE_SUFFIX)) for file in files}
     headers, kept = [], 0
     with (
         atomic_directory(names, target, before) as place,
@@ -103,7 +114,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Co
             else:
                 with _whole(made, file) as part:
                     header = pack_file(file, part, threads if num_threads > 1 else None, partial(report, file.name))
-                    _check_same(file, before.get(file.name))
+                    _check_same(file, before.get(str(file.relative_to(source))))
             headers.append(header)
     stored = sum((target / name).stat().st_size for name in names.values())
     return ConversionResult(sum(header.original.size_bytes for header in headers), stored, len(files), kept)
@@ -114,7 +125,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
     files = weight_files(source, BUNDLE_SUFFIX)
     before = stamps_of(source)
     check_index(files)
-    names = _original_names(files)
+    names = _original_names(source, files)
     original_bytes = kept = 0
     with (
         atomic_directory(names, target, before) as place,
@@ -234,8 +245,8 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _original_names(files: Sequence[Path]) -> dict[Path, str]:
-    """Return the name of each restored file.
+def _original_names(source: Path, files: Sequence[Path]) -> dict[Path, str]:
+    """Return the name of each restored file, relative to `source`.
 
     Raises BadCheckpoint for a name that is no plain file name, and if two files have the same name.
     """
@@ -244,6 +255,7 @@ def _original_names(files: Sequence[Path]) -> dict[Path, str]:
         name = read_bundle_header(file).original.name
         if not _is_file_name(name) or not name.endswith(WEIGHTS_SUFFIX):
             raise BadCheckpoint(f"{file}: {name!r} is not the name of a safetensors file")
+        name = str(file.relative_to(source).with_name(name))
         if name in names.values():
             raise BadCheckpoint(f"{file}: stands for {name}, as another file of the bundle does")
         names[file] = name

@@ -61,7 +61,7 @@ def tensor_rows(directory: Path, report: Report) -> Iterator[TensorRow]:
                 else:
                     report(path.name, tensor.original_bytes)
                 yield TensorRow(
-                    path.name, tensor.name, tensor.dtype, tensor.shape, tensor.codec,
+                    str(path.relative_to(directory)), tensor.name, tensor.dtype, tensor.shape, tensor.codec,
                     tensor.original_bytes, tensor.size_bytes, entropy,
                 )  # fmt: skip
 

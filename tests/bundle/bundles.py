@@ -26,5 +26,5 @@ def assert_restored(place: Path) -> None:
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """Return the content of each file by name."""
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    """Return the content of each file by its name relative to the directory."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

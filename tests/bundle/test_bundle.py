@@ -192,8 +192,8 @@ def test_inspection_takes_little_memory_for_a_large_tensor(tmp_path: Path) -> No
 
 
 def test_the_shipped_model_takes_less_than_66_hundredths_and_less_than_zipnn_makes_of_it(tmp_path: Path) -> None:
-    outcome = convert.compress(NANO, tmp_path / "bundle", 1, nothing)
-    share = outcome.stored_bytes / outcome.original_bytes
+    convert.compress(NANO, tmp_path / "bundle", 1, nothing)
+    share = (tmp_path / "bundle/model.weft").stat().st_size / (NANO / "model.safetensors").stat().st_size
     assert share <= 0.66
     assert share <= ZIPNN_SHARE - 0.003
 
