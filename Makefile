@@ -12,7 +12,7 @@ help:
 	@echo "make smollm2  the same with SmolLM2-135M-Instruct, which it downloads (93 MB) and converts"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
 	@echo "make soak     the engine at random for 100,000 steps a family and loop, freed memory poisoned (an hour; ARGS='-k llama4')"
-	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
+	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20', and --heads to draft)"
 	@echo "make pauses   30 minutes of paused and killed processes, memory of each watched  (ARGS='--minutes 5')"
 	@echo "make smollm2-test  SmolLM2 out of its GGUF file: weights, tokenizer and 55 chats against transformers (a quarter of an hour)"
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"

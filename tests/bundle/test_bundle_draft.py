@@ -56,8 +56,11 @@ def test_head_in_a_bundle_has_the_same_weights(nano: Path, tmp_path: Path, share
 
 
 def test_head_that_changes_meanwhile_is_named(nano: Path, tmp_path: Path) -> None:
+    def change(name: str, size: int) -> None:
+        (nano / "draft/config.json").write_text("")
+
     with pytest.raises(BadCheckpoint, match=r"draft/config\.json: changed while the files beside it were read"):
-        convert.compress(nano, tmp_path / "bundle", 1, lambda name, size: (nano / "draft/config.json").write_text(""))
+        convert.compress(nano, tmp_path / "bundle", 1, change)
     assert not (tmp_path / "bundle").exists()
 
 

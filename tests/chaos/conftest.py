@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.weft.engine.tiny_heads import headed
 from tests.weft.tiny_llama import Tiny, make_tiny
 
 # as on one machine, and as between two
@@ -24,7 +25,8 @@ IN_PROCESS = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`make chaos` sets it."""
+    """`make chaos` sets the number of rounds."""
+    parser.addoption("--heads", action="store_true", help="cells inside one process draft with a head")
     parser.addoption("--rounds", type=int, default=0, help="run the whole fault matrix so many times")
 
 
@@ -83,6 +85,7 @@ def _reports(terminalreporter: pytest.TerminalReporter) -> Iterable[pytest.TestR
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Random weights, shared key heads."""
-    return make_tiny("grouped", tmp_path_factory.mktemp("tiny"))
+def tiny(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Tiny:
+    """Random weights, shared key heads; with `--heads` also those of a draft head."""
+    tiny = make_tiny("grouped", tmp_path_factory.mktemp("tiny"))
+    return headed(tiny) if request.config.getoption("--heads", default=False) else tiny

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.services.attach import GREEDY, Gateway
-from tests.weft.engine.tiny_heads import MakeHead
+from tests.weft.engine.steady_head import SteadyHead
+from tests.weft.engine.tiny_heads import HeadedTiny, MakeHead
 from tests.weft.tiny_llama import Tiny
 from weft.asyncio_compat import background_tasks
 from weft.engine.config import EngineConfig
@@ -146,6 +147,8 @@ def _engine(tiny: Tiny, feed: EngineEvents, num_blocks: int, pins: bool, draftin
         draft_group=draft_group(tiny.config),
     )
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
+    if isinstance(tiny, HeadedTiny):
+        drafting = drafting or Drafting(tiny.make_head, SteadyHead())
     if drafting is None:
         return assemble(model, "float32", config, feed.listener)
     head = drafting.make_head(model)

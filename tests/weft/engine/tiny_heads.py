@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -98,6 +98,18 @@ def with_head(tiny: AnyTiny, boundaries: tuple[int, ...] = (0, 1, 2)) -> tuple[A
         return EagleHead(draft, tensors, DraftTarget.of(model), draft_place(config))
 
     return replace(tiny, config=config), make
+
+
+@dataclass(frozen=True)
+class HeadedTiny(Tiny):
+    """A model with a draft layer in its pages. `make_head`: makes the head for it."""
+
+    make_head: MakeHead
+
+
+def headed(tiny: Tiny) -> HeadedTiny:
+    model, make = with_head(tiny)
+    return HeadedTiny(model.oracle, model.directory, model.config, make)
 
 
 class SlowTwin:
