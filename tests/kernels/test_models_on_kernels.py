@@ -34,7 +34,14 @@ from weft_kernels.rope_kv.kernel import rope_kv_kernel
 from weft_kernels.silu_mul.kernel import silu_mul_kernel
 
 NUM_TOKENS = 18
-NAMES = ["mistral-window", "qwen3-moe", "llama4", "deepseek", "gpt-oss"]
+# two layers of each, which have every kind that the family has
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "mistral-window": {"num_hidden_layers": 2},
+    "qwen3-moe": {"num_hidden_layers": 2},
+    "llama4": {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2},
+    "deepseek": {"num_hidden_layers": 2},
+    "gpt-oss": {"num_hidden_layers": 2},
+}
 
 
 def paged_attention(
@@ -79,10 +86,10 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW_LAYERS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_families, "NUM_TOKENS", NUM_TOKENS)
-    tiny = make_family(name, tmp_path)
+    tiny = make_family(name, tmp_path, **FEW_LAYERS[name])
     expected = tiny.logits(test_families.TOKENS[:NUM_TOKENS])
     # 8 rows at a time go to the decode kernel, 18 to the one for prefill
     for chunk in (8, NUM_TOKENS):
@@ -93,7 +100,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
 @pytest.mark.usefixtures("_kernels")
 def test_logits_on_resident_weights_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On F12 words from the embedding to the head, with every matrix packed whether that suits it or not."""
-    tiny = make_family("llama3", tmp_path)
+    tiny = make_family("llama3", tmp_path, num_hidden_layers=1)
     for parameter in tiny.oracle.parameters():
         parameter.data = parameter.data.bfloat16().float()
     tiny.oracle.save_pretrained(tmp_path)
@@ -169,7 +176,7 @@ def stack_experts(pairs: Iterable[tuple[Stored, Stored]], dtype: torch.dtype, is
 @pytest.mark.usefixtures("_kernels")
 def test_kernels_read_a_decode_steps_buffers_where_they_stay(tmp_path: Path) -> None:
     """Padded steps of one size after another: lengths and tables reach the kernels through the same memory."""
-    tiny = make_family("llama4", tmp_path)
+    tiny = make_family("llama4", tmp_path, **FEW_LAYERS["llama4"])
     prompts = [[5, 9, 11, 4, 8, 3, 17, 6, 12, 7, 10], [8, 4, 6], [9]]
     limits: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "max_num_seqs": 4}
     with Driver(tiny, device=DEVICE, decode_graphs=True, **limits) as driver:

@@ -32,6 +32,7 @@ from weft.kv.layer_groups import AttentionSpan, PageRange
 from weft.request import FinishReason, RequestKey, SamplingParams
 
 NUM_DRAFTING = int(os.environ.get("WEFT_SOAK_EXAMPLES", "20"))
+NUM_PLAIN = 3 * NUM_DRAFTING
 
 
 class LoopMachine(RuleBasedStateMachine):
@@ -239,7 +240,7 @@ class BoundedMachine(LoopMachine):
 
 @pytest.mark.parametrize("machine", [LoopMachine, WindowsMachine, BoundedMachine])
 def test_whatever_comes_in_whatever_order_all_ends_well(machine: type[LoopMachine], steps_ahead: int) -> None:
-    bounds = settings(max_examples=120, stateful_step_count=40, deadline=None)
+    bounds = settings(max_examples=NUM_PLAIN, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(type(machine.__name__, (machine,), {"steps_ahead": steps_ahead}), settings=bounds)
 
 

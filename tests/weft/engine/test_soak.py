@@ -16,8 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +46,8 @@ NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12  # blocks for each group of layer
 STUCK_SECONDS, TOLD_STEPS = 60.0, 10_000
 # prompts are computed by how long they have waited: the engine's time passes with its looks at the clock
 LOOK_SECONDS = 0.001
+PLAIN_RUNNER = vars(runner)["ModelRunner"]
+TextsOf = Callable[[str], tuple[Tiny, list[Text]]]
 LATE_FAMILIES = ["llama2", "mistral-window"]  # pages that are kept, and pages that go back in the midst of a text
 
 
@@ -277,41 +279,55 @@ class Chaos:
                 blocks.clear()
 
 
+@pytest.fixture(scope="module")
+def texts_of(tmp_path_factory: pytest.TempPathFactory) -> TextsOf:
+    """A model of a family, and its undisturbed texts."""
+
+    def make(name: str) -> tuple[Tiny, list[Text]]:
+        tiny = make_family(name, tmp_path_factory.mktemp(name), **FAMILIES[name])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Driver, "steps_ahead", 0)
+            patch.setattr(runner, "ModelRunner", PLAIN_RUNNER)
+            return tiny, make_texts(tiny)
+
+    return cache(make)
+
+
 @pytest.mark.timeout(120 + NUM_STEPS)  # one that is stuck is noticed sooner
 @pytest.mark.parametrize("name", FAMILIES)
 def test_poisoned_blocks_show_nowhere_whatever_happens(
-    name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, steps_ahead: int, texts_of: TextsOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    soak(name, steps_ahead, tmp_path, monkeypatch)
+    soak(name, steps_ahead, texts_of, monkeypatch)
 
 
 @pytest.mark.timeout(120 + NUM_STEPS)
 @pytest.mark.parametrize("steps_ahead", [1], indirect=True)
 @pytest.mark.parametrize("name", LATE_FAMILIES)
 def test_poisoned_blocks_show_nowhere_on_a_device_that_is_late(
-    name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, steps_ahead: int, texts_of: TextsOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, but a page that goes back while a step under way has yet to look at it is NaN when it does."""
     monkeypatch.setattr(runner, "ModelRunner", LateRunner)
-    soak(name, steps_ahead, tmp_path, monkeypatch)
+    soak(name, steps_ahead, texts_of, monkeypatch)
 
 
 @pytest.mark.timeout(120 + NUM_STEPS)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama2"])
 def test_poisoned_blocks_show_nowhere_while_drafting(
-    name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, steps_ahead: int, texts_of: TextsOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    soak(name, steps_ahead, tmp_path, monkeypatch, is_drafting=True)
+    soak(name, steps_ahead, texts_of, monkeypatch, is_drafting=True)
 
 
 @pytest.mark.timeout(120 + NUM_STEPS)
 @pytest.mark.parametrize("steps_ahead", [1], indirect=True)
 @pytest.mark.parametrize("name", LATE_FAMILIES)
 def test_poisoned_blocks_show_nowhere_when_late_and_drafting(
-    name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, steps_ahead: int, texts_of: TextsOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "ModelRunner", LateRunner)
-    soak(name, steps_ahead, tmp_path, monkeypatch, is_drafting=True)
+    soak(name, steps_ahead, texts_of, monkeypatch, is_drafting=True)
 
 
 def finite_choice(choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
@@ -328,12 +344,11 @@ def finite_choice(choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> C
 def soak(
     name: str,
     steps_ahead: int,
-    tmp_path: Path,
+    texts_of: TextsOf,
     monkeypatch: pytest.MonkeyPatch,
     is_drafting: bool = False,
 ) -> None:
-    tiny: Tiny = make_family(name, tmp_path, **FAMILIES[name])
-    texts = make_texts(tiny)
+    tiny, texts = texts_of(name)
     poison, make_head = Poison(monkeypatch), None
     if is_drafting:
         tiny, make_head = with_head(tiny, (0, tiny.config.num_layers))
