@@ -6,9 +6,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes start here: what the first one compiles, the others find
 pytest=(.venv/bin/python -m pytest)
-computing=(tests/kernels tests/weft/{engine,model,capacity} tests/grammars tests/training tests/docs
-    tests/weft/worker/test_memory_profile.py tests/bundle/test_{bundle,rans}.py tests/contract/test_gpu_script.py
-    tests/services/gateway/test_{templates,long_texts}.py)
+computing=(tests/kernels tests/weft/{engine,model,capacity,gguf_import} tests/grammars tests/training tests/docs
+    tests/weft/test_{tekken,tokenizer}.py tests/weft/kv/test_block_pool.py tests/weft/worker/test_memory_profile.py
+    tests/bundle/test_{bundle,rans}.py tests/contract/test_gpu_script.py tests/loadtest/test_fleet.py
+    tests/services/gateway/test_{templates,long_texts,jinja,special_tokens,tool_parsers,validator}.py)
 
 # Runs only while nobody else wants to. In a session of its own that weighs next to nothing: Linux may share time out among
 # sessions first, and what a process has then counts within one.
