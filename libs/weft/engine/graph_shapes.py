@@ -45,12 +45,12 @@ def graph_rows(max_drafts: int) -> tuple[int, ...]:
 
 
 class GraphShapes:
-    """The shapes that have graphs. `largest`: the one with the most rows."""
+    """The shapes that have graphs. `counts`: rows of a sequence. `largest`: the shape with the most rows."""
 
     def __init__(self, config: EngineConfig) -> None:
-        counts, self.max_num_seqs = graph_rows(config.max_drafts), min(config.max_num_seqs, MAX_SIZE)
-        self.max_rows = counts[-1]
-        self._sizes = {count: graph_sizes(min(self.max_num_seqs, MAX_ROWS // count)) for count in counts}
+        self.counts, self.max_num_seqs = graph_rows(config.max_drafts), min(config.max_num_seqs, MAX_SIZE)
+        self.max_rows = self.counts[-1]
+        self._sizes = {count: graph_sizes(min(self.max_num_seqs, MAX_ROWS // count)) for count in self.counts}
         shapes = [GraphShape(sizes[-1], count) for count, sizes in self._sizes.items()]
         self.largest = max(shapes, key=lambda shape: (shape.total_rows, shape.num_rows))
 

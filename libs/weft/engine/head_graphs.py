@@ -83,7 +83,7 @@ class HeadGraphs:
         if not self._replays or single is None or max(ends) > self._tables.tensor.shape[1] * self._block_tokens:
             return None
         filling, choice = self._filling_shape(rows), Choice.of(sampling)
-        self._prepare(single, filling, choice)
+        self._capture_all(num_seqs, single)
         self._fill_sequences(rows, ends, single)
         for column in fields(SamplingRows):
             values = getattr(sampling, column.name, None)
@@ -111,11 +111,13 @@ class HeadGraphs:
         room = min(length - first for length, first in zip(rows.lens, rows.first, strict=True))
         return shape if shape is not None and shape.num_rows <= room else None
 
-    def _prepare(self, single: GraphShape, filling: GraphShape | None, choice: Choice) -> None:
-        self._capture(single, "step")
-        self._capture(single, choice.value)
-        if filling is not None:
-            self._capture(filling, "fill")
+    def _capture_all(self, num_seqs: int, single: GraphShape) -> None:
+        """Capture all graphs for so many sequences at once, so that only their first drafts take that time."""
+        for kind in ("step", *(choice.value for choice in Choice)):
+            self._capture(single, kind)
+        for num_rows in self.shapes.counts:
+            if (shape := self.shapes.fitting(num_seqs, num_rows)) is not None:
+                self._capture(shape, "fill")
 
     def _capture(self, shape: GraphShape, kind: str) -> None:
         """Capture a graph on padding alone: a capture also runs it, and a step changes what it reads."""

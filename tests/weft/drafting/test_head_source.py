@@ -10,6 +10,7 @@ import pytest
 from tests.weft.drafting.simulation import EOS, Seconds, Simulation
 from tests.weft.drafting.test_speculator import repeated
 from weft.engine.drafting.drafter import DraftRequest, DraftSource, DraftToken, Proposal
+from weft.engine.drafting.graph_rows import GraphRows
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.sequence import Sequence as EngineSequence
 
@@ -22,16 +23,18 @@ class SimulatedHead:
     Grades say the truth about three of four drafts.
     """
 
-    def __init__(self, alpha: Callable[[int], float], pass_seconds: float) -> None:
+    def __init__(self, alpha: Callable[[int], float], pass_seconds: float, first_seconds: float = 0.0) -> None:
+        """`first_seconds`: that the first call takes longer."""
         self.answers: list[list[int]] = []
         self.now = 0.0
         self.num_calls = 0
-        self._alpha, self._pass_seconds = alpha, pass_seconds
+        self._alpha, self._pass_seconds, self._first_seconds = alpha, pass_seconds, first_seconds
         self._random = Random(5)
 
     def draft(
         self, requests: Sequence[DraftRequest], goes_on: Callable[[EngineSequence, Sequence[DraftToken]], bool]
     ) -> list[Proposal]:
+        self.now += 0.0 if self.num_calls else self._first_seconds
         self.num_calls += 1
         assert not any(sequence.is_bare for sequence, limit in requests if limit)
         found: dict[EngineSequence, list[DraftToken]] = {sequence: [] for sequence, _ in requests}
@@ -67,9 +70,11 @@ def fresh(num_tokens: int, seed: int) -> list[int]:
     return [random.randrange(5, 10**6) for _ in range(num_tokens)]
 
 
-def simulate(head: SimulatedHead, answers: list[list[int]], step_seconds: Seconds = STEP) -> Simulation:
+def simulate(
+    head: SimulatedHead, answers: list[list[int]], step_seconds: Seconds = STEP, graph_rows: GraphRows | None = None
+) -> Simulation:
     head.answers = answers
-    run = Simulation(speculator_with(head), step_seconds)
+    run = Simulation(speculator_with(head, graph_rows), step_seconds, graph_rows=graph_rows)
     run.run([[1, 2, 3]] * len(answers), answers)
     run.seconds += head.now
     return run
@@ -151,8 +156,8 @@ def test_layer_is_filled_again_once_drafts_pay() -> None:
     assert runs[1].num_tokens / runs[1].num_steps > 1.5
 
 
-def speculator_with(head: SimulatedHead) -> AdaptiveSpeculator:
-    speculator = AdaptiveSpeculator((EOS,), clock=lambda: head.now)
+def speculator_with(head: SimulatedHead, graph_rows: GraphRows | None = None) -> AdaptiveSpeculator:
+    speculator = AdaptiveSpeculator((EOS,), clock=lambda: head.now, graph_rows=graph_rows)
     speculator.set_head(head)
     return speculator
 
@@ -162,3 +167,13 @@ class EndingHead(SimulatedHead):
 
     def _token(self, sequence: EngineSequence, drafts: list[DraftToken]) -> DraftToken:
         return DraftToken(EOS, DraftSource.HEAD, 5)
+
+
+def test_seconds_of_first_passes_do_not_count_in_graphs() -> None:
+    """They capture graphs, which takes as long as hundreds of steps."""
+    runs = []
+    for first_seconds in (0.0, 3.0):
+        head, rows = SimulatedHead(lambda place: 0.9, 0.0005, first_seconds), GraphRows((1, 2, 4, 8), 512)
+        runs.append(simulate(head, [fresh(3000, 1)], graph_rows=rows))
+    assert 3000 / runs[0].num_steps > 2
+    assert runs[1].num_steps == pytest.approx(runs[0].num_steps, rel=0.02)

@@ -21,8 +21,10 @@ from tests.weft.engine.tiny_heads import MixedSpeculator, SlowTwin, assert_draft
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.drafting.drafter import DraftRequest, DraftToken, Proposal
+from weft.engine.graph_shapes import GraphShape
 from weft.engine.head_drafter import HeadDrafter, _PassByPass
-from weft.engine.head_graphs import GraphRun, HeadGraphs
+from weft.engine.head_graphs import Choice, GraphRun, HeadGraphs
+from weft.engine.head_planner import HeadRows
 from weft.engine.sequence import Sequence
 from weft.model.kv_layout import kv_groups
 
@@ -35,20 +37,32 @@ class Comparison:
     """Drafts first without graphs, then again from the same state with graphs.
 
     - `passes`: tokens and probabilities of the last run. `num_runs`: runs with graphs.
-    - `kinds`, `fill_rows`: of the graphs.
+    - `choices`, `fill_rows`: of the graphs that were replayed.
     - `is_varied`: sequences stop at random drafts; then only the drafts are compared, because in graphs they run on.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_varied = False
         self.passes: list[Chosen] = []
-        self.kinds: set[str] = set()
+        self.choices: set[Choice] = set()
         self.fill_rows: set[int] = set()
         self.num_runs = 0
         self._draft = HeadDrafter.draft
         for run in (GraphRun, _PassByPass):
             monkeypatch.setattr(run, "choose", self._noted(run.choose))
         monkeypatch.setattr(HeadDrafter, "draft", lambda *args: self.draft(*args))
+        fill_rows, graph_choose = HeadGraphs._fill_rows, HeadGraphs.choose
+
+        def fill(graphs: HeadGraphs, rows: HeadRows, shape: GraphShape) -> None:
+            self.fill_rows.add(shape.num_rows)
+            fill_rows(graphs, rows, shape)
+
+        def choose(graphs: HeadGraphs, shape: GraphShape, choice: Choice) -> Chosen:
+            self.choices.add(choice)
+            return graph_choose(graphs, shape, choice)
+
+        monkeypatch.setattr(HeadGraphs, "_fill_rows", fill)
+        monkeypatch.setattr(HeadGraphs, "choose", choose)
 
     def draft(self, drafter: HeadDrafter, requests: Items[DraftRequest], goes_on: GoesOn) -> list[Proposal]:
         graphs = drafter._graphs
@@ -72,8 +86,6 @@ class Comparison:
         if not self.is_varied:
             assert torch.equal(pool[:num_blocks].view(torch.int32), after.view(torch.int32))
         self.num_runs += bool(passes)
-        self.kinds |= {kind for _, kind in graphs._replays}
-        self.fill_rows |= {shape.num_rows for shape, kind in graphs._replays if kind == "fill"}
         return found
 
     def _asked(self, goes_on: GoesOn) -> GoesOn:
@@ -100,13 +112,14 @@ def test_head_graphs_draft_the_same_with_all_sampling(grouped: Tiny, comparison:
     tiny, make_head = with_head(grouped)
     comparison.is_varied = is_varied
     speculator = MixedSpeculator({}, max_drafts=7, share_head=0.6)
-    with Driver(tiny, speculator=speculator, make_head=make_head, **GRAPHS, max_num_seqs=9) as driver:
+    sizes = {**GRAPHS, "block_tokens": 16, "max_num_seqs": 9}  # rows wait for the end of a block: up to 15
+    with Driver(tiny, speculator=speculator, make_head=make_head, **sizes) as driver:
         keys = [submit(driver, name) for name in CASES]
         for key in keys:
             driver.wait_end(key)
         driver.assert_all_blocks_are_back()
     assert comparison.num_runs > 10 or Driver.steps_ahead
-    assert comparison.kinds >= {"fill", "step", "filtered"}
+    assert Choice.FILTERED in comparison.choices
     assert comparison.fill_rows >= {2, 4, 8}
     assert_drafts_are_those_of(SlowTwin(tiny, make_head), speculator.drafted, 10)
 
@@ -118,18 +131,25 @@ def test_head_graphs_draft_the_same_without_filters(grouped: Tiny, comparison: C
     with Driver(tiny, speculator=speculator, make_head=make_head, **GRAPHS, max_num_seqs=2) as driver:
         driver.generate([5, 6, 7], 40, temperature=temperature, seed=3)
     assert comparison.num_runs
-    assert ("greedy" if not temperature else "sampled") in comparison.kinds
+    assert comparison.choices == {Choice.SAMPLED if temperature else Choice.GREEDY}
     assert_drafts_are_those_of(SlowTwin(tiny, make_head), speculator.drafted, 10)
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "gemma3", "llama4", "deepseek", "glm4-moe"])
+@pytest.mark.parametrize(
+    ("name", "share_bare"),
+    [("mistral-window", 0.5), ("gemma3", 0.0), ("llama4", 0.5), ("deepseek", 0.0), ("glm4-moe", 0.0)],
+)
 def test_head_graphs_draft_the_same_in_every_family(
-    name: str, family_of: Callable[[str], TinyFamily], comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    share_bare: float,
+    family_of: Callable[[str], TinyFamily],
+    comparison: Comparison,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Windows, chunks, experts and latent keys; with preemptions, and NaN in all free pages."""
+    """Windows, chunks, experts and latent keys; with preemptions, bare tokens, and NaN in all free pages."""
     tiny, make_head = with_head(family_of(name))
     prompts = [[(5 * i * i + 3 * i + 7 * (i > 20) * length) % 110 + 3 for i in range(length)] for length in (9, 23, 40)]
-    speculator = MixedSpeculator({})
+    speculator = MixedSpeculator({}, share_bare=share_bare)
     num_blocks = 30 * len(kv_groups(tiny.config).spans)
     sizes = {**GRAPHS, "chunk_tokens": 16, "num_blocks": num_blocks, "max_num_seqs": 3, "eos_token_ids": ()}
     with Driver(tiny, speculator=speculator, make_head=make_head, **sizes) as driver:

@@ -41,7 +41,10 @@ class HeadSource:
         clock: Callable[[], float],
         graph_rows: GraphRows | None = None,
     ) -> None:
+        """`graph_rows`: steps and passes are graphs. The first drafts of a number of sequences may capture theirs."""
         self._graph_rows = graph_rows
+        self._numbers_run: set[int] = set()
+        self._first_seconds = 0.0
         self.costs_of: dict[Sequence, float] = {}
         self.is_paying = True
         self._head, self._costs, self._rates, self._clock = head, costs, rates, clock
@@ -85,6 +88,11 @@ class HeadSource:
                 improved[index] = drafts
         return improved, spent
 
+    def take_first_seconds(self) -> float:
+        """Return the seconds of drafts that may have captured graphs, since the last call."""
+        seconds, self._first_seconds = self._first_seconds, 0.0
+        return seconds
+
     def forget(self, sequence: Sequence) -> None:
         """Drop all state of a sequence that has ended."""
         self._head.forget(sequence)
@@ -125,8 +133,12 @@ class HeadSource:
         started_at = self._clock()
         proposals = self._head.draft(requests, goes_on)
         seconds = self._clock() - started_at
+        if self._graph_rows is not None and len(requests) not in self._numbers_run:
+            self._numbers_run.add(len(requests))
+            self._first_seconds, seconds = seconds, 0.0
+        else:
+            self._measure(proposals, seconds)
         self.costs_of = {sequence: seconds / len(requests) for sequence, _ in requests}
-        self._measure(proposals, seconds)
         return [self._fit(*each, drafters) for each in zip(requests, proposals, strict=True)]
 
     def _measure(self, proposals: Items[Proposal], seconds: float) -> None:

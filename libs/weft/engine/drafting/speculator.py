@@ -68,6 +68,7 @@ class AdaptiveSpeculator:
         self._clock = clock
         self._follows_grammars = follows_grammars
         self._graph_rows = graph_rows
+        self._sizes_run: set[tuple[int, int]] = set()  # sequences and rows of the steps that were graphs
         self._propose_seconds = 0.0  # since the last finished step
         self._eos_token_ids = eos_token_ids
         self._drafters: dict[Sequence, SequenceDrafter] = {}
@@ -88,6 +89,8 @@ class AdaptiveSpeculator:
         started_at = self._clock()
         drafts = self._propose(requests, num_prompt_rows)
         self._propose_seconds += self._clock() - started_at
+        if self._head is not None:
+            self._propose_seconds -= self._head.take_first_seconds()
         return drafts
 
     def set_head(self, head: DraftHead) -> None:
@@ -122,14 +125,13 @@ class AdaptiveSpeculator:
 
     def on_step(self, step: DecodeStep) -> None:
         """Learn what the step cost and which drafts were accepted."""
-        if self._graph_rows is not None:
-            step = self._graph_rows.pad(step)
+        step, is_typical = self._as_computed(step)
         num_sequences = len(step.outcomes)
         self._probe_seconds = min(MAX_PROBE_SECONDS, self._probe_seconds + PROBE_SHARE * step.seconds)
         if self._head is not None:
             self._head_use.on_step(self._head.is_paying)
         if step.num_rows > num_sequences:
-            self._follow(step)
+            self._follow(step, MAX_OUTLIER if is_typical else 1.0)
         else:
             self._ledger.add(step.seconds, self._propose_seconds)
             self._tokens_per_step[1] += num_sequences
@@ -139,7 +141,22 @@ class AdaptiveSpeculator:
                 self._off_seconds[self._reason] = self._off_seconds.get(self._reason, 0.0) + step.seconds
         self._reason = None
         self._propose_seconds = 0.0
-        self._costs.measure(step)
+        if is_typical:
+            self._costs.measure(step)
+
+    def _as_computed(self, step: DecodeStep) -> tuple[DecodeStep, bool]:
+        """Return the step with the padding of its graph, and whether its duration is that of later ones.
+
+        The first step of a size may capture its graph, which takes as long as hundreds of steps.
+        """
+        if self._graph_rows is None:
+            return step, True
+        step = self._graph_rows.pad(step)
+        size = len(step.outcomes), step.num_rows
+        if step.num_prompt_rows or size in self._sizes_run:
+            return step, True
+        self._sizes_run.add(size)
+        return step, False
 
     def forget(self, sequence: Sequence) -> None:
         """Drop all state of a sequence that has ended."""
@@ -226,8 +243,8 @@ class AdaptiveSpeculator:
         ]
         return [sum(s > bound for s in each) for each, bound in zip(survivals, least, strict=True)]
 
-    def _follow(self, step: DecodeStep) -> None:
-        """Learn from a step with drafts."""
+    def _follow(self, step: DecodeStep, max_outlier: float) -> None:
+        """Learn from a step with drafts. It counts for at most `max_outlier` times its expected duration."""
         num_sequences = len(step.outcomes)
         num_more, num_drafts = step.num_rows - num_sequences, self._num_drafts(step)
         context = step.context_tokens // (step.num_rows if self._graph_rows is None else num_sequences)
@@ -243,7 +260,7 @@ class AdaptiveSpeculator:
         else:
             curve = self._costs.curve(num_sequences, num_more)
             row_seconds += (curve[num_more] - curve[0]) / num_drafts
-            seconds = min(step.seconds, MAX_OUTLIER * (plain + num_drafts * row_seconds))
+            seconds = min(step.seconds, max_outlier * (plain + num_drafts * row_seconds))
         lost = seconds - plain * num_tokens / num_sequences
         self._ledger.add(step.seconds, lost + self._propose_seconds)
         for outcome in step.outcomes:
