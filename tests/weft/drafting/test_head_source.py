@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 
 import pytest
 
-from tests.weft.drafting.simulation import EOS, Seconds, Simulation
+from tests.weft.drafting.simulation import EOS, Seconds, Simulation, sequence_of
 from tests.weft.drafting.test_speculator import repeated
+from weft.engine.drafting.acceptance import AcceptanceRates, SourceRecord
+from weft.engine.drafting.costs import StepCosts
 from weft.engine.drafting.drafter import DraftRequest, DraftSource, DraftToken, Proposal
 from weft.engine.drafting.graph_rows import GraphRows
+from weft.engine.drafting.head_source import HeadSource
 from weft.engine.drafting.speculator import AdaptiveSpeculator
 from weft.engine.sequence import Sequence as EngineSequence
 
@@ -113,6 +117,37 @@ def test_copies_that_are_better_leave_the_head_unasked() -> None:
     run = simulate(head, [repeated(6000, 1)], lambda rows: 0.010)
     assert run.ratio > 7.0
     assert head.num_calls < run.num_steps
+
+
+def test_head_of_no_use_does_not_turn_copies_off() -> None:
+    """Passages repeat between fresh ones, in which an untested head drafts long."""
+    seen = fresh(40, 2)
+    text = [token for seed in range(8) for token in (*fresh(12, 10 + seed), *seen)]
+
+    def step_seconds(rows: int) -> float:
+        return 0.020 + 0.0015 * rows
+
+    speculator = AdaptiveSpeculator((EOS,), clock=lambda: 0.0)
+    alone = Simulation(speculator, step_seconds)
+    alone.run([[1, 2, 3]], [text])
+    run = simulate(SimulatedHead(lambda place: 0.0, 0.004), [text], step_seconds)
+    assert run.ratio > 0.9 * alone.ratio
+
+
+def test_head_is_asked_more_rarely_while_it_brings_nothing() -> None:
+    source = HeadSource(SimulatedHead(lambda place: 0.0, 0.0), StepCosts(), AcceptanceRates(), lambda: 0.0)
+    record, sequence, asked = SourceRecord(), sequence_of([1, 2, 3], 400), []
+    while len(sequence.token_ids) < 200:
+        if not record.is_shut(len(sequence.token_ids)):
+            asked.append(len(sequence.token_ids))
+            source.judge(sequence, record, num_drafts=1, num_accepted=0, saved=0.0)
+        sequence.token_ids.append(7)
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 64
+    source.judge(sequence, record, num_drafts=1, num_accepted=1, saved=0.0)
+    source.judge(sequence, record, num_drafts=1, num_accepted=0, saved=0.0)
+    assert not record.is_shut(asked[-1] + gaps[-1] * 2)
 
 
 def test_head_returns_when_its_drafts_are_accepted_again() -> None:

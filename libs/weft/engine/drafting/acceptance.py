@@ -26,6 +26,8 @@ NUM_JUDGED = 24
 # The same for a draft model: its long proposals fail as a whole more often than copies.
 NUM_JUDGED_OF_HEAD = 96
 MIN_WAIT, MAX_WAIT = 32, 128
+# After this number of proposals in a row that brought nothing, a sequence asks the draft model ever more rarely.
+MAX_USELESS = 5
 
 
 class SourceRecord:
@@ -35,12 +37,12 @@ class SourceRecord:
     - `is_shut`: while the sequence is shorter than a length, because NUM_JUDGED drafts lost time.
     """
 
-    __slots__ = ("_accepted", "_balance", "_num_judged", "_open_at", "_predicted", "_wait", "factor")
+    __slots__ = ("_accepted", "_balance", "_num_judged", "_num_useless", "_open_at", "_predicted", "_wait", "factor")
 
     def __init__(self) -> None:
         self.factor = 1.0
         self._accepted = self._predicted = self._balance = 0.0
-        self._num_judged = self._open_at = 0
+        self._num_judged = self._num_useless = self._open_at = 0
         self._wait = MIN_WAIT
 
     def is_shut(self, num_tokens: int) -> bool:
@@ -69,6 +71,13 @@ class SourceRecord:
         else:
             self._wait = MIN_WAIT
         self._balance, self._num_judged = 0.0, 0
+
+    def judge_proposal(self, num_accepted: int, num_tokens: int) -> None:
+        """After MAX_USELESS proposals in a row with no accepted draft, shut the source for 4 tokens, then 8, 16, .."""
+        self._num_useless = 0 if num_accepted else self._num_useless + 1
+        if self._num_useless >= MAX_USELESS:
+            wait = min(MAX_WAIT, 4 << self._num_useless - MAX_USELESS)
+            self._open_at = max(self._open_at, num_tokens + wait)
 
 
 Records = dict[DraftSource, SourceRecord]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from math import ceil
+from typing import NamedTuple
 
 from weft.engine.drafting.acceptance import NUM_JUDGED_OF_HEAD, AcceptanceRates, SourceRecord
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, StepCosts
@@ -24,6 +25,13 @@ NUM_PROBED = 3
 NEXT_RATE = 0.9
 
 Drafters = Mapping[Sequence, SequenceDrafter]
+
+
+class HeadBudget(NamedTuple):
+    """Seconds that a probe of the draft model may take, and seconds that any of its proposals may lose in one step."""
+
+    probe_seconds: float
+    loss_seconds: float
 
 
 class HeadSource:
@@ -52,13 +60,13 @@ class HeadSource:
         self._pass_seconds: dict[int, float] = {}  # of one draft for each sequence, by the number of sequences
 
     def improve(
-        self, requests: Items[DraftRequest], proposals: Items[Proposal], drafters: Drafters, spare_seconds: float
+        self, requests: Items[DraftRequest], proposals: Items[Proposal], drafters: Drafters, budget: HeadBudget
     ) -> tuple[list[Proposal], float]:
         """Replace proposals of which fewer tokens are expected than of the draft model's.
 
-        `drafters`: of each sequence with a limit. A model that is not expected to pay is asked for a few drafts if they
-        and their verification take at most `spare_seconds`. Returns the proposals, and the seconds of such a probe, or
-        0. All drafts of a probe should be verified.
+        `drafters`: of each sequence with a limit. A model that is not expected to pay is asked for a few drafts, as a
+        probe within the budget. Returns the proposals, and the seconds of such a probe, or 0. All drafts of a probe
+        should be verified.
         """
         self.costs_of.clear()
         context = sum(len(sequence.token_ids) for sequence, _ in requests)
@@ -77,11 +85,13 @@ class HeadSource:
             asked = [index for index in asked if known[index] < expected]
         elif not any(proposals):
             spent = self._probe_seconds(len(asked), context, plain)
-        if not asked or (not expected and not 0 < spent <= spare_seconds):
+        if not asked or (not expected and not 0 < spent <= budget.probe_seconds):
             return improved, 0.0
-        chosen = [requests[index] for index in asked]
-        if spent:
-            chosen = [each._replace(limit=min(each.limit, NUM_PROBED)) for each in chosen]
+        most = self._affordable(len(asked), context, plain, budget)
+        if not most:
+            return improved, 0.0
+        most = min(most, NUM_PROBED) if spent else most
+        chosen = [requests[index]._replace(limit=min(requests[index].limit, most)) for index in asked]
         found = self._draft(chosen, drafters, 0.0 if spent else len(requests) / plain)
         for index, drafts in zip(asked, found, strict=True):
             if spent or self._tokens(drafts, drafters[requests[index].sequence]) > known[index]:
@@ -92,6 +102,12 @@ class HeadSource:
         """Return the seconds of drafts that may have captured graphs, since the last call."""
         seconds, self._first_seconds = self._first_seconds, 0.0
         return seconds
+
+    def judge(self, sequence: Sequence, record: SourceRecord, num_drafts: int, num_accepted: int, saved: float) -> None:
+        """Learn from the last proposal for a sequence. `saved`: seconds, without the time that drafting took."""
+        num_tokens = len(sequence.token_ids)
+        record.judge(saved - self.costs_of.get(sequence, 0.0), num_drafts, num_tokens, NUM_JUDGED_OF_HEAD)
+        record.judge_proposal(num_accepted, num_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop all state of a sequence that has ended."""
@@ -116,8 +132,15 @@ class HeadSource:
         return num_sequences * counts[-1] if counts else round(num_asked * self._num_drafts)
 
     def _probe_seconds(self, num_asked: int, context: int, plain: float) -> float:
-        rows = self._row_seconds(num_asked, context)
-        return NUM_PROBED * (self._pass_of(num_asked, plain) + num_asked * rows)
+        return NUM_PROBED * self._draft_seconds(num_asked, context, plain)
+
+    def _affordable(self, num_asked: int, context: int, plain: float, budget: HeadBudget) -> int:
+        """Return the drafts of each sequence that may all be wrong."""
+        return max(0, int(budget.loss_seconds / max(1e-9, self._draft_seconds(num_asked, context, plain))))
+
+    def _draft_seconds(self, num_asked: int, context: int, plain: float) -> float:
+        """Return what one more draft of each sequence takes, with its verification."""
+        return self._pass_of(num_asked, plain) + num_asked * self._row_seconds(num_asked, context)
 
     def _draft(self, requests: list[DraftRequest], drafters: Drafters, rate: float) -> list[Proposal]:
         """Draft, as long as one more draft saves more than it takes.
@@ -158,7 +181,7 @@ class HeadSource:
         self._num_tokens += weight * (self._tokens(fitting, drafter) - self._num_tokens)
         if not fitting:  # no step shows that these drafts cost time and bring nothing
             record = drafter.records.setdefault(DraftSource.HEAD, SourceRecord())
-            record.judge(-self.costs_of[sequence], len(drafts), len(sequence.token_ids), NUM_JUDGED_OF_HEAD)
+            self.judge(sequence, record, len(drafts), 0, 0.0)
         return fitting
 
     def _pass_of(self, num_asked: int, plain: float) -> float:

@@ -13,6 +13,9 @@ WINDOW_SECONDS = 20.0
 class LossLedger:
     """Adds up the seconds that steps with drafts took longer than their tokens take without drafts.
 
+    `spare_seconds`: what is left below half the cap. A draft model may lose that in one step, so that its wrong drafts
+    never turn off drafts that cost less.
+
     After each step:  balance += seconds - T0 * tokens / sequences - MAX_LOSS * seconds of the step
 
     T0: seconds of a step without drafts. Gains count only down to -cap, so they pay for no long losses, but for the
@@ -24,6 +27,7 @@ class LossLedger:
 
     def __init__(self) -> None:
         self.is_off = False
+        self.spare_seconds = MIN_CAP_SECONDS / 2
         self._balance = 0.0
         self._elapsed = 0.0
 
@@ -37,4 +41,5 @@ class LossLedger:
         self._elapsed += seconds
         cap = max(MIN_CAP_SECONDS, MAX_LOSS * min(self._elapsed, WINDOW_SECONDS))
         self._balance = max(-cap, self._balance + lost_seconds - MAX_LOSS * seconds)
+        self.spare_seconds = cap / 2 - self._balance
         self.is_off = self._balance > (cap / 2 if self.is_off else cap)

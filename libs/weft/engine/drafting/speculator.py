@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from weft.engine.drafting.acceptance import NUM_JUDGED, NUM_JUDGED_OF_HEAD, AcceptanceRates, SourceRecord
+from weft.engine.drafting.acceptance import AcceptanceRates, SourceRecord
 from weft.engine.drafting.costs import HYSTERESIS, MAX_OUTLIER, DraftOrder, StepCosts
 from weft.engine.drafting.draft_stats import DraftStats, OffReason, SourceStats
 from weft.engine.drafting.drafter import DecodeStep, DraftHead, DraftOutcome, DraftRequest, DraftSource, Proposal
 from weft.engine.drafting.graph_rows import EvenDrafts, GraphRows
-from weft.engine.drafting.head_source import HeadSource
+from weft.engine.drafting.head_source import HeadBudget, HeadSource
 from weft.engine.drafting.head_use import HeadUse
 from weft.engine.drafting.ledger import LossLedger
 from weft.engine.drafting.sequence_drafter import SequenceDrafter
@@ -107,7 +107,8 @@ class AdaptiveSpeculator:
             self._head.is_paying = False
         proposals: list[Proposal] = [] if self._ledger.is_off else self._gather(requests)
         if proposals and self._head is not None and not num_prompt_rows and not self._is_sample_due(len(requests)):
-            proposals, spent = self._head.improve(requests, proposals, self._drafters, self._probe_seconds)
+            budget = HeadBudget(self._probe_seconds, self._ledger.spare_seconds)
+            proposals, spent = self._head.improve(requests, proposals, self._drafters, budget)
             self._probe_seconds -= spent
             if spent:
                 return proposals
@@ -285,9 +286,8 @@ class AdaptiveSpeculator:
         for source, number in counts.items():
             self._sources[source].num_proposals += 1
             accepted = sum(draft.source is source for draft in outcome.drafts[: outcome.num_accepted])
-            record = records.setdefault(source, SourceRecord())
-            saved, least = accepted * token_seconds - number * row_seconds, NUM_JUDGED
+            saved, record = accepted * token_seconds - number * row_seconds, records.setdefault(source, SourceRecord())
             if source is DraftSource.HEAD and self._head is not None:
-                saved -= self._head.costs_of.get(outcome.sequence, 0.0)
-                least = NUM_JUDGED_OF_HEAD
-            record.judge(saved, number, len(outcome.sequence.token_ids), least)
+                self._head.judge(outcome.sequence, record, number, accepted, saved)
+            else:
+                record.judge(saved, number, len(outcome.sequence.token_ids))
