@@ -39,13 +39,12 @@ template <typename Number, typename Item>
 WEFT_INLINE Words take_words(const Item* row, long k, long num_inputs) {
     constexpr long ITEMS = W * inputs_of<Number>;
     const Item* from = row + k * inputs_of<Number>;
+    auto words = [](const Item* at) { return inputs_of<Number> == 1 ? (Words)load_wide(at) : load<Words>(at); };
     long left = num_inputs - k * inputs_of<Number>;
+    if (left >= ITEMS) return words(from);
     Item last[ITEMS] = {};
-    if (left < ITEMS) {
-        std::memcpy(last, from, left * sizeof(Item));
-        from = last;
-    }
-    return inputs_of<Number> == 1 ? (Words)load_wide(from) : load<Words>(from);
+    std::memcpy(last, from, left * sizeof(Item));
+    return words(last);
 }
 
 // Tile t of x, each slice of its numbers as [numbers, rows]; one slice of all tiles is one run.
@@ -56,9 +55,15 @@ void pack_rows(const Tiling& shape, const Item* x, long t, Number* packed) {
         long count = std::min(SLICE<Number>, all - slice);
         Number* to = packed + slice * shape.num_rows + first * count;
         for (long k = 0; k < count; k += W) {
-            Words lines[W] = {};
-            for (long r = 0; r < rows; r++)
-                lines[r] = take_words<Number>(x + (first + r) * shape.num_inputs, slice + k, shape.num_inputs);
+            if (rows == 1) {
+                store_some(to + k, take_words<Number>(x + first * shape.num_inputs, slice + k, shape.num_inputs),
+                           std::min<long>(W, count - k));
+                continue;
+            }
+            Words lines[W];
+            for (long r = 0; r < W; r++)
+                lines[r] = r < rows ? take_words<Number>(x + (first + r) * shape.num_inputs, slice + k, shape.num_inputs)
+                                    : Words{};
             transpose(lines);
             for (long i = 0; i < std::min<long>(W, count - k); i++) store_some(to + (k + i) * rows, lines[i], rows);
         }
@@ -142,7 +147,7 @@ void slice_times_tiles_at(const Tiling& shape, const Number* x, const Weight* pa
     panels_times_tiles(shape, x, panel, count, k, first_tile, end_tile, sums, later);
 }
 
-// 12-bit weights are unpacked by each tile in registers, or once for many tiles.
+// 12-bit weights are unpacked while they are multiplied, by each tile or by the first one; for many tiles once before.
 template <typename Number>
 void slice_times_tiles_at(const Tiling& shape, const Number* x, const Packed12* packed, long p, int, long k,
                           long first_tile, long end_tile, const Sums& sums, const Stretch& later) {
@@ -156,11 +161,20 @@ void slice_times_tiles_at(const Tiling& shape, const Number* x, const Packed12* 
         else
             return panels_times_tiles(shape, x, (const uint16_t*)lines, 1, k, first_tile, end_tile, sums, later);
     }
+    alignas(64) uint16_t lines[SLICE_ITEMS];
     Span span{std::min(SLICE<Number>, shape.num_numbers<Number>() - k), 0, sums.stride, k == 0};
     for (long t = first_tile; t < end_tile; t++) {
         long first = shape.first_row(t), rows = shape.first_row(t + 1) - first;
+        const Number* from = x + k * shape.num_rows + first * span.count;
         float* to = sums.data + (first - sums.first_row) * sums.stride;
-        packed12_tiles_of<Number>(rows)(x + k * shape.num_rows + first * span.count, units, to, span);
+        if (end_tile - first_tile == 1 || REGISTERS == 32) {
+            packed12_tiles_of<Number, InRegisters>(rows)(from, units, to, span, lines);
+        } else if (t == first_tile) {
+            packed12_tiles_of<Number, InMemory>(rows)(from, units, to, span, lines);
+        } else {
+            later.ask_for_part(t - first_tile - 1, end_tile - first_tile - 1);
+            tiles_of<uint16_t, Number>(rows)(from, lines, to, span, 1);
+        }
     }
 }
 

@@ -115,7 +115,13 @@ static WEFT_INLINE void store_some(void* to, Words value, long count) {
 #if WEFT_WIDTH == 16
     _mm512_mask_storeu_epi32(to, __mmask16((1u << count) - 1), (__m512i)value);
 #else
-    std::memcpy(to, &value, count * sizeof(uint32_t));
+    // A copy of a size known only at run time would be a call of the C library.
+    if (count & 8) return store(to, value);
+    __m128 left = _mm256_castps256_ps128((__m256)value);
+    char* at = (char*)to;
+    if (count & 4) _mm_storeu_ps((float*)at, left), at += 16, left = _mm256_extractf128_ps((__m256)value, 1);
+    if (count & 2) _mm_storel_pi((__m64*)at, left), at += 8, left = _mm_movehl_ps(left, left);
+    if (count & 1) _mm_store_ss((float*)at, left);
 #endif
 }
 
@@ -137,12 +143,27 @@ static WEFT_INLINE void transpose(Words* lines) {
         }
     }
 #else
-    for (int i = 0; i < W; i++)
-        for (int j = 0; j < i; j++) {
-            uint32_t word = lines[i][j];
-            lines[i][j] = lines[j][i];
-            lines[j][i] = word;
+    // Not element by element: compilers then write each of them to memory.
+    __m256 pairs[W];
+#pragma GCC unroll 4
+    for (int i = 0; i < W; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps((__m256)lines[i], (__m256)lines[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps((__m256)lines[i], (__m256)lines[i + 1]);
+    }
+    // Lane by lane: word i of the first and of the last four lines.
+    __m256 fours[W];
+#pragma GCC unroll 2
+    for (int i = 0; i < W; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+            fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xEE);
         }
+#pragma GCC unroll 4
+    for (int i = 0; i < W / 2; i++) {
+        lines[i] = (Words)_mm256_permute2f128_ps(fours[i], fours[i + W / 2], 0x20);
+        lines[i + W / 2] = (Words)_mm256_permute2f128_ps(fours[i], fours[i + W / 2], 0x31);
+    }
 #endif
 }
 
