@@ -188,3 +188,24 @@ def test_head_graphs_leave_out_what_has_no_room(
     assert {num_seqs for num_seqs, is_run in started if is_run} == {1, 2}
     assert 3 in {num_seqs for num_seqs, _ in started}
     assert_drafts_are_those_of(SlowTwin(tiny, make_head), speculator.drafted, 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_drafts_in_replayed_graphs_give_the_tokens_of_transformers(
+    name: str, family_of: Callable[[str], TinyFamily]
+) -> None:
+    tiny, make_head = with_head(family_of(name))
+    prompts = [[(7 * i * i + length) % 110 + 3 for i in range(length)] for length in (2, 17, 40)]
+    turns = ("captured", "replayed")
+    texts = {f"{turn}-{i}": prompt + tiny.greedy(prompt, 30) for turn in turns for i, prompt in enumerate(prompts)}
+    speculator = MixedSpeculator(texts)
+    sizes: dict[str, Any] = {**GRAPHS, "num_blocks": 256, "max_num_seqs": 4, "eos_token_ids": ()}
+    with Driver(tiny, device="cuda", speculator=speculator, make_head=make_head, **sizes) as driver:
+        for turn in turns:
+            keys = [driver.submit(f"{turn}-{i}", prompt, 30) for i, prompt in enumerate(prompts)]
+            for key, prompt in zip(keys, prompts, strict=True):
+                assert tiny.is_greedy(prompt, driver.wait_end(key).tokens)
+    assert speculator.drafted
+    assert speculator.num_accepted
