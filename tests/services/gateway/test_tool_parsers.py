@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import time
 from random import Random
 from typing import Any
 
@@ -218,10 +219,13 @@ def test_only_the_first_of_several_calls_where_one_is_wanted() -> None:
 
 
 def test_a_long_hostile_answer_takes_linear_time() -> None:
+    """It takes 0.1 s of a processor; the bound fails what grows faster than the text, on a slow machine too."""
+    began = time.process_time()
     for written in ("<tool_call>" * 3000, "{" * 20_000, "[" * 20_000, '<tool_call>{"name": "' + "\\" * 20_000):
         for name in ("hermes", "llama", "mistral", "qwen-xml"):
             parts = read(FORMATS[name], [written[at : at + 50] for at in range(0, len(written), 50)])
             assert not calls(parts)
+    assert time.process_time() - began < 10
 
 
 PIECES = [
