@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -184,6 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--tasks", default="chat,tools,edit,rewrite")
     parser.add_argument("--prompts", type=int, default=2, help="of each task")
+    parser.add_argument("--max-tokens", type=int, default=160, help="at which longer answers are cut")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -202,7 +203,10 @@ def main() -> None:
     best: list[list[str]] = []
     try:
         for task in options.tasks.split(","):
-            prompts = {f"p{index}": prompt for index, prompt in enumerate(maker.make(task, options.prompts))}
+            prompts = {
+                f"p{index}": replace(prompt, max_tokens=min(prompt.max_tokens, options.max_tokens))
+                for index, prompt in enumerate(maker.make(task, options.prompts))
+            }
             results = measure(contestants, prompts, options.rounds)
             found = rows(task, results, results[Weft.name][OFF].runs[0].answers)
             print(*map(" ".join, found), sep="\n", flush=True)
