@@ -150,11 +150,11 @@ def rows(task: str, results: Results, expected: Answers) -> list[list[str]]:
 
 
 def gains(task: str, results: Results) -> list[str]:
-    """Return a row with the best ratio of each engine, and whether ours is at least that of every peer."""
+    """Return a row with the ratio of our default mode, the last one, and the best of each peer's, and the verdict."""
     best = {}
     for engine, modes in results.items():
-        ratios = {mode: point.ratio for mode, point in points(modes).items()}
-        best[engine] = max(((ratio, mode) for mode, ratio in ratios.items()), default=None)
+        ratios = [(point.ratio, mode) for mode, point in points(modes).items()]
+        best[engine] = max(ratios if best else ratios[-1:], default=None)
     cells = ["-" if each is None else f"{each[0]:.2f} {each[1]}" for each in best.values()]
     ours, *peers = best.values()
     is_met = ours is not None and all(ours[0] >= each[0] for each in peers if each is not None)

@@ -85,8 +85,9 @@ def test_measure_goes_on_after_a_failed_mode(broken: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "met"), (2.0, "short")])
-def test_gains_compare_the_best_modes(seconds: float, verdict: str) -> None:
-    ours, peer = Peer([1, 1, 2, seconds]), Peer([1, 1, 2, 1])
+def test_gains_compare_our_default_with_the_best_of_a_peer(seconds: float, verdict: str) -> None:
+    ours, peer = Peer([1, 1, 1, 2, 0.5, seconds]), Peer([1, 1, 1, 2, 1, 4])
+    ours.modes = peer.modes = (OFF, "short", "long")
     peer.name = "other"
     results = measure([ours, peer], {"p0": FORCED}, rounds=1)
     assert gains("edit", results)[-1] == verdict
