@@ -151,7 +151,7 @@ def rows(task: str, results: Results, expected: Answers) -> list[list[str]]:
 
 def gains(task: str, results: Results) -> list[str]:
     """Return a row with the ratio of our default mode, the last one, and the best of each peer's, and the verdict."""
-    best = {}
+    best: dict[str, tuple[float, str] | None] = {}
     for engine, modes in results.items():
         ratios = [(point.ratio, mode) for mode, point in points(modes).items()]
         best[engine] = max(ratios if best else ratios[-1:], default=None)
