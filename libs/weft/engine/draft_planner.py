@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from weft.capacity.draft import MIN_SAMPLED_ROWS as MIN_SAMPLED_ROWS
+from weft.capacity.draft import MIN_SAMPLED_ROWS
 from weft.engine.block_tables import BlockTables
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.drafter import DraftRequest, Proposal, Speculator

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.capacity.draft import MIN_SAMPLED_ROWS
 from weft.engine.config import EngineConfig
 from weft.engine.device_copier import Array, DeviceCopier
-from weft.engine.draft_planner import MIN_SAMPLED_ROWS
 from weft.engine.graph_shapes import (
     MAX_ROWS,
     GraphShape,

@@ -18,9 +18,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.capacity.draft import feature_rows
+from weft.capacity.draft import feature_rows, step_rows
 from weft.engine.config import EngineConfig
-from weft.engine.draft_planner import MIN_SAMPLED_ROWS
 from weft.engine.page_slots import Tables, attention_context, slots
 from weft.engine.sequence import Sequence
 from weft.engine.step_scheduler import ScheduledChunk
@@ -33,7 +32,7 @@ def num_feature_places(config: EngineConfig) -> int:
 
 def max_step_rows(config: EngineConfig) -> int:
     """Return the most rows of a step: prompts, sequences that decode and their drafts, and repeated tokens."""
-    return config.max_step_tokens + max(config.max_num_seqs, MIN_SAMPLED_ROWS) + config.max_num_seqs
+    return step_rows(config.max_step_tokens, config.max_num_seqs)
 
 
 @dataclass(slots=True)

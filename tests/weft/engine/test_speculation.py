@@ -12,8 +12,9 @@ from tests.weft.engine.harness import Driver, Heard, handed_off
 from tests.weft.engine.scripted import ScriptedSpeculator, reader_of
 from tests.weft.engine.test_logits_processor import EveryThird
 from tests.weft.tiny_llama import Tiny
+from weft.capacity.draft import MIN_SAMPLED_ROWS
 from weft.engine.config import EngineConfig
-from weft.engine.draft_planner import ASK_STEPS, MIN_SAMPLED_ROWS
+from weft.engine.draft_planner import ASK_STEPS
 from weft.engine.drafting.drafter import DraftRequest, Proposal
 from weft.engine.loop import Postprocessor
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
