@@ -67,7 +67,7 @@ def test_a_bundle_is_closed_when_nobody_reads_it_any_more(
     rest = () if tool == "verify" else (tmp_path / "again",)
     with monkeypatch.context() as patch:
         patch.setattr(convert, "check_index", lambda files: None)
-        patch.setattr(convert, "_original_names", lambda files: {file: file.stem for file in files})
+        patch.setattr(convert, "_original_names", lambda source, files: {file: file.stem for file in files})
         readers = Readers(error, patch)
         patch.setattr(BundleFile, "read_into", lambda *_: readers.read())
         with pytest.raises(type(error)):

@@ -11,7 +11,7 @@ from tests.services.prefill.test_windows import PageStore, fetched, sealed_pages
 from tests.weft.engine.harness import Driver
 from tests.weft.engine.tiny_heads import MixedSpeculator, SlowTwin, assert_drafts_are_those_of, with_head
 from tests.weft.tiny_families import make_family
-from weft.kv.block_pool import plain_key
+from weft.kv.block_pool import block_keys, page_key, plain_key
 
 LIMITS: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "num_blocks": 256}
 PROMPT = [(5 * i * i + 3 * i) % 90 + 3 for i in range(30)]
@@ -25,7 +25,7 @@ def test_second_turn_takes_bare_pages_where_no_others_are_stored(name: str, tmp_
     with Driver(tiny, speculator=first, make_head=make_head, **LIMITS, pin_sealed=True, max_pinned=1000) as driver:
         text = PROMPT + driver.generate(PROMPT, 40).tokens
         assert text == PROMPT + tiny.greedy(PROMPT, 40)
-        pages = sealed_pages(driver)
+        pages, paging = sealed_pages(driver), driver.engine.paging
     assert {plain_key(key) == key for key in pages} == {True, False}
     follow_up = [*text, 5, 6, 7, 8, 9]
     with Driver(tiny, speculator=second, make_head=make_head, **LIMITS) as driver:
@@ -36,6 +36,9 @@ def test_second_turn_takes_bare_pages_where_no_others_are_stored(name: str, tmp_
         assert driver.wait_end(key).tokens == tiny.greedy(follow_up, 20)
         driver.assert_all_blocks_are_back()
     assert hit.num_tokens == (len(text) - 1) // 4 * 4
-    assert 0 < hit.num_bare_tokens <= hit.num_tokens
+    assert paging.draft_group is not None
+    needed = paging.needed_blocks(paging.draft_group, 0, hit.num_tokens, hit.num_tokens + 1)
+    names = [page_key(key, paging.draft_group) for key in block_keys(text, 4)]
+    assert hit.num_bare_tokens == max((4 * index + 4 for index in needed if names[index] not in pages), default=0)
     assert {each.num_bare for each in second.drafted} & {hit.num_bare_tokens, hit.num_bare_tokens + 1}
     assert_drafts_are_those_of(SlowTwin(tiny, make_head), second.drafted, 5)
