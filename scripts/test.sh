@@ -6,9 +6,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes start here: what the first one compiles, the others find
 pytest=(.venv/bin/python -m pytest)
-computing=(tests/kernels tests/weft/{engine,model,capacity,gguf_import} tests/grammars tests/training tests/docs
-    tests/weft/test_{tekken,tokenizer}.py tests/weft/kv/test_block_pool.py tests/weft/worker/test_memory_profile.py
-    tests/bundle/test_{bundle,rans}.py tests/contract/test_gpu_script.py tests/loadtest/test_fleet.py
+computing=(tests/kernels tests/weft/{engine,model,capacity,drafting,gguf_import} tests/grammars tests/training tests/docs
+    tests/weft/test_{tekken,tokenizer}.py tests/weft/kv/test_{block_pool,compound_entries,layer_groups}.py
+    tests/weft/worker/test_memory_profile.py tests/bundle/test_{bundle,bundle_damage,bundle_draft,bundle_packing,rans}.py
+    tests/contract/test_gpu_script.py tests/loadtest/test_{enlarge,fleet,speculation_bench,speculation_peers}.py
     tests/services/gateway/test_{templates,long_texts,jinja,special_tokens,tool_parsers,validator}.py)
 
 # Runs only while nobody else wants to. In a session of its own that weighs next to nothing: Linux may share time out among
