@@ -75,12 +75,15 @@ class HeadSource:
         improved = list(proposals)
         if not plain:
             return improved, 0.0
-        self.is_paying = bool(likely) and self._expected_tokens(len(likely), len(requests), context, plain) > 0
+        expected = self._expected_tokens(len(likely), len(requests), context, plain) if likely else 0.0
+        self.is_paying = expected > 0
         asked = [index for index in likely if not requests[index].sequence.is_bare]
         if not asked:
             return improved, 0.0
         known = {index: self._tokens(proposals[index], drafters[requests[index].sequence]) for index in asked}
-        expected, spent = self._expected_tokens(len(asked), len(requests), context, plain), 0.0
+        if len(asked) < len(likely):
+            expected = self._expected_tokens(len(asked), len(requests), context, plain)
+        spent = 0.0
         if expected:
             asked = [index for index in asked if known[index] < expected]
         elif not any(proposals):
