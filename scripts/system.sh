@@ -39,7 +39,7 @@ apt_install() {
     fi
     step "installing system packages: $*"
     (
-        flock 9
+        flock -w 600 9 || die "Another installation of system packages has run for 10 minutes. Wait for its end, and try again."
         "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update -qq </dev/null 9>&- || true
         "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null 9>&-
     ) 9>"${TMPDIR:-/tmp}/weft-apt-$(id -u).lock"
