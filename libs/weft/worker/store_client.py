@@ -24,7 +24,6 @@ from weft.kv.block_pool import (
     bare_key,
     block_keys,
     fingerprint_digest,
-    page_group,
     page_key,
     reusable_blocks,
     store_key,
@@ -365,7 +364,7 @@ class StoreWriter:
     async def _store(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> int:
         """Return the number of blocks that found room and were published."""
         if self._is_shared:
-            checksums = await staged_checksums(self._memory, [block.block for block in batch], _groups(batch))
+            checksums = await staged_checksums(self._memory, [block.block for block in batch])
         else:
             checksums = await self._stage(connection, batch)
         codes = await self._transfer(connection, batch, checksums)
@@ -409,12 +408,7 @@ class StoreWriter:
     async def _stage(self, connection: StoreConnection, batch: Sequence[FullBlock]) -> list[int]:
         """Copy into the staging area's second half; return the checksums of the copies."""
         area = connection.client.staging[self._offset(0) : self._offset(len(batch))]
-        return await stage(self._memory, [block.block for block in batch], _groups(batch), area)
+        return await stage(self._memory, [block.block for block in batch], area)
 
     def _offset(self, slot: int) -> int:
         return (self._num_slots + slot) * self._memory.block_bytes
-
-
-def _groups(batch: Sequence[FullBlock]) -> list[int]:
-    """Return the group of each page."""
-    return [page_group(block.block_key) for block in batch]

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from weft import trace
 from weft.errors import WeftError
-from weft.kv.block_pool import Tier
+from weft.kv.block_pool import Tier, object_checksum
 from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
-from weft.kv.transfer import BlockBytes, checksum, checksums
+from weft.kv.transfer import BlockBytes
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
@@ -315,36 +315,33 @@ def _own_address(peer: str) -> str:
     return address
 
 
-async def stage(memory: BlockBytes, blocks: Sequence[int], groups: Sequence[int], area: memoryview) -> list[int]:
-    """Copy blocks one after another into the area; return the checksums of the copies. `groups`: of each block."""
+async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> list[int]:
+    """Copy blocks one after another into the area; return the checksums of the copies."""
     size = memory.block_bytes
 
     def copy(part: slice) -> list[int]:
         staged = area[part.start * size : part.stop * size]
         memory.copy_out(blocks[part], staged)
-        pages = zip(_split(staged, size), groups[part], strict=True)
-        return [checksum(page, memory.units[group]) for page, group in pages]
+        return [object_checksum(page) for page in _split(staged, size)]
 
     return [each async for _, found in _parts(memory, len(blocks), copy) for each in found]
 
 
-async def staged_checksums(memory: BlockBytes, blocks: Sequence[int], groups: Sequence[int]) -> list[int]:
+async def staged_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
     """Return the checksums of blocks in the pool."""
-    parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part], groups[part]))
+    parts = _parts(memory, len(blocks), lambda part: [object_checksum(memory.read(block)) for block in blocks[part]])
     return [each async for _, found in parts for each in found]
 
 
-async def unstage(
-    memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int], groups: Sequence[int]
-) -> int:
-    """Copy leading blocks out of the area while their checksums match; return how many. `groups`: of each block."""
+async def unstage(memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int]) -> int:
+    """Copy leading blocks out of the area while their checksums match; return how many."""
     size = memory.block_bytes
 
     def copy(part: slice) -> int:
         staged = area[part.start * size : part.stop * size]
         num_sound = 0
-        for page, sum_, group in zip(_split(staged, size), expected[part], groups[part], strict=True):
-            if checksum(page, memory.units[group]) != sum_:
+        for page, checksum in zip(_split(staged, size), expected[part], strict=True):
+            if object_checksum(page) != checksum:
                 break
             num_sound += 1
         memory.copy_in(staged[: num_sound * size], blocks[part][:num_sound])

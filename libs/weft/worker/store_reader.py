@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from weft import metrics
 from weft.errors import DeadlineExceeded, WeftError
-from weft.kv.block_pool import Tier, page_group, store_key
+from weft.kv.block_pool import Tier, store_key
 from weft.kv.transfer import BlockBytes
 from weft.worker.store_connection import NO_QUEUE, Match, QueueAhead, StoreConnection, unstage
 
@@ -235,30 +235,25 @@ class StoreReader:
         started = time.perf_counter()
         try:
             part = slice(batch.first, batch.first + len(matches))
-            named = list(zip(job.request.keys[part], matches, strict=True))
+            named = zip(job.request.keys[part], matches, strict=True)
             names = [store_key(self._fingerprint, key, match.checksum) for key, match in named]
             async with asyncio.timeout(job.stall_seconds):
                 codes = await connection.get(names, self._memory.block_bytes)
             check_codes(connection, codes)
-            num_good = await self._accept(connection, codes, job.request.blocks[part], named)
+            num_good = await self._accept(connection, codes, job.request.blocks[part], matches)
         finally:
             connection.end_reading(job.stall_seconds)
         return num_good, time.perf_counter() - started
 
     async def _accept(
-        self,
-        connection: StoreConnection,
-        codes: Sequence[int],
-        blocks: Sequence[int],
-        named: Sequence[tuple[bytes, Match]],
+        self, connection: StoreConnection, codes: Sequence[int], blocks: Sequence[int], matches: Sequence[Match]
     ) -> int:
         """Copy leading blocks from the staging area into the pool, verifying each first."""
         size = self._memory.block_bytes
         num_got = next((slot for slot, code in enumerate(codes) if code != size), len(codes))
-        checksums = [match.checksum for _, match in named[:num_got]]
-        groups = [page_group(key) for key, _ in named[:num_got]]
+        checksums = [match.checksum for match in matches[:num_got]]
         staged = connection.client.staging[: num_got * size]
-        num_sound = await unstage(self._memory, staged, checksums, blocks[:num_got], groups)
+        num_sound = await unstage(self._memory, staged, checksums, blocks[:num_got])
         if num_sound < num_got:
             logger.warning("store block failed its checksum, not used")
         return num_sound

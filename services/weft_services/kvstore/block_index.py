@@ -30,7 +30,7 @@ Name = tuple[bytes, bytes]  # of a block: digest of the model's fingerprint, key
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block in the store. `checksum`: xxh3_64 of its bytes. `stored_at`: seconds since the epoch."""
+    """A block in the store. `checksum`: `object_checksum` of its bytes. `stored_at`: seconds since the epoch."""
 
     key: bytes
     checksum: int

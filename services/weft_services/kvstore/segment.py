@@ -23,6 +23,8 @@ from queue import SimpleQueue
 
 import xxhash
 
+from weft.kv.block_pool import object_checksum
+
 # magic, fingerprint, tenant, length of the key, key, length of the tenant, 2 bytes of padding, idle seconds, size,
 # checksum, time of storing
 _FIELDS = struct.Struct("<8s16s8sB64sB2xIQQd")
@@ -34,7 +36,7 @@ MAGIC = b"weftkv01"
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """Header of a block. `checksum`: xxh3_64 of its bytes. `stored_at`: seconds since the epoch.
+    """Header of a block. `checksum`: `object_checksum` of its bytes. `stored_at`: seconds since the epoch.
 
     `idle_seconds` 0: no limit.
     """
@@ -236,17 +238,17 @@ class Segment:
 
     def _is_sound(self, offset: int, header: RecordHeader) -> bool:
         body = self._read(header.size_bytes, offset + HEADER_BYTES)
-        return xxhash.xxh3_64_intdigest(body) == header.checksum
+        return object_checksum(body) == header.checksum
 
 
 def append_checked(segment: Segment, header: RecordHeader, body: memoryview) -> int | None:
     """Append the record; return its offset, or None if the bytes do not match the checksum. Raises OSError."""
-    return segment.append(header, body) if xxhash.xxh3_64_intdigest(body) == header.checksum else None
+    return segment.append(header, body) if object_checksum(body) == header.checksum else None
 
 
 def read_checked(segment: Segment, offset: int, body: memoryview, checksum: int) -> bool:
     """Fill `body` with the block at `offset`; False if it is unreadable or does not match the checksum."""
-    return segment.read(offset, body) and xxhash.xxh3_64_intdigest(body) == checksum
+    return segment.read(offset, body) and object_checksum(body) == checksum
 
 
 def lock_directory(directory: Path) -> int:
