@@ -19,7 +19,7 @@ WEIGHT = 0.1
 # Share of a step that a draft is taken to cost before it was measured, and what drafts are taken to bring.
 PRIOR_SHARE = 0.1
 PRIOR_DRAFTS, PRIOR_TOKENS = 3.0, 1.5
-# Drafts of a sequence in a step that learns whether the model pays now.
+# Drafts of a sequence in a step that learns what a pass takes, or whether the model pays now.
 NUM_PROBED = 3
 # A drafted token is this likely to be followed by another right one, if all before it are right.
 NEXT_RATE = 0.9
@@ -138,8 +138,9 @@ class HeadSource:
         return NUM_PROBED * self._draft_seconds(num_asked, context, plain)
 
     def _affordable(self, num_asked: int, context: int, plain: float, budget: HeadBudget) -> int:
-        """Return the drafts of each sequence that may all be wrong."""
-        return max(0, int(budget.loss_seconds / max(1e-9, self._draft_seconds(num_asked, context, plain))))
+        """Return the drafts of each sequence that may all be wrong. A pass that was never measured may take long."""
+        most = max(0, int(budget.loss_seconds / max(1e-9, self._draft_seconds(num_asked, context, plain))))
+        return most if num_asked in self._pass_seconds else min(most, NUM_PROBED)
 
     def _draft_seconds(self, num_asked: int, context: int, plain: float) -> float:
         """Return what one more draft of each sequence takes, with its verification."""
