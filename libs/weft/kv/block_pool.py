@@ -25,8 +25,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from struct import Struct
 
-import xxhash
-
 from weft.request import KEEP, ModelFingerprint, Retention
 
 KEY_BYTES = 32
@@ -140,14 +138,6 @@ def store_key(fingerprint: bytes, key: bytes, checksum: int) -> str:
     for one content.
     """
     return f"weft/{fingerprint.hex()}/{key.hex()}/{checksum:016x}"
-
-
-def object_checksum(page: memoryview | bytes) -> int:
-    """Return the checksum of a page in the store and on its disk: xxh3_64 of all bytes.
-
-    kvstore compares it too, and does not know the heads of a page. So this is not the sum that hand-offs compare.
-    """
-    return xxhash.xxh3_64_intdigest(page)
 
 
 class PoolExhausted(Exception):

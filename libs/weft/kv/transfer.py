@@ -221,6 +221,14 @@ def checksums(memory: BlockBytes, blocks: Sequence[int], groups: Sequence[int]) 
     return [checksum(memory.read(block), memory.units[group]) for block, group in pages]
 
 
+def object_checksum(page: memoryview | bytes) -> int:
+    """Return the checksum of a page in the store and on its disk: xxh3_64 of all bytes.
+
+    kvstore compares it too, and does not know the heads of a page. So this is not the sum that hand-offs compare.
+    """
+    return xxhash.xxh3_64_intdigest(page)
+
+
 def is_superseded(key: RequestKey, living: Iterable[RequestKey]) -> bool:
     """True if a later attempt at the same request is running: this message is late and must change nothing."""
     return any(key.request_id == other.request_id and key.generation < other.generation for other in living)

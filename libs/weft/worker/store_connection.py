@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from weft import trace
 from weft.errors import WeftError
-from weft.kv.block_pool import Tier, object_checksum
+from weft.kv.block_pool import Tier
 from weft.kv.store_client_proxy import StoreClientProxy, StoreLost, StoreSpec
-from weft.kv.transfer import BlockBytes
+from weft.kv.transfer import BlockBytes, object_checksum
 from weft.rpc.client import open_channel, rpc_errors_translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 import xxhash
 
-from weft.kv.block_pool import object_checksum
+from weft.kv.transfer import object_checksum
 
 # magic, fingerprint, tenant, length of the key, key, length of the tenant, 2 bytes of padding, idle seconds, size,
 # checksum, time of storing
