@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes start here: what the first one compiles, the others find
 pytest=(.venv/bin/python -m pytest)
-computing=(tests/kernels tests/weft/{engine,model,capacity,drafting,gguf_import} tests/grammars tests/training tests/docs
+computing=(tests/kernels tests/weft/{engine,model,capacity,drafting,gguf_import,groups} tests/grammars tests/training tests/docs
     tests/weft/test_{tekken,tokenizer}.py tests/weft/kv/test_{block_pool,compound_entries,layer_groups}.py
     tests/weft/worker/test_memory_profile.py tests/bundle/test_{bundle,bundle_damage,bundle_draft,bundle_packing,rans}.py
     tests/contract/test_gpu_script.py tests/loadtest/test_{enlarge,fleet,speculation_bench,speculation_peers}.py

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 
 from weft.capacity.footprint import footprint
-from weft.capacity.layout import GIB, Demand, Gpu, Layout
+from weft.capacity.layout import GIB, Demand, Gpu
 from weft.capacity.plan import TERA, Roofline, make_plan
 from weft.engine.executor import DTYPES
+from weft.model.sharding import Layout
 from weft.model.spec import ModelConfig
 
 CPU_BYTES, GPU_BYTES = 256 << 20, 1 << 30

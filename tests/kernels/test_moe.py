@@ -45,6 +45,16 @@ def test_biases_and_clamped_swiglu_are_the_reference(is_on_input: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_parts_of_the_experts_add_up_to_all_of_them() -> None:
+    x, chosen, weights, gate_up, down = make_inputs(33, 6, 3, torch.float32)
+    parts = []
+    for held in (range(2), range(2, 5), range(5, 6)):
+        pairs = zip(gate_up[held.start : held.stop], down[held.start : held.stop], strict=True)
+        parts.append(moe(x, chosen, weights, replace(pack_experts(pairs, torch.float32), held=held), False))
+    expected = moe_reference(x, chosen, weights, gate_up, down, False)
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-5, atol=1e-5)
+
+
 def make_inputs(num_rows: int, num_experts: int, top_k: int, dtype: torch.dtype) -> Inputs:
     """Rows of 10, experts of size 6; every row's experts are different ones."""
     source = torch.Generator().manual_seed(num_rows)

@@ -81,3 +81,15 @@ def test_stacked_experts_go_to_the_kernels() -> None:
     weights, chosen = torch.rand(4, 3, device=DEVICE).topk(2, dim=-1)
     packed = replace(pack_experts(zip(gate_up, down, strict=True), torch.float32), stacked=(gate_up, down))
     assert torch.equal(moe(x, chosen, weights, packed, True), moe_kernel(x, chosen, weights, gate_up, down, True))
+
+
+def test_parts_of_the_experts_add_up_to_all_of_them() -> None:
+    x = torch.randn(9, 24, device=DEVICE)
+    gate_up, down = torch.randn(5, 40, 24, device=DEVICE), torch.randn(5, 24, 20, device=DEVICE)
+    weights, chosen = torch.rand(9, 5, device=DEVICE).topk(2, dim=-1)
+    parts = []
+    for held in (range(3), range(3, 5)):
+        stacked = gate_up[held.start : held.stop].contiguous(), down[held.start : held.stop].contiguous()
+        packed = replace(pack_experts(zip(*stacked, strict=True), torch.float32), stacked=stacked, held=held)
+        parts.append(moe(x, chosen, weights, packed, False))
+    close(parts[0] + parts[1], moe_kernel(x, chosen, weights, gate_up, down, False), factor=3)

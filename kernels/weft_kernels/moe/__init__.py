@@ -21,12 +21,24 @@ def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_o
     Biases are added to all three products, and another activation replaces silu, if `experts` has them.
     x: [T, hidden], of the packed dtype. chosen: [T, k] int64, no expert twice in a row. weights: [T, k] float32.
     With `is_on_input` the weight multiplies x before the expert instead. Returns [T, hidden] in x's dtype.
+
+    If `experts` are a part of the layer's, the choices of others add nothing.
     """
+    if experts.held is not None:
+        chosen = _own_numbers(chosen, experts.held)
     if experts.stacked is not None:
         from weft_kernels.moe.kernel import moe_kernel
 
-        return moe_kernel(x, chosen, weights, *experts.stacked, is_on_input, experts.biases, experts.swiglu)
+        gate_up, down = experts.stacked
+        is_part = experts.held is not None
+        return moe_kernel(x, chosen, weights, gate_up, down, is_on_input, experts.biases, experts.swiglu, is_part)
     return moe_grouped(x, chosen, weights, experts, is_on_input)
+
+
+def _own_numbers(chosen: Tensor, held: range) -> Tensor:
+    """Return numbers among the experts `held`, and for others the number behind the last."""
+    is_held = (chosen >= held.start) & (chosen < held.stop)
+    return torch.where(is_held, chosen - held.start, len(held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,7 @@ class PackedExperts:
     On a CPU: gate_up[e] is [2 size, hidden], gate above up; down[e] is [hidden, size]. On a GPU: `stacked` holds one
     matrix of each kind, with the rows of the experts one below the other.
 
+    `held`: which of the layer's experts these are; None for all.
     `biases`: [experts, 2 size] of gate and up, and [experts, hidden] of down, both of the activations' dtype.
     """
 
@@ -57,6 +70,7 @@ class PackedExperts:
     stacked: tuple[Matrix, Matrix] | None = None
     biases: tuple[Tensor, Tensor] | None = None
     swiglu: ClampedSwiGlu | None = None
+    held: range | None = None
 
 
 def pack_experts(
@@ -96,9 +110,11 @@ def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExper
     into = x[order // top_k]
     if is_on_input:
         into = (into * sorted_weights).to(x.dtype)
-    out = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
+    make = torch.empty if experts.held is None else torch.zeros
+    out = make(len(order), x.shape[1], dtype=torch.float32, device=x.device)
     first = 0
-    for expert, count in enumerate(chosen.flatten().bincount(minlength=len(experts.down)).tolist()):
+    counts = chosen.flatten().bincount(minlength=len(experts.down))[: len(experts.down)]
+    for expert, count in enumerate(counts.tolist()):
         if count:
             rows = slice(first, first + count)
             biases = [each[expert] for each in experts.biases] if experts.biases else [None, None]

@@ -27,9 +27,11 @@ def moe_kernel(
     is_on_input: bool,
     biases: tuple[Tensor, Tensor] | None = None,
     swiglu: ClampedSwiGlu | None = None,
+    is_part: bool = False,
 ) -> Tensor:
     """See `weft_kernels.moe.moe`; gate_up: [experts, 2 size, hidden], down: [experts, hidden, size].
 
+    `is_part`: choices may be the number behind the last expert, which adds nothing.
     Both may be matrices instead, plain or packed, with the experts' rows one below the other.
     """
     num_rows, top_k = chosen.shape
@@ -56,7 +58,8 @@ def moe_kernel(
     bounds = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=x.device)).int()
     num_items = num_rows * top_k
     middle = torch.empty(num_items, size, dtype=x.dtype, device=x.device)
-    out = torch.empty(num_items, hidden, dtype=torch.float32, device=x.device)
+    make = torch.zeros if is_part else torch.empty
+    out = make(num_items, hidden, dtype=torch.float32, device=x.device)
     gate_up_tiles, down_tiles = (_tiles(each, num_items, num_experts, x.itemsize) for each in (gate_up, down))
     # Each chosen expert may leave one tile partly empty.
     num_tiles = triton.cdiv(num_items, down_tiles["BLOCK_M"]) + min(num_experts, num_items)

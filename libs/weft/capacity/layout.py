@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from weft.capacity.draft import DraftSize
 from weft.capacity.footprint import FIRST, LAST, Footprint, TensorKind, Weight
-from weft.errors import WeftError
 from weft.kv.layer_groups import PagingPolicy
+from weft.model.sharding import BadPlan, Layout, layout_problem
 from weft.model.spec import ModelConfig
 
 
@@ -42,37 +42,6 @@ GPUS = {
 GIB = 1 << 30
 # Longer than anything: all layers see a window alone, and KV stops growing.
 UNBOUNDED = 1 << 62
-
-
-class BadPlan(WeftError):
-    """An impossible layout; the message names the option."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Degrees of tensor, pipeline and expert parallelism."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    @property
-    def stage_gpus(self) -> int:
-        """GPUs that hold the same layers."""
-        return max(self.tp, self.ep)
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the attention, each with its own sequences."""
-        return self.stage_gpus // self.tp
-
-    @property
-    def num_gpus(self) -> int:
-        """Number of GPUs of all stages together."""
-        return self.stage_gpus * self.pp
-
-    def __str__(self) -> str:
-        return f"TP{self.tp} PP{self.pp} EP{self.ep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,37 +108,18 @@ def layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:
         for pp in sizes:
             for ep in sizes:
                 layout = Layout(tp, pp, ep)
-                if layout.num_gpus == num_gpus and not _problem(config, layout):
+                if layout.num_gpus == num_gpus and not layout_problem(config, layout):
                     found.append(layout)
     return found
 
 
 def check_layout(config: ModelConfig, layout: Layout, num_gpus: int) -> None:
     """Raise BadPlan if the layout does not divide the model, or needs another number of GPUs."""
-    problem = _problem(config, layout)
+    problem = layout_problem(config, layout)
     if not problem and layout.num_gpus != num_gpus:
         problem = f"--gpus: {layout} takes {layout.num_gpus} GPUs, not {num_gpus}"
     if problem:
         raise BadPlan(problem)
-
-
-def _problem(config: ModelConfig, layout: Layout) -> str:
-    """Return why a layout is impossible, naming the option; empty if it is possible."""
-    tp, pp, ep = layout.tp, layout.pp, layout.ep
-    for num_heads in (config.num_heads, config.local_num_heads):
-        if num_heads % tp:
-            return f"--tp: {tp} does not divide {num_heads} heads"
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        return f"--tp: {tp} and {config.num_kv_heads} key heads do not divide each other"
-    if pp > config.num_layers:
-        return f"--pp: {pp} stages for {config.num_layers} layers"
-    if ep > 1 and config.experts is None:
-        return f"--ep: {config.architecture} has no experts"
-    if config.experts and config.experts.num_experts % ep:
-        return f"--ep: {ep} does not divide {config.experts.num_experts} experts"
-    if max(tp, ep) % min(tp, ep):
-        return f"--ep: {ep} and --tp {tp} do not divide each other"
-    return ""
 
 
 def on_stage(config: ModelConfig, weights: Footprint, layers: range) -> list[tuple[TensorKind, Weight]]:

@@ -12,9 +12,10 @@ from itertools import pairwise
 
 from weft.capacity.draft import feature_rows, step_rows
 from weft.capacity.footprint import ITEM_BYTES, Footprint, TensorKind, Weight, footprint
-from weft.capacity.layout import GIB, Demand, Layout, PipelineStage, on_stage, share
+from weft.capacity.layout import GIB, Demand, PipelineStage, on_stage, share
 from weft.kv.layer_groups import PagingPolicy
 from weft.model.kv_layout import draft_group, kv_groups, page_numbers, token_numbers
+from weft.model.sharding import Layout
 from weft.model.spec import WORKSPACE_BYTES, ModelConfig
 
 TERA = 1e12

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from weft.capacity.draft import DraftSize, feature_rows, step_rows
 from weft.capacity.footprint import cpu_bytes, footprint
-from weft.capacity.layout import GIB, Demand, Gpu, Layout
+from weft.capacity.layout import GIB, Demand, Gpu
 from weft.capacity.plan import RUNTIME_BYTES, make_plan
 from weft.errors import BadCheckpoint
 from weft.kv.layer_groups import PagingPolicy
 from weft.model.kv_layout import block_bytes, draft_group, kv_groups
+from weft.model.sharding import Layout
 from weft.model.spec import ModelConfig
 
 # Workers share a machine's memory with one another and with other processes.

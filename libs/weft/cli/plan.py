@@ -13,19 +13,7 @@ from rich.text import Text
 
 from weft.capacity.draft import draft_size, feature_rows, step_rows
 from weft.capacity.footprint import ITEM_BYTES, TensorKind
-from weft.capacity.layout import (
-    GIB,
-    GPUS,
-    UNBOUNDED,
-    BadPlan,
-    Demand,
-    Layout,
-    PipelineStage,
-    check_layout,
-    layouts,
-    on_stage,
-    share,
-)
+from weft.capacity.layout import GIB, GPUS, UNBOUNDED, Demand, PipelineStage, check_layout, layouts, on_stage, share
 from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, TERA, CapacityPlan, StepShape, make_plan
 from weft.cli.hub_models import fetch_with_display
 from weft.errors import BadCheckpoint, StorageUnavailable
@@ -36,6 +24,7 @@ from weft.model.draft_config import DraftConfig
 from weft.model.draft_layers import with_draft
 from weft.model.kv_layout import token_numbers
 from weft.model.mtp_config import MtpConfig, planned_mtp
+from weft.model.sharding import BadPlan, Layout
 from weft.model.spec import ModelConfig
 from weft.options import DraftChoice, names_draft_head
 from weft.weights.draft_checkpoint import read_draft_checkpoint

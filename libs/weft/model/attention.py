@@ -43,7 +43,8 @@ class GroupedAttention:
             self.bias = bias if order is None else bias[order.to(bias.device)]
         self.gate = loader.linear(root + config.attention_gate.name) if config.attention_gate else None
         self.output = loader.linear(root + "o_proj")
-        self.output_bias = loader.bias(root + "o_proj") if config.has_output_bias else None
+        self.output_bias = loader.bias_of_sum(root + "o_proj") if config.has_output_bias else None
+        self.comm = loader.rank.comm
         self.sinks = loader.tensor(root + "sinks", torch.float32) if config.has_sinks else None
         self.norms = self._norms(root, loader, head_order)
         is_normed_last = config.head_norm is HeadNorm.LAST or (
@@ -59,7 +60,7 @@ class GroupedAttention:
         self.is_scaled = temperature is not None and (temperature.is_everywhere or not self.layer.is_rotated)
 
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
-        """Return [T, hidden]. Writes the rows' own keys and values into the pool first."""
+        """Return this rank's part of the sum [T, hidden]. Writes the rows' own keys and values into the pool first."""
         qkv, batch = linear(x, self.qkv, self.bias), step.batches[self.group]
         if self.norms is not None and self.rule.norms is None and not self.rule.is_normed_last:
             self._norm_in_place(qkv, *self.norms)
@@ -91,10 +92,18 @@ class GroupedAttention:
         return attended * (softplus(values) if gate.is_softplus else sigmoid(values))
 
     def _norm_in_place(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """Norm queries and keys with weights of one head, or of all heads together."""
+        """Norm queries and keys with weights of one head, or of all heads together, also those of other ranks."""
         config = self.config
         q_size, kv_size = self.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        for some, weight in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + kv_size], k_norm)):
+        queries, keys = qkv[:, :q_size], qkv[:, q_size : q_size + kv_size]
+        if config.head_norm is HeadNorm.WIDE and self.comm.size > 1:
+            squares = torch.stack([some.float().square().sum(-1) for some in (queries, keys)], -1)
+            widths = torch.tensor([q_size, kv_size], device=qkv.device) * self.comm.size
+            factors = (self.comm.sum(squares) / widths + config.rms_norm_eps).rsqrt()
+            for some, weight, factor in zip((queries, keys), (q_norm, k_norm), factors.unbind(-1), strict=True):
+                some.copy_(weight * (some.float() * factor[:, None]).to(weight.dtype))
+            return
+        for some, weight in ((queries, q_norm), (keys, k_norm)):
             rows = some.view(len(some), -1, len(weight))
             rows.copy_(norm_rows(rows, weight, config.rms_norm_eps))
 

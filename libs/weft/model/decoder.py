@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.model.attention import GroupedAttention, Rotation, norm_rows
+from weft.model.group_rank import GroupRank
 from weft.model.latent import LatentAttention
 from weft.model.loading import CenteredNorm, Loader, Tensors
 from weft.model.spec import FINAL, Activation, Experts, ModelConfig, Scoring
@@ -34,7 +35,7 @@ class Mlp:
         names = [root + name for name in into_mlp(config)]
         self.gate_up = loader.linear(*names)
         self.down = loader.linear(root + "down_proj")
-        self.biases = (loader.bias(*names), loader.bias(root + "down_proj")) if has_bias else None
+        self.biases = (loader.bias(*names), loader.bias_of_sum(root + "down_proj")) if has_bias else None
         self.activation, self.is_gated = config.activation, config.is_gated
 
     @property
@@ -67,7 +68,10 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class MixtureOfExperts:
-    """A router, its experts, and an optional shared expert that sees every token."""
+    """A router, its experts, and an optional shared expert that sees every token.
+
+    A rank of a group has all of the router and a part of the experts; its result is a part of the sum.
+    """
 
     def __init__(self, experts: Experts, root: str, loader: Loader) -> None:
         self.experts = experts
@@ -88,8 +92,12 @@ class MixtureOfExperts:
         if experts.is_biased:
             self.router_bias = loader.tensor(router + ".bias", router_dtype)
             gate_up_bias = _gates_first(loader.tensor(root + "experts.gate_up_proj_bias"), 1, experts)
-            biases = gate_up_bias, loader.tensor(root + "experts.down_proj_bias")
-        self.packed = replace(packed, biases=biases, swiglu=swiglu)
+            down_bias = loader.tensor(root + "experts.down_proj_bias")
+            is_first = loader.rank.shard.is_first_of_experts
+            biases = gate_up_bias, down_bias if is_first else torch.zeros_like(down_bias)
+        held = loader.rank.shard.experts(experts)
+        is_part = len(held) < experts.num_experts
+        self.packed = replace(packed, biases=biases, swiglu=swiglu, held=held if is_part else None)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
         self.shared_gate = loader.linear(root + experts.shared_gate) if experts.shared_gate else None
 
@@ -115,7 +123,7 @@ def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[
             yield _gates_first(gate_up, 0, experts), down
         return
     gate, up, out = experts.projections
-    for index in range(experts.num_experts):
+    for index in loader.rank.shard.experts(experts):
         each = f"{root}{index}."
         both = [loader.stored_weight(each + gate), loader.stored_weight(each + up)]
         yield stack(both, dtype=loader.dtype), loader.stored_weight(each + out)
@@ -130,7 +138,7 @@ def _gates_first(gate_up: Tensor, dim: int, experts: Experts) -> Tensor:
 
 
 class DecoderLayer:
-    """Attention and MLP with the norms that `config.norms` names.
+    """Attention and MLP with the norms that `config.norms` names, both summed over the ranks that hold the layer.
 
     Each result is added to the residual stream in the pass of the next norm.
     """
@@ -140,6 +148,7 @@ class DecoderLayer:
     ) -> None:
         """`root` stands before the names of its tensors; `place`: see `GroupedAttention`."""
         self.config, self.eps, self.scale = config, config.rms_norm_eps, config.residual_scale
+        self.comm = loader.rank.comm
         norms = config.norms
         names = norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output
         weights = [loader.layer_norm(root + name) if name else None for name in names]
@@ -164,9 +173,10 @@ class DecoderLayer:
         a prompt it may be empty.
         """
         stream, normed = self._add_and_norm(stream, pending, self.input_norm)
-        attended = self._finish(self.attention.forward(normed, step), self.attended_norm)
+        attended = self.attention.forward(normed, step)
         if kept is not None:
             stream, attended, normed = stream[kept], attended[kept], normed[kept]
+        attended = self._finish(attended, self.attended_norm)
         if self.config.norms.is_parallel:
             normed = normed if self.mlp_norm is None else norm_rows(stream, self.mlp_norm, self.eps)
             stream = stream + attended
@@ -184,7 +194,8 @@ class DecoderLayer:
         return stream, stream if weight is None else norm_rows(stream, weight, self.eps)
 
     def _finish(self, out: Tensor, weight: Tensor | CenteredNorm | None) -> Tensor:
-        """Return what is added to the stream: the output of attention or MLP, normed and scaled."""
+        """Return what is added to the stream: the output of attention or MLP, summed over ranks, normed and scaled."""
+        out = self.comm.sum(out)
         out = out if weight is None else norm_rows(out, weight, self.eps)
         return out if self.scale == 1.0 else out * self.scale
 
@@ -232,16 +243,27 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A model on one device, in the dtype in which it runs."""
+    """A model on one device, or a rank's part of it, in the dtype in which it runs."""
 
     def __init__(
-        self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: torch.device, is_resident: bool = False
+        self,
+        config: ModelConfig,
+        weights: Tensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_resident: bool = False,
+        *,
+        rank: GroupRank | None = None,
     ) -> None:
         """Raises BadCheckpoint, before anything is copied, for tensors that do not match the config.
 
-        `is_resident`: matrices stay packed in memory if that makes them smaller; see `weft_kernels.packed`.
+        `config` and `weights` are of the whole model; afterwards `config` is what this rank has of it. `is_resident`:
+        matrices stay packed in memory if that makes them smaller; see `weft_kernels.packed`.
         """
-        loader = Loader(config, weights, dtype, device, is_resident)
+        loader = Loader(config, weights, dtype, device, is_resident, rank=rank)
+        shard, self.comm = loader.rank.shard, loader.rank.comm
+        self.vocabulary, self.vocabulary_widths = shard.vocabulary(config), shard.vocabulary_widths(config)
+        config = shard.local(config)
         self.config = config
         self.dtype, self.device = dtype, device
         self.embedding = loader.table(config.prefix + "model.embed_tokens.weight")
@@ -259,7 +281,7 @@ class Decoder:
             is_gelu=config.activation is Activation.GELU_TANH,
         )
         self.dense = None
-        if isinstance(self.norm, Tensor):
+        if isinstance(self.norm, Tensor) and shard.is_whole:
             self.dense = fuse_layers([layer.as_dense() for layer in self.layers], self.norm, rules)
         head_dim = config.latent.rope_dim if config.latent else config.head_dim
         self.rotations = [Rotation(config.rope, config.rotated_dim, head_dim, device)]
@@ -273,8 +295,8 @@ class Decoder:
         return self.logits(self.hidden(rows, batches), out)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [n, vocab] float32 of hidden states, in `out` if given."""
-        logits = linear(hidden, self.head)
+        """Return logits [n, vocab] float32 of hidden states, in `out` if given; on the leader, from all ranks."""
+        logits = self.comm.gather(linear(hidden, self.head), self.vocabulary_widths)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if cap := self.config.logit_softcap:
@@ -289,7 +311,7 @@ class Decoder:
         dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
         angles = [rotation.angles(rows.positions, dtype) for rotation in self.rotations]
         temperature = self._temperature(rows.positions)
-        stream = embedding_rows(self.embedding, rows.token_ids).to(self.dtype)
+        stream = self._embed(rows.token_ids)
         if self.embedding_scale != 1.0:
             stream = stream * self.embedding_scale
         if self.dense is not None:
@@ -314,6 +336,15 @@ class Decoder:
             capture.store(len(self.layers), whole)
             capture.store(FINAL, normed)
         return normed if is_cut else normed.index_select(0, kept)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, hidden]. Each token's is on one rank, and zeros change no sum."""
+        if len(self.vocabulary) == self.config.vocab_size:
+            return embedding_rows(self.embedding, token_ids).to(self.dtype)
+        own = token_ids - self.vocabulary.start
+        is_other = (own < 0) | (own >= len(self.vocabulary))
+        stream = embedding_rows(self.embedding, own.masked_fill(is_other, 0)).to(self.dtype)
+        return self.comm.sum(stream.masked_fill(is_other[:, None], 0))
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
         temperature = self.config.temperature

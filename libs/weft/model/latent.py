@@ -55,7 +55,7 @@ class LatentAttention:
         self.output = loader.linear(root + "o_proj")
 
     def forward(self, x: Tensor, step: LayerInputs) -> Tensor:
-        """Return [T, hidden]. Writes the rows' own vectors into the pool first."""
+        """Return this rank's part of the sum [T, hidden]. Writes the rows' own vectors into the pool first."""
         down, q = linear(x, self.kv_down), self._queries(x)
         if step.temperature is not None:
             q = (q * step.temperature).to(q.dtype)

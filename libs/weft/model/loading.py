@@ -9,55 +9,14 @@ import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
+from weft.model.group_rank import GroupRank
 from weft.model.quantization import is_packed, is_shape, stored_dtypes, stored_parts
+from weft.model.sharding import ShardSlice, Slices
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import Shapes, expected_tensors, is_ignored, stored_name
 from weft.model.unpacking import PackedModule, unpack_mxfp4
 from weft_kernels.linear import PackedWeight, pack
 from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, as_f12, on_device, stack
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSlice:
-    """Index ranges [start, stop) of dimension `dim`, joined in their order.
-
-    Of a linear weight [outputs, inputs], `dim` 0 are rows and `dim` 1 columns, in every stored format. A fused
-    gate_up tensor takes two ranges, one from each half.
-    """
-
-    dim: int
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def size(self) -> int:
-        """Number of indices in all ranges together."""
-        return sum(stop - start for start, stop in self.ranges)
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ValueError if a range does not lie inside a tensor of this shape."""
-        if not self.ranges or not 0 <= self.dim < len(shape):
-            raise ValueError(f"slice of {name}: dimension {self.dim} of {list(shape)} has no range; name one")
-        for start, stop in self.ranges:
-            if not 0 <= start < stop <= shape[self.dim]:
-                raise ValueError(
-                    f"slice of {name}: [{start}, {stop}) is not inside dimension {self.dim} of {list(shape)}"
-                )
-
-    def in_blocks(self, name: str, block: int, size: int) -> ShardSlice:
-        """Return the slice in units of `block` indices, for a tensor that holds one element for each block.
-
-        `size` is that of the dimension in single indices. Raises BadCheckpoint for a cut inside a block.
-        """
-        ranges = []
-        for number, (start, stop) in enumerate(self.ranges, 1):
-            is_end = stop == size and number == len(self.ranges)
-            if start % block or (stop % block and not is_end):
-                raise BadCheckpoint(
-                    f"tensor {name}: [{start}, {stop}) of dimension {self.dim} cuts a block of {block}; "
-                    f"choose a layout that cuts at multiples of {block}"
-                )
-            ranges.append((start // block, -(-stop // block)))
-        return ShardSlice(self.dim, tuple(ranges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +50,17 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         is_resident: bool = False,
-        slices: Mapping[str, ShardSlice] | None = None,
+        slices: Slices | None = None,
         expected: tuple[Shapes, Shapes] | None = None,
+        rank: GroupRank | None = None,
     ) -> None:
         """With `is_resident`, matrices take the form that `weft_kernels.packed.as_f12` gives them, or on a CPU
         `weft_kernels.linear.pack`.
 
         `config` and `weights` are those of the whole model. `slices` names the tensors of which only a part is loaded,
         a linear weight as `<module>.weight` in every format. FP8 is cut at blocks, INT4 at words and groups. F12 and
-        12-bit CPU panels are packed after the cut, so they can be cut anywhere. `expected`: the tensors as they are
+        12-bit CPU panels are packed after the cut, so they can be cut anywhere. `rank`: the rank that loads, which has
+        slices of its own. `expected`: the tensors as they are
         stored and as they would be without quantization, if these are not the whole model of `config`.
 
         Raises BadCheckpoint if a tensor is missing, has another shape, or is not part of the model.
@@ -115,7 +76,8 @@ class Loader:
         for name in weights:
             if name not in shapes and not is_ignored(name, config):
                 raise BadCheckpoint(f"tensor {name} is not part of a {config.architecture}")
-        self._slices = dict(slices or {})
+        self.rank = rank or GroupRank()
+        self._slices = {**(slices or {}), **self.rank.shard.slices(config)}
         self._shapes = plain
         for name, part in self._slices.items():
             if name not in self._shapes:
@@ -123,7 +85,7 @@ class Loader:
             part.check(name, self._shapes[name])
         self._weights = weights
         self.config = config
-        self._unread = set(shapes)
+        self._unread = set(shapes) - self.rank.shard.missing(config)
         self.dtype = dtype
         self.device = device
         self.is_resident = is_resident
@@ -149,6 +111,11 @@ class Loader:
     def bias(self, *names: str) -> Tensor:
         """Return the biases of linear modules, one after the other."""
         return torch.cat([self.tensor(name + ".bias") for name in names])
+
+    def bias_of_sum(self, name: str) -> Tensor | None:
+        """Return the bias of a module with results that ranks sum up; None on all ranks but the first."""
+        bias = self.bias(name)
+        return bias if self.rank.shard.is_first else None
 
     def matrix(self, name: str) -> Tensor:
         """Return a matrix that is to be packed or looked up in.
@@ -209,6 +176,8 @@ class Loader:
         self._unread -= {f"{name}_blocks", f"{name}_scales"}
         part, dtype = self._slices.get(name), torch.bfloat16 if self.device.type == "cpu" else self.dtype
         of_rank = part.ranges if part is not None and not part.dim else ((0, len(blocks)),)
+        if part is not None and part.experts is not None:
+            of_rank = (part.experts,)
         for index in (index for start, stop in of_rank for index in range(start, stop)):
             matrix = unpack_mxfp4(blocks[index].to(self.device), scales[index].to(self.device))
             if part is not None and part.dim:
@@ -226,5 +195,7 @@ class Loader:
         return cut.to(device=self.device, dtype=dtype)
 
     def _cut(self, tensor: Tensor, part: ShardSlice) -> Tensor:
+        if part.experts is not None:
+            tensor = tensor[slice(*part.experts)]
         pieces = [tensor.narrow(part.dim, start, stop - start) for start, stop in part.ranges]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)).contiguous().to(self.device)

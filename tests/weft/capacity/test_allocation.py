@@ -13,12 +13,13 @@ from tests.weft.engine.harness import Driver
 from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
-from weft.capacity.layout import GPUS, Demand, Layout, PipelineStage
+from weft.capacity.layout import GPUS, Demand, PipelineStage
 from weft.capacity.plan import make_plan
 from weft.capacity.sizes import Machine, estimate_budget
 from weft.model import loading
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
+from weft.model.sharding import Layout
 from weft.model.spec import ModelConfig
 from weft_kernels import moe
 from weft_kernels.linear import PackedWeight

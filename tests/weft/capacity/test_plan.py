@@ -17,11 +17,12 @@ from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
 
 from weft.capacity.footprint import TensorKind, footprint
-from weft.capacity.layout import GPUS, UNBOUNDED, BadPlan, Demand, Gpu, Layout, PipelineStage, check_layout, layouts
+from weft.capacity.layout import GPUS, UNBOUNDED, Demand, Gpu, PipelineStage, check_layout, layouts
 from weft.capacity.plan import FUSED_ROWS, CapacityPlan, make_plan
 from weft.kv.layer_groups import AttentionSpan, PagingPolicy
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups, token_numbers
+from weft.model.sharding import BadPlan, Layout
 from weft.model.spec import ModelConfig
 from weft_kernels.packed import pack_f12
 

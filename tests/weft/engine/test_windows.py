@@ -11,9 +11,10 @@ import pytest
 from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.engine.poison import Poison
 from tests.weft.tiny_families import TinyFamily
-from weft.capacity.layout import GPUS, Demand, Layout
+from weft.capacity.layout import GPUS, Demand
 from weft.capacity.plan import make_plan
 from weft.model.kv_layout import kv_groups
+from weft.model.sharding import Layout
 
 NAMES = ["mistral-window", "qwen2-window", "llama4"]
 LENGTHS = [1, 8, 23, 40, 57]

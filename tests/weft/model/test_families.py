@@ -31,8 +31,12 @@ def logits_in_chunks(
     tiny: TinyFamily, chunk: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> torch.Tensor:
     """[NUM_TOKENS, vocab]: all logits of one sequence, its blocks in no particular order, all others poisoned."""
-    config = tiny.config
-    model = Decoder(config, tiny.weights, dtype, torch.device(device))
+    return decoder_logits(Decoder(tiny.config, tiny.weights, dtype, torch.device(device)), chunk)
+
+
+def decoder_logits(model: Decoder, chunk: int) -> torch.Tensor:
+    """See `logits_in_chunks`."""
+    config, dtype, device = model.config, model.dtype, model.device
     groups = kv_groups(config)
     paging = PagingPolicy(groups.spans, BLOCK_TOKENS, chunk)
     # each group has pages of its own

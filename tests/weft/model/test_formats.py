@@ -22,8 +22,9 @@ from weft.capacity.footprint import footprint
 from weft.errors import BadCheckpoint
 from weft.model.config import config_of, expected_tensors, read_config
 from weft.model.fields import Fields
-from weft.model.loading import Loader, ShardSlice
+from weft.model.loading import Loader
 from weft.model.quantization import is_packed
+from weft.model.sharding import ShardSlice
 from weft.weights.checkpoint import read_checkpoint
 from weft_kernels.packed import plain
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.capacity.layout import GPUS, Demand, Layout
+from weft.capacity.layout import GPUS, Demand
 from weft.capacity.plan import make_plan
 from weft.model import spec
 from weft.model.config import read_config
+from weft.model.sharding import Layout
 from weft.model.spec import WORKSPACE_BYTES, Latent
 from weft.model.step import LatentPlan, plan_latent
 from weft_kernels.layer_cache import uniform_pool

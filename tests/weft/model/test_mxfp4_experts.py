@@ -24,7 +24,8 @@ from tests.weft.tiny_families import TinyFamily, make_family
 from weft.capacity.footprint import footprint
 from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors, read_config
-from weft.model.loading import Loader, ShardSlice
+from weft.model.loading import Loader
+from weft.model.sharding import ShardSlice
 from weft.model.unpacking import unpack_mxfp4
 from weft.weights.checkpoint import read_checkpoint
 

@@ -10,7 +10,8 @@ import torch
 from tests.weft.model.test_quantized import pack_fp8, pack_int4
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Mlp
-from weft.model.loading import Loader, ShardSlice
+from weft.model.loading import Loader
+from weft.model.sharding import ShardSlice
 from weft.model.spec import LayerSpec, ModelConfig, Packing, Quantization, Rope
 from weft.model.tensors import expected_tensors
 from weft_kernels.linear import linear

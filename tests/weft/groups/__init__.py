@@ -1,0 +1,1 @@
+"""Groups of ranks that run one model together."""
