@@ -7,6 +7,7 @@ choose another expert.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,11 +35,18 @@ class Comm(Protocol):
         x: [n, widths[rank]].
         """
 
+    @property
+    def native(self) -> ctypes.Structure | None:
+        """What native kernels need to sum over the ranks themselves; None if they cannot, or if there is one rank."""
+
+    def check(self) -> None:
+        """Raise an error if a native kernel could not sum, because a rank is gone."""
+
 
 class Alone:
     """A group of one rank."""
 
-    rank, size = 0, 1
+    rank, size, native = 0, 1, None
 
     def sum(self, x: Tensor) -> Tensor:
         """Return `x`."""
@@ -47,6 +55,9 @@ class Alone:
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return `x`."""
         return x
+
+    def check(self) -> None:
+        """No rank can be gone."""
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:

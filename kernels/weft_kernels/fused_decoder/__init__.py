@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from weft_kernels.collectives import Alone, Comm
 from weft_kernels.linear import PackedWeight
 from weft_kernels.linear.packed12 import Packed12
 from weft_kernels.native import FLOAT, LONG, POINTER
@@ -38,7 +39,7 @@ class _Model(ctypes.Structure):
     _fields_ = (
         *((name, LONG) for name in _SIZES),
         *((name, FLOAT) for name in ("eps", "scale", "residual_scale")),
-        *((name, POINTER) for name in ("layers", "norm")),
+        *((name, POINTER) for name in ("layers", "norm", "group")),
     )
 
 
@@ -116,6 +117,7 @@ class LayerRules:
     - `attention_scale`: factor of the scores, None for dim ** -0.5.
     - `residual_scale`: factor of what attention and MLP add to the residual stream.
     - `is_gelu`: gates are GELU with the tanh approximation instead of SiLU.
+    - `comm`: connects the ranks that share each layer.
     """
 
     num_heads: int
@@ -123,6 +125,7 @@ class LayerRules:
     attention_scale: float | None = None
     residual_scale: float = 1.0
     is_gelu: bool = False
+    comm: Comm = field(default_factory=Alone)
 
 
 class FusedDecoder:
@@ -133,6 +136,7 @@ class FusedDecoder:
     ) -> None:
         first = layers[0]
         self._function, self._tensors = function, (layers, norm)
+        self._comm, self._group = rules.comm, rules.comm.native
         self._dtype = first.qkv.dtype
         self._views = list(dict.fromkeys((layer.group, layer.span) for layer in layers))
         hidden, self._dim = first.qkv.num_inputs, first.output.num_inputs // rules.num_heads
@@ -141,7 +145,8 @@ class FusedDecoder:
         sizes = len(layers), hidden, *self._heads, self._dim, first.down.num_inputs
         flags = rules.is_gelu, norm.dtype != self._dtype
         factors = rules.eps, rules.attention_scale or self._dim**-0.5, rules.residual_scale
-        self._model = _Model(*sizes, *flags, *factors, ctypes.addressof(self._layers), norm.data_ptr())
+        group = None if self._group is None else ctypes.addressof(self._group)
+        self._model = _Model(*sizes, *flags, *factors, ctypes.addressof(self._layers), norm.data_ptr(), group)
 
     def forward(
         self,
@@ -192,6 +197,7 @@ class FusedDecoder:
             copies.data_ptr(),
         )
         self._function(ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads())
+        self._comm.check()
         return out
 
     def _described(self, layer: FusedLayer) -> _Layer:
@@ -207,7 +213,8 @@ def fuse_layers(layers: Sequence[FusedLayer | None], norm: Tensor, rules: LayerR
     """Fuse `layers` and the final `norm`; None if the machine or one of the layers does not suit the kernel.
 
     All norms are of one dtype, that of the activations or float32. The results equal those of the single ops to the
-    last bit: `rms_norm`, `linear`, `rope_kv`, `paged_attention` and `silu_mul` or `gelu_mul`.
+    last bit: `rms_norm`, `linear`, `rope_kv`, `paged_attention` and `silu_mul` or `gelu_mul`. Ranks of a group must all
+    fuse or none of them: the kernel sums with several threads.
     """
     known = [layer for layer in layers if layer is not None]
     forms = {(each.dtype, each.library, _name(each)) for layer in known for each in layer.linears}
@@ -216,6 +223,8 @@ def fuse_layers(layers: Sequence[FusedLayer | None], norm: Tensor, rules: LayerR
         return None
     dtype, library, weights = forms.pop()
     norm_dtypes = {norm.dtype} | {each.dtype for layer in known for each in layer.norms}
+    if rules.comm.size > 1 and rules.comm.native is None:
+        return None
     if library is None or weights is None or norm_dtypes not in ({dtype}, {torch.float32}):
         return None
     first, width = known[0], library.weft_width()

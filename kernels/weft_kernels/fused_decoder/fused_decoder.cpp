@@ -3,6 +3,7 @@
 //
 // It calls the kernels of the single steps in their order, so the results are equal to the last bit.
 
+#include "../collectives/shared.h"
 #include "../linear/linear.h"
 #include "../paged_attention/rows.h"
 #include "../rms_norm/rms_norm.h"
@@ -12,6 +13,10 @@
 
 #include <algorithm>
 #include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 using namespace weft;
 
@@ -34,6 +39,7 @@ struct Model {
     float eps, scale, residual_scale;
     const Layer* layers;
     const void* norm;
+    const SharedGroup* group;  // of the ranks that share each layer, null for one rank
 };
 
 // Rows of a batch as in `weft_kernels.paged_attention.cpu`, for layers with the same span.
@@ -161,6 +167,18 @@ void place_heads(const Model& m, const Layer& layer, const Pool& pool, const Ste
 #pragma omp barrier
 }
 
+// Makes the ranks' parts of `pending` the sum of them. If a rank is lost, the group's memory says so.
+template <typename Item>
+void sum_pending(const Model& m, long rows, Item* pending) {
+    if (!m.group) return;
+    long thread = 0, threads = 1;
+#ifdef _OPENMP
+    thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#endif
+    sum_over_ranks(*m.group, pending, rows * m.hidden, thread, threads);
+#pragma omp barrier
+}
+
 // Attention of one layer: x -> pending.
 template <typename Item, typename Weight>
 void attend(const Model& m, const Layer& layer, const Step& step, Works& works, const Item* x, const Between<Item>& b) {
@@ -178,6 +196,7 @@ void attend(const Model& m, const Layer& layer, const Step& step, Works& works, 
     multiply(Shape{rows, m.num_heads * m.dim, m.hidden}, b.attended, (const Weight*)layer.output,
              (const Item*)layer.output_bias, b.pending, b.scratch);
 #pragma omp barrier
+    sum_pending(m, rows, b.pending);
 }
 
 // The MLP of one layer: x -> pending.
@@ -194,6 +213,7 @@ void feed(const Model& m, const Layer& layer, long rows, const Item* x, const Be
     multiply(Shape{rows, m.size, m.hidden}, b.gated, (const Weight*)layer.down, (const Item*)layer.down_bias, b.pending,
              b.scratch);
 #pragma omp barrier
+    sum_pending(m, rows, b.pending);
 }
 
 // Adds `pending`, normed by `output_norm` and scaled, to the stream, except before the first layer, where it is null.

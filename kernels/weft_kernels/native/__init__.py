@@ -69,6 +69,9 @@ NOT_IN_AMX: dict[str, list[type]] = {
 }
 WITH_RESULT: dict[str, tuple[list[type], type]] = {
     "weft_pair_lines": ([LONG], LONG),
+    "weft_shared_sum_f32": ([POINTER, POINTER, LONG], LONG),
+    "weft_shared_sum_bf16": ([POINTER, POINTER, LONG], LONG),
+    "weft_shared_gather": ([POINTER, POINTER, LONG, POINTER, POINTER], LONG),
     "weft_packed12_pack": ([POINTER, LONG, LONG, *[POINTER] * 5, LONG, INT], LONG),
 }
 

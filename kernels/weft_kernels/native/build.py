@@ -37,6 +37,7 @@ KERNELS = SourceSet(
     library="weft",
     root=ROOT,
     sources=(
+        "collectives/shared.cpp",
         "fused_decoder/fused_decoder.cpp",
         "head_product/head_product.cpp",
         "kv_write/kv_write.cpp",
@@ -54,6 +55,7 @@ KERNELS = SourceSet(
         "silu_mul/silu_mul.cpp",
     ),
     headers=(
+        "collectives/shared.h",
         "linear/linear.h",
         "linear/packed12.h",
         "linear/packed12_tiles.h",

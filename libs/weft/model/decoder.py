@@ -13,7 +13,7 @@ from weft.model.attention import GroupedAttention, Rotation, norm_rows
 from weft.model.group_rank import GroupRank
 from weft.model.latent import LatentAttention
 from weft.model.loading import CenteredNorm, Loader, Tensors
-from weft.model.spec import FINAL, Activation, Experts, ModelConfig, Scoring
+from weft.model.spec import FINAL, Activation, Experts, HeadNorm, ModelConfig, Scoring
 from weft.model.step import Capture, LayerInputs, TokenBatch, plan_latent
 from weft.model.tensors import into_mlp
 from weft_kernels.activations import gelu, gelu_tanh, sigmoid, silu
@@ -202,13 +202,15 @@ class DecoderLayer:
     def as_dense(self) -> FusedLayer | None:
         """Return the layer's tensors if `weft_kernels.fused_decoder` can run all of it in one call.
 
-        It knows no experts, no latent attention, no gate or sinks in attention, no LayerNorm, no MLP without a gate
-        and no parallel layers.
+        It knows no experts, no latent attention, no gate or sinks in attention, no LayerNorm, no MLP without a gate,
+        no parallel layers, and no norm of heads on several ranks.
         """
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not mlp.is_fused:
             return None
         if attention.gate is not None or attention.sinks is not None:
+            return None
+        if self.config.head_norm is HeadNorm.WIDE and self.comm.size > 1:
             return None
         norms = [self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm]
         known = [norm for norm in norms if not isinstance(norm, CenteredNorm)]
@@ -263,6 +265,7 @@ class Decoder:
         loader = Loader(config, weights, dtype, device, is_resident, rank=rank)
         shard, self.comm = loader.rank.shard, loader.rank.comm
         self.vocabulary, self.vocabulary_widths = shard.vocabulary(config), shard.vocabulary_widths(config)
+        is_even = shard.is_even(config)
         config = shard.local(config)
         self.config = config
         self.dtype, self.device = dtype, device
@@ -279,9 +282,10 @@ class Decoder:
             attention_scale=config.attention_scale or None,
             residual_scale=config.residual_scale,
             is_gelu=config.activation is Activation.GELU_TANH,
+            comm=self.comm,
         )
         self.dense = None
-        if isinstance(self.norm, Tensor) and shard.is_whole:
+        if isinstance(self.norm, Tensor) and is_even:
             self.dense = fuse_layers([layer.as_dense() for layer in self.layers], self.norm, rules)
         head_dim = config.latent.rope_dim if config.latent else config.head_dim
         self.rotations = [Rotation(config.rope, config.rotated_dim, head_dim, device)]

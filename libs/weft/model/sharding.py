@@ -110,6 +110,15 @@ class Shard:
         """True if the rank holds all of the stage."""
         return self.layout.stage_gpus == 1
 
+    def is_even(self, config: ModelConfig) -> bool:
+        """Return whether all ranks have an equally wide part of dense MLPs."""
+        parts = [self.middle(config, config.intermediate_size, place) for place in range(self.layout.tp)]
+        return len({len(each) for each in parts}) == 1
+
+    def middle(self, config: ModelConfig, size: int, place: int | None = None) -> range:
+        """Return the part of a dense MLP's middle that this rank computes, or the one at `place`."""
+        return divide(size, self.layout.tp, self.place if place is None else place, _unit(config, size))
+
     @property
     def is_first(self) -> bool:
         """True for the rank that adds the biases of results that ranks sum up."""
@@ -266,7 +275,7 @@ def _all_slices(config: ModelConfig, shard: Shard) -> Iterator[tuple[str, ShardS
         if layer.has_experts and config.experts:
             yield from _expert_slices(config, shard, mlp, config.experts)
         else:
-            yield from _mlp_slices(mlp, divide(size, shard.layout.tp, shard.place, _unit(config, size)), size)
+            yield from _mlp_slices(mlp, shard.middle(config, size), size)
 
 
 def _attention_slices(
@@ -320,8 +329,7 @@ def _expert_slices(config: ModelConfig, shard: Shard, root: str, experts: Expert
             yield f"{root}experts.{index}.{up}.weight", _rows(middle)
             yield f"{root}experts.{index}.{down}.weight", _columns(middle)
     if size := experts.shared_size:
-        middle = divide(size, shard.layout.tp, shard.place, _unit(config, size))
-        yield from _mlp_slices(f"{root}{experts.shared}.", middle, size)
+        yield from _mlp_slices(f"{root}{experts.shared}.", shard.middle(config, size), size)
 
 
 def _fused_slices(root: str, held: range, middle: range, experts: Experts) -> Iterator[tuple[str, ShardSlice]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.weft.groups.threads import ThreadComm, on_all_ranks
+from tests.weft.groups.threads import ThreadComm, on_all_ranks, shared_comms
 from tests.weft.model.packers import FORMATS, pack
 from tests.weft.model.test_families import NUM_TOKENS, decoder_logits
 from tests.weft.model.test_quantized import quantized
@@ -21,7 +22,10 @@ from weft.model.group_rank import GroupRank
 from weft.model.sharding import BadPlan, Layout, Shard, check_cuts, layout_problem
 from weft.model.spec import ModelConfig
 from weft.model.tensors import expected_tensors
+from weft_kernels.collectives.shared import SharedComm
 
+# some of those that one native call computes, also as halves
+FUSED = ("llama2", "qwen2", "mistral-window", "smollm3")
 Family = Callable[[str], TinyFamily]
 LAYOUTS = [Layout(2), Layout(4), Layout(3), Layout(2, 1, 2), Layout(4, 1, 2), Layout(3, 1, 3)]
 
@@ -59,6 +63,22 @@ def test_ranks_compute_together_what_one_device_does(name: str, family_of: Famil
     for layout in layouts_of(tiny.config):
         found, _ = group_logits(tiny, layout, NUM_TOKENS)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()), msg=str(layout))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shared_memory_and_fused_layers_give_the_same_bits(name: str, family_of: Family) -> None:
+    tiny, layout, cpu = family_of(name), layouts_of(family_of(name).config)[0], torch.device("cpu")
+    weights, comms = tiny.weights, shared_comms(layout.stage_gpus)
+
+    def work(comm: SharedComm) -> tuple[bool, torch.Tensor]:
+        model = Decoder(tiny.config, weights, torch.float32, cpu, rank=GroupRank(Shard(layout, comm.rank), comm))
+        return model.dense is not None, decoder_logits(model, 4)
+
+    with ThreadPoolExecutor(len(comms)) as pool:
+        (is_fused, found), *others = pool.map(work, comms)
+    assert all(each == is_fused for each, _ in others)
+    assert is_fused or name not in FUSED
+    assert torch.equal(found, group_logits(tiny, layout, 4)[0])
 
 
 @pytest.mark.parametrize("form", FORMATS)

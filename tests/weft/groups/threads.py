@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from weft.kv.memfd import create_shared_memory, map_file
 from weft_kernels.collectives import join_columns, sum_in_order
+from weft_kernels.collectives.shared import SharedComm, shared_bytes
 
 DEADLINE_SECONDS = 60.0
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class ThreadComm:
 
     meeting: Meeting
     rank: int
+    native = None
 
     @property
     def size(self) -> int:
@@ -58,6 +62,17 @@ class ThreadComm:
         assert x.shape[1] == widths[self.rank]
         parts = self.meeting.exchange(self.rank, "gather", x)
         return join_columns(parts) if self.rank == 0 else x
+
+    def check(self) -> None:
+        """Ranks that fail break the barrier."""
+
+
+def shared_comms(size: int) -> list[SharedComm]:
+    """Return a rank for each mapping of one shared memory, as processes of a group have them."""
+    shared = create_shared_memory(shared_bytes(size), "weft-test-group")
+    assert shared is not None
+    addresses = [map_file(os.dup(shared.fd), shared_bytes(size), is_writable=True) for _ in range(size)]
+    return [SharedComm(rank, size, address) for rank, address in enumerate(addresses)]
 
 
 def on_all_ranks(size: int, work: Callable[[ThreadComm], T]) -> tuple[list[T], Meeting]:
