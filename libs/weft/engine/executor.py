@@ -5,6 +5,10 @@ Takes only the numbers of a `StepInput`, so that every rank of a group can execu
 
 from __future__ import annotations
 
+import mmap
+import os
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,35 +44,36 @@ class ModelExecutor:
         dtype: str,
         copier: DeviceCopier,
         head: DraftModel | None = None,
+        *,
+        pool_fd: int | None = None,
     ) -> None:
-        """`head`: a draft model with its layer in the model's pages."""
-        if config.draft_group != draft_group(model.config) or config.has_draft_layer != (head is not None):
+        """`head`: a draft model with its layer in the model's pages. `pool_fd`: memory of a pool that another rank has
+        created; it is closed.
+        """
+        whole = model.whole_config
+        if config.draft_group != draft_group(whole) or config.has_draft_layer != (head is not None):
             raise ValueError("drafts: model, engine and draft model must agree on whether there is a draft layer")
-        groups = kv_groups(model.config)
+        groups = kv_groups(whole)
         if groups.spans != config.spans:
             raise ValueError(f"spans: the model has {groups.spans}, but the engine has {config.spans}")
         self._model = model
         self._copier = copier
-        size = block_bytes(model.config, dtype, config.block_tokens)
+        size = block_bytes(whole, dtype, config.block_tokens)
         num_blocks = config.num_blocks + num_scratch_blocks(config)
         # Transfer engines register whole pages of memory, so the pool starts at a page boundary. It starts as zeros:
         # attention multiplies masked values too, and 0 times NaN is NaN.
         num_bytes = num_blocks * size + PAGE_BYTES
-        shared = create_shared_memory(num_bytes, "weft-kv-pool") if copier.device.type == "cpu" else None
-        if shared is None:
-            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=copier.device)
-        else:
-            memory = torch.frombuffer(shared.mapping, dtype=torch.uint8)
+        memory, fd = _pool_bytes(num_bytes, copier.device, pool_fd)
         offset = -memory.data_ptr() % PAGE_BYTES
         pages = memory[offset : offset + num_blocks * size].view(DTYPES[dtype]).view(num_blocks, -1)
-        self.pool = paged_pool(model.config, pages, config.block_tokens)
+        self.pool = paged_pool(whole, pages, config.block_tokens, model.shard)
         # Page-aligned and contiguous.
         self.pool_memory = PoolMemory(
             address=pages.data_ptr(),
             block_bytes=size,
             num_blocks=config.num_blocks,
-            shared_fd=shared.fd if shared else None,
-            units=tuple(units(model.config, group, dtype, config.block_tokens) for group in range(len(groups.groups))),
+            shared_fd=fd,
+            units=tuple(units(whole, group, dtype, config.block_tokens) for group in range(len(groups.groups))),
         )
         self.head = None
         if head is not None:
@@ -81,13 +86,18 @@ class ModelExecutor:
             self.head_graphs = HeadGraphs(self.head, config, self.graphs.recorder)
 
     @torch.inference_mode()
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Fill pages with zeros."""
+        if pages:
+            self.pool.memory.index_fill_(0, self._copier.upload(np.array(pages, dtype=np.int64)), 0)
+
+    @torch.inference_mode()
     def forward(self, step: StepInput, sampled: Tensor) -> tuple[Tensor, Tensor | None]:
         """Write the KV of all rows, after the steps before. `sampled`: tokens of the previous step, for pending rows.
 
         Returns logits [R, vocab] float32, valid until the next step, and hidden states [H, hidden] if any are wanted.
         """
-        if step.new_pages:
-            self.pool.memory.index_fill_(0, self._copier.upload(np.array(step.new_pages, dtype=np.int64)), 0)
+        self.clear_pages(step.new_pages)
         if self.graphs is not None and (shape := self.graphs.shape_of(step)) is not None:
             if not self.graphs.has_captured:
                 self._capture_largest(self.graphs)
@@ -123,3 +133,15 @@ class ModelExecutor:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab] float32 of hidden states that `forward` returned."""
         return self._model.logits(hidden)
+
+
+def _pool_bytes(num_bytes: int, device: torch.device, fd: int | None) -> tuple[Tensor, int | None]:
+    """Return memory that is zero at first, and on a CPU the file of it, if there is one. `fd`: see `ModelExecutor`."""
+    if fd is not None:
+        mapping = mmap.mmap(fd, num_bytes)
+        os.close(fd)
+        return torch.frombuffer(mapping, dtype=torch.uint8), None
+    shared = create_shared_memory(num_bytes, "weft-kv-pool") if device.type == "cpu" else None
+    if shared is None:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device), None
+    return torch.frombuffer(shared.mapping, dtype=torch.uint8), shared.fd

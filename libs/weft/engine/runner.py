@@ -21,6 +21,7 @@ from weft.engine.device_copier import DeviceCopier
 from weft.engine.drafting.drafter import Speculator
 from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES, ModelExecutor
+from weft.engine.group import FollowerLink, GroupExecutor
 from weft.engine.head_drafter import HeadDrafter
 from weft.engine.head_planner import HeadPlanner
 from weft.engine.messages import PoolMemory, StepOutput
@@ -119,11 +120,23 @@ class ModelRunner:
     """Runs one model on one device; see `weft.engine.loop.Runner`."""
 
     def __init__(
-        self, model: Decoder, config: EngineConfig, dtype: str, device: torch.device, head: DraftModel | None = None
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        dtype: str,
+        device: torch.device,
+        head: DraftModel | None = None,
+        *,
+        followers: FollowerLink | None = None,
     ) -> None:
-        """`head`: a draft model with its layer in the `drafts` of the model's config."""
+        """`head`: a draft model with its layer in the `drafts` of the model's config. `followers`: ranks that compute
+        with this one.
+        """
         copier = DeviceCopier(device)
         self.executor = ModelExecutor(model, config, dtype, copier, head)
+        self._on_all: ModelExecutor | GroupExecutor = self.executor
+        if followers is not None:
+            self._on_all = GroupExecutor(self.executor, followers)
         self._builder = StepInputBuilder(config.paging, config.num_blocks)
         self._processor = LogitsProcessor(config.vocab_size, config.eos_token_ids, copier)
         self._sampler = Sampler(copier)
@@ -169,7 +182,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _execute(self, chunks: Items[ScheduledChunk], step: StepInput, spans: Spans) -> LaunchedStep:
-        logits, hidden = self.executor.forward(step, self._sampler.last)
+        logits, hidden = self._on_all.forward(step, self._sampler.last)
         if hidden is not None:
             self._notify_observers([chunk for chunk in chunks if chunk.has_observer], hidden)
         rows = [row for chunk in chunks for row in _sampled_positions(chunk)]
@@ -180,7 +193,7 @@ class ModelRunner:
     def _notify_observers(self, chunks: Items[ScheduledChunk], hidden: Tensor) -> None:
         for chunk, rows in zip(chunks, torch.split(hidden, [chunk.num_tokens for chunk in chunks]), strict=True):
             if (observer := chunk.sequence.spec.observer) is not None:
-                observer.observe(chunk.start, rows, self.executor.logits)
+                observer.observe(chunk.start, rows, self._on_all.logits)
 
 
 def _launch_order(chunk: ScheduledChunk) -> tuple[bool, bool, int]:
@@ -225,14 +238,15 @@ def assemble(
     *,
     speculator: Speculator | None = None,
     head: DraftModel | None = None,
+    followers: FollowerLink | None = None,
 ) -> Engine:
     """Build an engine around a loaded model. This thread must not use the models afterwards.
 
     `head`: a draft model. Its layer is part of the model's `drafts` and thus of every page, so all engines that
-    exchange KV need the same one, also those that do not speculate.
+    exchange KV need the same one, also those that do not speculate. `followers`: the other ranks of a group.
     """
     release_threads()
-    runner = ModelRunner(model, config, dtype, model.device, head)
+    runner = ModelRunner(model, config, dtype, model.device, head, followers=followers)
     if speculator is not None and (drafter := runner.drafter) is not None:
         speculator.set_head(drafter)
     return Engine(runner, config, listener, clock, speculator)

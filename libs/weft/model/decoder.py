@@ -259,11 +259,13 @@ class Decoder:
     ) -> None:
         """Raises BadCheckpoint, before anything is copied, for tensors that do not match the config.
 
-        `config` and `weights` are of the whole model; afterwards `config` is what this rank has of it. `is_resident`:
-        matrices stay packed in memory if that makes them smaller; see `weft_kernels.packed`.
+        `config` and `weights` are of the whole model; afterwards `config` is what this rank has of it, beside
+        `whole_config`. `is_resident`: matrices stay packed in memory if that makes them smaller; see
+        `weft_kernels.packed`.
         """
         loader = Loader(config, weights, dtype, device, is_resident, rank=rank)
-        shard, self.comm = loader.rank.shard, loader.rank.comm
+        self.whole_config, self.shard, self.comm = config, loader.rank.shard, loader.rank.comm
+        shard = self.shard
         self.vocabulary, self.vocabulary_widths = shard.vocabulary(config), shard.vocabulary_widths(config)
         is_even = shard.is_even(config)
         config = shard.local(config)

@@ -15,6 +15,7 @@ import torch
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.drafting.drafter import Speculator
+from weft.engine.engine import Engine
 from weft.engine.executor import DTYPES
 from weft.engine.messages import (
     EngineLoad,
@@ -88,9 +89,14 @@ class Driver:
         self.react: Callable[[StepOutput], None] = lambda output: None
         self.load = EngineLoad(free_blocks=self.config.num_blocks)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
-        model = Decoder(tiny.config, tiny.weights, DTYPES[dtype], torch.device(device))
+        self.engine = self._build(dtype, device, speculator, make_head)
+
+    def _build(
+        self, dtype: str, device: str, speculator: Speculator | None, make_head: Callable[[Decoder], DraftModel] | None
+    ) -> Engine:
+        model = Decoder(self.tiny.config, self.tiny.weights, DTYPES[dtype], torch.device(device))
         head = None if make_head is None else make_head(model)
-        self.engine = assemble(model, dtype, self.config, self._listen, speculator=speculator, head=head)
+        return assemble(model, dtype, self.config, self._listen, speculator=speculator, head=head)
 
     def __enter__(self) -> Driver:
         self.engine.start()
