@@ -17,6 +17,7 @@ MAX_THREADS = 1024
 # On a CPU, steps share cores with event loops, gateway and scheduler, which need a tenth of a core and must
 # run first. A GPU's thread keeps niceness 0, because a delay would leave the device idle.
 CPU_NICENESS, MAX_NICENESS = 10, 19
+MAX_RANKS = 64
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,12 +53,16 @@ def test_sums_have_the_bits_of_the_reference_on_every_rank(size: int, dtype: tor
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+def gathered(parts: list[torch.Tensor], widths: list[int], comm: SharedComm) -> torch.Tensor:
+    return comm.gather(parts[comm.rank], widths)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_leader_gathers_columns_of_different_widths(dtype: torch.dtype) -> None:
     widths = [57, 57, 3]
     for rows in (0, 1, 9, SLOT_BYTES // 64):
         parts = [torch.randn(rows, width).to(dtype) for width in widths]
-        found = on_ranks(3, lambda comm, parts=parts: comm.gather(parts[comm.rank], widths))
+        found = on_ranks(3, partial(gathered, parts, widths))
         assert torch.equal(found[0], join_columns(parts))
         assert found[1] is parts[1]
 

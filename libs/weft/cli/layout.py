@@ -153,7 +153,8 @@ def gpu_settings(gpus: Sequence[str], num_workers: int, index: int) -> dict[str,
 class MeshOptions:
     """Options of `weft up`. `models`: checkpoint directories by served name; worker counts are per model.
 
-    `threads` 0 shares the cores among the workers. `has_store` is false without Mooncake.
+    `threads` 0 shares the cores among the workers. `tp`, `ep`: processes that compute each worker's model together.
+    `has_store` is false without Mooncake.
     """
 
     models: Mapping[str, Path]
@@ -172,6 +173,8 @@ class MeshOptions:
     draft: str = "auto"
     draft_layers: str = ""
     draft_tokens: int = 0
+    tp: int = 1
+    ep: int = 1
     keys: str = ""
     allow_unauthenticated: bool = False
     cors_origins: str = ""

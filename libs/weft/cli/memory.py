@@ -37,6 +37,8 @@ from weft.worker.config import SizeSettings
 SHARED_MEMORY = Path("/dev/shm")
 # beside weights and activations: imports, sequences that wait, grammars, what malloc keeps; on a GPU its libraries too
 WORKER_BYTES, CUDA_HOST_BYTES = 3 * GIB // 2, 8 * GIB
+# a rank beside the first one: imports, and what malloc keeps; its weights are part of the worker's
+FOLLOWER_BYTES = GIB // 2
 ADVICE = "take fewer workers (--both 1), a smaller WEFT_CHUNK_TOKENS or more memory; `weft plan` shows the arithmetic"
 
 
@@ -64,7 +66,8 @@ def check_memory(options: MeshOptions, environ: Mapping[str, str]) -> dict[str, 
         _check_cards(options, models, sizes)
     else:
         _check_memory(options, models, sizes, images, available_bytes() + there)
-    return {name: _worker_bytes(models[model], sizes) for name, model in options.workers.items()}
+    followers = (options.tp - 1) * FOLLOWER_BYTES
+    return {name: _worker_bytes(models[model], sizes) + followers for name, model in options.workers.items()}
 
 
 @dataclass(frozen=True, slots=True)

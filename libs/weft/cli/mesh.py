@@ -92,6 +92,8 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_DRAFT": options.draft,
         "WEFT_DRAFT_LAYERS": options.draft_layers,
         "WEFT_DRAFT_TOKENS": str(options.draft_tokens),
+        "WEFT_TP": str(options.tp),
+        "WEFT_EP": str(options.ep),
     }
 
 

@@ -20,7 +20,15 @@ from rich.text import Text
 from weft.cli.child import ChildFailed, ChildSpec
 from weft.cli.display import Display, Timeline
 from weft.cli.hub_models import fetch_with_display
-from weft.cli.layout import Addresses, MeshOptions, PortTaken, pick_addresses, reachable, usable_gpus
+from weft.cli.layout import (
+    Addresses,
+    MeshOptions,
+    PortTaken,
+    pick_addresses,
+    reachable,
+    usable_cores,
+    usable_gpus,
+)
 from weft.cli.memory import check_memory, is_for_cpus_only
 from weft.cli.mesh import FORK_SERVER_COMMAND, HARMLESS, check_settings, mesh_specs, with_memory
 from weft.cli.mesh_registry import MeshRecord, recorded
@@ -31,6 +39,7 @@ from weft.file_io import foreign_path
 from weft.hub import HubName
 from weft.model.config import read_config
 from weft.model.draft_layers import parse_boundaries
+from weft.model.sharding import BadPlan, Layout, check_cuts, layout_problem
 from weft.options import (
     HEAD_OF_ONE_MODEL,
     HOW_TO_INSTALL,
@@ -146,6 +155,7 @@ def _checked_start(options: MeshOptions) -> _Start:
         read_config(directory)
         check_tokenizer(directory)
     options = replace(options, gpus=usable_gpus(os.environ))
+    _check_groups(options)
     _check_drafts(options)
     at = pick_addresses(options)
     planned = check_memory(options, os.environ)
@@ -156,6 +166,30 @@ def _checked_start(options: MeshOptions) -> _Start:
     specs = mesh_specs(options, at)
     check_settings(specs)
     return _Start(options, at, with_memory(specs, planned), trouble)
+
+
+def _check_groups(options: MeshOptions) -> None:
+    """Check that the ranks of --tp and --ep can divide each model here. Raises UsageError or BadPlan."""
+    layout = Layout(options.tp, 1, options.ep)
+    if options.ep > options.tp:
+        raise UsageError(f"--ep {options.ep} must not be above --tp {options.tp}: the processes share the attention")
+    if layout.stage_gpus == 1:
+        return
+    if options.gpus and not is_for_cpus_only():
+        raise UsageError(
+            f"--tp {options.tp}: several ranks run on CPUs only; hide the GPUs with CUDA_VISIBLE_DEVICES=''"
+        )
+    if names_draft_head(options.draft) or options.draft == DraftChoice.MTP:
+        raise UsageError(f"--draft {options.draft}: draft models do not run with --tp; use --draft ngram")
+    if (num_cores := len(usable_cores())) < options.tp:
+        raise UsageError(
+            f"--tp {options.tp}: {options.tp} processes need a core each, and this machine has {num_cores}"
+        )
+    for directory in options.models.values():
+        config = read_config(directory)
+        if problem := layout_problem(config, layout):
+            raise UsageError(f"{problem} ({directory.name})")
+        check_cuts(config, layout)
 
 
 def _check_drafts(options: MeshOptions) -> None:
@@ -194,7 +228,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
     _check_options(options, picture)
     try:
         start = _checked_start(options)
-    except (PortTaken, BadCheckpoint, ConfigError, StorageUnavailable) as error:
+    except (PortTaken, BadCheckpoint, BadPlan, ConfigError, StorageUnavailable) as error:
         raise UsageError(str(error)) from error
     options, at, specs, trouble = start.options, start.at, start.specs, start.trouble
     console = Console(soft_wrap=True)

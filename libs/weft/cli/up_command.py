@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weft.options import MAX_DRAFT_TOKENS, MAX_THREADS, DraftChoice, Dtype, TransportChoice, WeightFormat
+from weft.options import MAX_DRAFT_TOKENS, MAX_RANKS, MAX_THREADS, DraftChoice, Dtype, TransportChoice, WeightFormat
 
 
 class LogLevelOption(StrEnum):
@@ -92,6 +92,21 @@ def up(
             help="Maximum drafts of a sequence in a step; 0: 15 on a CPU, 7 on a GPU.",
         ),
     ] = 0,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_RANKS,
+            envvar="WEFT_TP",
+            help="Processes that compute each worker's model together, each with its part of every layer (CPU).",
+        ),
+    ] = 1,
+    ep: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MAX_RANKS, envvar="WEFT_EP", help="Groups of whole experts among the processes of --tp."
+        ),
+    ] = 1,
     keys: Annotated[
         str, typer.Option(envvar="WEFT_KEYS", help="File or Valkey URL of the accepted API keys; see `weft keys`.")
     ] = "",
@@ -146,6 +161,8 @@ def up(
             draft=find_draft(draft),
             draft_layers=draft_layers,
             draft_tokens=draft_tokens,
+            tp=tp,
+            ep=ep,
             keys=keys,
             allow_unauthenticated=allow_unauthenticated,
             cors_origins=cors_origins,

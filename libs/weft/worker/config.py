@@ -11,10 +11,12 @@ from pydantic import Field, model_validator
 from weft.capacity.sizes import RequestedSizes
 from weft.config import Address, Count, Port, Settings, Share, Threads
 from weft.errors import ConfigError
+from weft.model.sharding import Layout
 from weft.options import (
     CPU_NICENESS,
     MAX_DRAFT_TOKENS,
     MAX_NICENESS,
+    MAX_RANKS,
     WILDCARD_HOSTS,
     CpuKernels,
     DeviceChoice,
@@ -23,6 +25,7 @@ from weft.options import (
     StoreFetchPolicy,
     TransportChoice,
     WeightFormat,
+    names_draft_head,
     parse_cpus,
 )
 from weft.request import WorkerRole
@@ -51,6 +54,7 @@ class WorkerConfig(SizeSettings):
     """Zero means that the worker chooses (ports, blocks from memory, tokens and sequences of a step, all cores).
 
     - `role`: what a worker that serves both begins with.
+    - `tp`, `ep`: ranks that compute the model together; see `weft.model.sharding.Layout`.
     - `draft`: see `weft.options.DraftChoice`. The weights service has the files of a draft model.
     """
 
@@ -77,6 +81,8 @@ class WorkerConfig(SizeSettings):
     niceness: Annotated[int, Field(ge=0, le=MAX_NICENESS)] = CPU_NICENESS
     grace_seconds: Annotated[float, Field(ge=0)] = 30.0
     role: WorkerRole = WorkerRole.BOTH
+    tp: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    ep: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     cpu_kernels: CpuKernels | None = None
 
     @model_validator(mode="after")
@@ -85,6 +91,10 @@ class WorkerConfig(SizeSettings):
             parse_cpus(self.cpus)
         if not self.served_name:
             raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
+        if self.tp * self.ep > 1 and (names_draft_head(self.draft) or self.draft == DraftChoice.MTP):
+            raise ConfigError(f"WEFT_DRAFT={self.draft}: draft models do not run on several ranks (WEFT_TP); use ngram")
+        if self.ep > self.tp:
+            raise ConfigError(f"WEFT_EP={self.ep} must not be above WEFT_TP={self.tp}: ranks share the attention")
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: peers need one address")
         return self
@@ -93,6 +103,11 @@ class WorkerConfig(SizeSettings):
     def served_name(self) -> str:
         """The model's name in requests."""
         return self.model_name or (self.model.name if self.model else "")
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks divide the model."""
+        return Layout(self.tp, 1, self.ep)
 
     @property
     def peer_host(self) -> str:

@@ -29,10 +29,15 @@ def pin_to_cpus(text: str) -> int:
         raise ConfigError("WEFT_CPUS: this system does not support CPU affinity")
     if lacking := cpus - os.sched_getaffinity(0):
         raise ConfigError(f"WEFT_CPUS={text!r}: this process may not use core {min(lacking)}")
+    move_to_cpus(cpus)
+    return len(cpus)
+
+
+def move_to_cpus(cpus: set[int]) -> None:
+    """Restrict this process to CPUs, also to others than its parent has left to it."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(task.name), cpus)
-    return len(cpus)
 
 
 def set_autogroup_nice(niceness: int) -> None:

@@ -144,15 +144,18 @@ async def _run_until_asleep(
         loaded = await load_engine(config, events.listener, progress, clock)
         loaded.engine.start()
         progress.set_phase("joining")
+        lost = _group_loss(loaded)
         try:
             speculator = loaded.speculator
             with draft_metrics.exposed(speculator.stats if speculator else None):
                 async with background_tasks() as tasks:
                     tasks.create_task(clock.tick())
                     tasks.create_task(draft_metrics.watch_head())
-                    return await _serve(config, roles, is_draining, loaded, events, tasks, progress, clock)
+                    return await _serve(config, roles, is_draining, loaded, events, tasks, progress, clock, lost)
         finally:
             await asyncio.to_thread(loaded.engine.stop)
+            if loaded.group is not None:
+                await asyncio.to_thread(loaded.group.close)
             events.clear()
 
 
@@ -165,6 +168,7 @@ async def _serve(
     tasks: asyncio.TaskGroup,
     progress: LoadProgress,
     clock: StallAwareClock,
+    lost: asyncio.Future[None],
 ) -> SleepState | None:
     rpc = RpcServer([role_service.service_name for role_service in roles])
     context = replace(await _build_context(config, loaded, events, tasks), clock=clock)
@@ -187,6 +191,7 @@ async def _serve(
             _join_fleet(membership, health, progress),
             _watch_engine(engine, health),
             events.until_broken(),
+            _until_lost(lost),
         )
         drain = partial(_drain, clients=clients, membership=membership, rpc=rpc)
         return await _serve_until_drained(config, membership, drain, watches)
@@ -194,6 +199,25 @@ async def _serve(
         keeping.cancel()
         await rpc.stop(CUT_OFF_SECONDS)
         await _release(context)
+
+
+def _group_loss(loaded: LoadedEngine) -> asyncio.Future[None]:
+    """Return a future that fails when a rank of the engine's group is lost."""
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[None] = loop.create_future()
+    lost.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def fail(reason: str) -> None:
+        if not lost.done():
+            lost.set_exception(EngineFailed(f"the group is lost: {reason}"))
+
+    if loaded.group is not None:
+        loaded.group.on_lost = lambda reason: loop.call_soon_threadsafe(partial(fail, reason))
+    return lost
+
+
+async def _until_lost(lost: asyncio.Future[None]) -> None:
+    await asyncio.shield(lost)
 
 
 async def _build_context(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,16 @@ from weft.model.draft_layers import with_draft
 from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.loading import DTYPE_NAMES
-from weft.options import MAX_DRAFT_TOKENS, DeviceChoice, DraftChoice, Dtype, has_draft_model
+from weft.model.sharding import BadPlan, check_cuts, layout_problem
+from weft.options import MAX_DRAFT_TOKENS, DeviceChoice, DraftChoice, Dtype, has_draft_model, parse_cpus
 from weft.request import ModelFingerprint
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights.image_tensors import open_image
 from weft.worker.config import WorkerConfig
 from weft.worker.draft_head import DraftImage, drafted_hash, load_draft, read_draft_image, scoring_prompts
 from weft.worker.fleet_client import LoadProgress
+from weft.worker.follower import FollowerOrder
+from weft.worker.group import Group, shared_cpus, start_group
 from weft.worker.memory_profile import cached_peak, free_bytes, measure_peak, peak_identity
 from weft.worker.os_tuning import disable_malloc_trim, pin_to_cpus, set_autogroup_nice
 from weft_kernels.native.processor import best_isa
@@ -69,6 +72,7 @@ class LoadedEngine:
     fingerprint: ModelFingerprint
     engine_config: EngineConfig
     speculator: AdaptiveSpeculator | None
+    group: Group | None = None
 
 
 async def load_engine(
@@ -86,22 +90,85 @@ async def load_engine(
     demands a missing GPU.
     """
     disable_malloc_trim()
-    num_cores = pin_to_cpus(config.cpus) if config.cpus else torch.get_num_threads()
-    torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
+    size = config.layout.stage_gpus
+    cpus = rank_cpus(config, 0)
+    num_cores = pin_to_cpus(cpus) if cpus else max(1, torch.get_num_threads() // size)
+    torch.set_num_threads(
+        max(1, config.threads // size) if config.threads else min(num_cores, granted_cores() or num_cores)
+    )
     sizes = choose_sizes(config.wanted, _has_cuda(config.device))
     if sizes.machine.device == "cpu":
         set_autogroup_nice(config.niceness)
     if config.model and (config.model / "config.json").is_file():
         # Fail before the weights are read; the check that counts follows once they are loaded.
-        await asyncio.to_thread(check_room, read_config(config.model), sizes, config.gpu_share)
+        model = read_config(config.model)
+        check_group(config, sizes, model)
+        await asyncio.to_thread(check_room, model, sizes, config.gpu_share)
     progress.set_phase("reading weights")
     images = await _load_images(config, sizes, progress)
     log.startup_phase("weights")
     progress.set_phase("building the engine")
     make_engine = partial(assemble, listener=listener, clock=clock)
-    loaded = await asyncio.to_thread(_build, config, sizes, images, make_engine, progress)
+    group = _start_group(config, sizes, images, clock) if config.layout.stage_gpus > 1 else None
+    try:
+        loaded = await asyncio.to_thread(_build, config, sizes, images, make_engine, progress, group)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
     log.startup_phase("engine")
     return loaded
+
+
+def _take_cores(config: WorkerConfig) -> None:
+    """Pin this process to its CPUs and set its threads; the ranks of a group share those of the worker."""
+    size, cpus = config.layout.stage_gpus, rank_cpus(config, 0)
+    num_cores = pin_to_cpus(cpus) * size if cpus else torch.get_num_threads()
+    torch.set_num_threads(max(1, (config.threads or min(num_cores, granted_cores() or num_cores)) // size))
+
+
+def rank_cpus(config: WorkerConfig, place: int) -> str:
+    """Return WEFT_CPUS of one rank of this worker."""
+    if not config.cpus or config.layout.stage_gpus == 1:
+        return config.cpus
+    return shared_cpus(sorted(parse_cpus(config.cpus)), config.layout.stage_gpus, place)
+
+
+def check_group(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
+    """Raise ConfigError or BadPlan if the ranks of WEFT_TP and WEFT_EP cannot divide the model here."""
+    layout = config.layout
+    if layout.stage_gpus == 1:
+        return
+    if sizes.machine.device != "cpu":
+        raise ConfigError(f"WEFT_TP={layout.tp}: several ranks run on CPUs only; set WEFT_TP=1 or WEFT_DEVICE=cpu")
+    if problem := layout_problem(model, layout):
+        raise BadPlan(problem)
+    check_cuts(model, layout)
+
+
+def _start_group(config: WorkerConfig, sizes: Sizes, images: WeightImages, clock: Callable[[], float]) -> Group:
+    ready, machine = images.model, sizes.machine
+    model = parse_config(ready.config_json)
+    check_group(config, sizes, model)
+    stored = _stored_config(model, open_image(ready.shm_name, ready.size_bytes))
+
+    def order(place: int) -> FollowerOrder:
+        return FollowerOrder(
+            worker_id=config.worker_id,
+            layout=(config.tp, 1, config.ep),
+            place=place,
+            image=ready.shm_name,
+            image_bytes=ready.size_bytes,
+            config_json=ready.config_json,
+            dtype=machine.dtype,
+            dtype_stored=stored.dtype,
+            is_resident=machine.is_resident,
+            threads=torch.get_num_threads(),
+            cpus=rank_cpus(config, place),
+            niceness=config.niceness,
+        )
+
+    return start_group(config.layout, order, clock)
 
 
 def _has_cuda(wanted: DeviceChoice) -> bool:
@@ -134,7 +201,8 @@ class WeightImages:
 
 async def _load_images(config: WorkerConfig, sizes: Sizes, progress: LoadProgress) -> WeightImages:
     model = await load_weights(config.weights_addr, config.served_name, progress.set_bytes)
-    if not has_draft_model(config.draft, is_gpu=sizes.machine.device == "cuda"):
+    is_group = config.layout.stage_gpus > 1
+    if is_group or not has_draft_model(config.draft, is_gpu=sizes.machine.device == "cuda"):
         return WeightImages(model)
     if model.draft_model:
         return WeightImages(model, await load_weights(config.weights_addr, model.draft_model, progress.set_bytes))
@@ -205,11 +273,14 @@ class _OpenImages:
     draft_size: DraftSize | None
 
 
+def _stored_config(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> ModelConfig:
+    return with_stored_dtype(config, ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in tensors.values()))
+
+
 def _open_images(images: WeightImages, machine: Machine) -> _OpenImages:
     """Raises BadCheckpoint for a draft model of another target, NotFound if an image is gone."""
     ready, tensors = images.draft, open_image(images.model.shm_name, images.model.size_bytes)
-    stored = ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in tensors.values())
-    config = with_stored_dtype(parse_config(images.model.config_json), stored)
+    config = _stored_config(parse_config(images.model.config_json), tensors)
     if ready is None:
         return _OpenImages(config, tensors, None, None)
     draft_tensors = open_image(ready.shm_name, ready.size_bytes)
@@ -224,6 +295,7 @@ def _build(
     images: WeightImages,
     make_engine: Callable[..., Engine],
     progress: LoadProgress,
+    group: Group | None = None,
 ) -> LoadedEngine:
     machine, device = sizes.machine, torch.device(sizes.machine.device)
     check_room(parse_config(images.model.config_json), sizes, config.gpu_share)
@@ -232,7 +304,8 @@ def _build(
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
     room = check_room(model, sizes, config.gpu_share, opened.draft_size)
     _log_dtype(config, sizes, model)
-    decoder = Decoder(model, opened.tensors, DTYPES[machine.dtype], device, machine.is_resident)
+    rank = None if group is None else group.rank
+    decoder = Decoder(model, opened.tensors, DTYPES[machine.dtype], device, machine.is_resident, rank=rank)
     log.startup_phase("copying and packing" if machine.is_resident else "copying")
     head, weights_hash = None, images.model.weights_hash
     if draft is not None:
@@ -248,13 +321,20 @@ def _build(
     num_blocks = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
     speculator = make_speculator(config.draft, engine_config, is_gpu=machine.device == "cuda")
-    engine = make_engine(decoder, machine.dtype, engine_config, speculator=speculator, head=head)
+    if group is not None:
+        group.await_loaded()
+    engine = make_engine(decoder, machine.dtype, engine_config, speculator=speculator, head=head, followers=group)
+    if group is not None:
+        shared_fd = engine.pool_memory.shared_fd
+        assert shared_fd is not None
+        group.connect(engine_config, shared_fd)
+        logger.info("group built layout=%s ranks=%d followers=%s", group.layout, group.comm.size, group.pids)
     logger.info(
         "engine built dtype=%s device=%s blocks=%d block_tokens=%d block_kib=%d",
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
     fingerprint = ModelFingerprint(weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
-    return LoadedEngine(engine, machine.device, fingerprint, engine_config, speculator)
+    return LoadedEngine(engine, machine.device, fingerprint, engine_config, speculator, group)
 
 
 def make_speculator(draft: str, config: EngineConfig, is_gpu: bool) -> AdaptiveSpeculator | None:
