@@ -100,7 +100,8 @@ class WorkerHello:
     """Description of a worker, sent when it joins. The scheduler keeps `role` up to date with the reports.
 
     `is_draining` is local to the worker: it joins while it drains. Its reports tell the scheduler. Workers of different
-    `sampling_version` sample different tokens with the same seed; 0: the worker is too old to have one.
+    `sampling_version` sample different tokens with the same seed; 0: the worker is too old to have one. `layout`: how
+    ranks divide the model, for display; empty for one rank.
     """
 
     address: WorkerAddress
@@ -114,6 +115,7 @@ class WorkerHello:
     can_change_role: bool = False
     is_draining: bool = False
     sampling_version: int = 0
+    layout: str = ""
 
     @property
     def pairing(self) -> tuple[ModelFingerprint, int]:

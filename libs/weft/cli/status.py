@@ -210,7 +210,7 @@ def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
     blocks = (report.free_blocks, report.cached_blocks, report.active_blocks, report.quarantined_blocks)
     return {
         "worker": Text(hello.worker.worker_id, style="bold"),
-        "role": Text(role_from_wire(hello.role).value),
+        "role": Text(" ".join(filter(None, (role_from_wire(hello.role).value, hello.layout)))),
         "model": Text(hello.model),
         "state": state_of(report),
         "running": Text(f"{report.num_running:,}"),
@@ -286,6 +286,7 @@ def _worker_dict(worker: pb.WorkerStatus) -> dict[str, Any]:
         "role": role_from_wire(hello.role).value,
         "model": hello.model,
         "transport": hello.transport,
+        "layout": hello.layout,
         "num_blocks": hello.num_blocks,
         "block_tokens": hello.fingerprint.block_tokens,
         "max_context_tokens": hello.max_context_tokens,

@@ -145,7 +145,8 @@ def _card(role: WorkerRole, worker: pb.WorkerStatus, rates: Rates) -> Panel:
         lines.append(Text("cached: " + ", ".join(f"{name} {found / looked:.0%}" for name, found in tiers)))
     if not is_prefill and report.generating_drafts:
         lines.append(Text(_drafts(rates.decoded)))
-    title = Text.assemble((worker.hello.worker.worker_id, "bold"), " ", state_of(report))
+    layout = f" {worker.hello.layout}" if worker.hello.layout else ""
+    title = Text.assemble((worker.hello.worker.worker_id, "bold"), f"{layout} ", state_of(report))
     return Panel(Group(*lines), title=title, title_align="left", box=ROUNDED, border_style="dim", padding=(0, 1))
 
 

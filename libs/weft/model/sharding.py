@@ -52,6 +52,13 @@ class Layout:
     def __str__(self) -> str:
         return f"TP{self.tp} PP{self.pp} EP{self.ep}"
 
+    @property
+    def short(self) -> str:
+        """The degrees above 1; empty for one GPU."""
+        return " ".join(
+            name for name, degree in zip(str(self).split(), (self.tp, self.pp, self.ep), strict=True) if degree > 1
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:

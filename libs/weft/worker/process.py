@@ -282,6 +282,7 @@ def _hello(
         metrics_address=metrics_address,
         can_change_role=len(roles) > 1,
         sampling_version=SAMPLING_VERSION,
+        layout=config.layout.short,
     )
 
 

@@ -525,6 +525,7 @@ class WorkerHello(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     CAN_CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     SAMPLING_VERSION_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
     """Its role at start."""
     model: _builtins.str
@@ -541,6 +542,8 @@ class WorkerHello(_message.Message):
     """It serves both roles and can change its role."""
     sampling_version: _builtins.int
     """Version of the tokens that a seed gives; 0: the worker does not know its version."""
+    layout: _builtins.str
+    """How its ranks divide the model, for display: "TP2" or "TP4 EP2"; empty for one rank."""
     @_builtins.property
     def worker(self) -> Global___WorkerAddress:
         """Its address and ids."""
@@ -562,10 +565,11 @@ class WorkerHello(_message.Message):
         metrics_address: _builtins.str = ...,
         can_change_role: _builtins.bool = ...,
         sampling_version: _builtins.int = ...,
+        layout: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_change_role", b"can_change_role", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "sampling_version", b"sampling_version", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_change_role", b"can_change_role", "fingerprint", b"fingerprint", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "sampling_version", b"sampling_version", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

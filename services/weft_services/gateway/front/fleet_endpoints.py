@@ -192,6 +192,7 @@ def _worker_fields(worker: WorkerStatus) -> Fields:
         "model": worker.model,
         "state": _state(worker),
         "transport": hello.transport,
+        "layout": hello.layout,
         "blocks": {
             "total": hello.num_blocks,
             "active": report.active_blocks,

@@ -121,6 +121,7 @@ function fill(card, worker, fleet, role) {
     [role === "prefill" ? "to compute" : "in flight", `${compact(tokens)} tokens`],
     ["sequences", worker.waiting ? `${count(worker.running)} + ${count(worker.waiting)} waiting` : count(worker.running)],
   ];
+  if (worker.layout) rows.unshift(["ranks", worker.layout]);
   if (new Set(fleet.now.workers.map((each) => each.model)).size > 1) rows.unshift(["model", worker.model]);
   const { looked_up_tokens: looked, pool_tokens: pool, dram_tokens: dram, nvme_tokens: nvme } = worker.prefix;
   if (role === "prefill") rows.push(["from caches", looked ? percent((pool + dram + nvme) / looked) : "–"]);
