@@ -91,6 +91,8 @@ STEP_SECONDS = Histogram(
     "weft_engine_step_seconds", "Duration of an engine step", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
 ENGINE_TOKENS = Counter("weft_engine_tokens", "Tokens by kind: prompt, generated", ["kind"], registry=REGISTRY)
+GROUP_RANKS = Gauge("weft_group_ranks", "Processes that compute the model together", registry=REGISTRY)
+GROUP_FRAME_BYTES = Counter("weft_group_frame_bytes", "Bytes of frames sent to each of them", registry=REGISTRY)
 SEQUENCES = Gauge("weft_sequences", "Sequences by state", ["state"], registry=REGISTRY)
 BLOCKS = Gauge("weft_kv_blocks", "Blocks by state", ["state"], registry=REGISTRY)
 PREFIX_QUERIES = Counter("weft_prefix_cache_query_tokens", "Prompt tokens looked up", registry=REGISTRY)

@@ -39,6 +39,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "strike" in metafunc.fixturenames:
         metafunc.parametrize("strike", [*module.FAULTS] * ((rounds + 1) // 2) or module.QUICK)
         metafunc.parametrize("chaos_mesh", TRANSPORTS if rounds else TRANSPORTS[:1], indirect=True)
+    if "group_round" in metafunc.fixturenames:
+        metafunc.parametrize("group_round", range(rounds))
     for name, once, quick in IN_PROCESS:
         if name in metafunc.fixturenames:
             cells = [*getattr(module, once)] * rounds or getattr(module, quick)

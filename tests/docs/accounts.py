@@ -59,6 +59,8 @@ UP: dict[str, str] = {
     "--disk-gib": "weft/cli/test_mesh.py::test_the_store_is_told_of_its_disk",
     "--weights-from": TWO_NODES,
     "--weights-listen": TWO_NODES,
+    "--tp": "mesh/test_groups.py::groups",
+    "--ep": "weft/cli/test_main.py::test_up_refuses_layouts_that_do_not_fit",
     "--draft": "weft/cli/test_main.py::test_draft_is_a_choice_or_an_absolute_directory",
 }
 # Targets of make: what runs each, or why no test does.

@@ -14,7 +14,6 @@ import pytest
 from tests.mesh.conftest import Mesh, is_alive, wait_until
 from tests.mesh.oracle import greedy, prompts
 from tests.mesh.test_failures import assert_works, lines, stream_body
-from tests.mesh.test_roles import change
 from tests.mesh.test_sleep import weft
 from tests.mesh.test_tokens import assert_exact
 
@@ -44,12 +43,18 @@ def test_hand_offs_between_groups_give_the_tokens_of_transformers(groups: Mesh) 
     groups.wait_idle()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stream_goes_on_when_a_rank_is_lost(groups: Mesh, number: signal.Signals) -> None:
-    prompt = prompts(1, 60, 60, salt=90 + number)[0]
-    boots, rank, prefill = groups.boots(), rank_of(groups), groups.child("prefill-0.1")
+def test_a_stream_goes_on_when_a_rank_is_killed(groups: Mesh) -> None:
+    lose_rank(groups, signal.SIGKILL, "has ended (signal 9)")
+    assert_works(groups)
+    groups.wait_idle()
+
+
+def lose_rank(mesh: Mesh, number: signal.Signals, reason: str, salt: int = 90) -> float:
+    """Signal a rank of the decode worker during an answer; return the seconds until the worker was ready again."""
+    prompt = prompts(1, 60, 60, salt=salt)[0]
+    boots, rank, prefill = mesh.boots(), rank_of(mesh), mesh.child("prefill-0.1")
     body = stream_body(prompt, NUM_TOKENS) | {"return_token_ids": True}
-    with groups.client.stream("POST", "/v1/completions", json=body, timeout=httpx.Timeout(60, read=45)) as response:
+    with mesh.client.stream("POST", "/v1/completions", json=body, timeout=httpx.Timeout(60, read=45)) as response:
         frames = lines(response)
         received = [next(frames) for _ in range(3)]
         rank.send_signal(number)
@@ -58,36 +63,14 @@ def test_a_stream_goes_on_when_a_rank_is_lost(groups: Mesh, number: signal.Signa
     assert received.pop() == "[DONE]"
     choices = [orjson.loads(frame)["choices"][0] for frame in received]
     assert [token for choice in choices for token in choice["token_ids"]] == greedy(prompt, NUM_TOKENS)
-    groups.wait_for_return(boots, "decode-0")
-    print(f"ready again after {time.monotonic() - lost_at:.1f} s")
-    reason = "has ended (signal 9)" if number is signal.SIGKILL else "gave no sign of life for 5 s"
-    assert f"group lost, the worker ends reason='rank 1 {reason}'" in groups.log()
+    mesh.wait_for_return(boots, "decode-0")
+    seconds = time.monotonic() - lost_at
+    assert f"group lost, the worker ends reason='rank 1 {reason}'" in mesh.log()
     wait_until("the lost rank is gone", lambda: not is_alive(rank))
-    assert rank_of(groups).pid != rank.pid
+    assert rank_of(mesh).pid != rank.pid
     assert is_alive(prefill)
-    assert groups.boots()["prefill-0"] == boots["prefill-0"]
-    assert_works(groups)
-    groups.wait_idle()
-
-
-def test_no_rank_outlives_its_leader(groups: Mesh) -> None:
-    rank = rank_of(groups)
-    groups.kill_and_wait_for_return("decode-0")
-    wait_until("its rank is gone", lambda: not is_alive(rank))
-    assert_works(groups)
-
-
-def test_a_sleeping_group_has_one_process(groups: Mesh) -> None:
-    boots, rank = groups.boots(), rank_of(groups)
-    change(groups, "prefill-0", "both")  # the last decode worker does not sleep
-    weft(groups, "sleep", "decode-0")
-    wait_until("it is asleep", lambda: any(each.report.asleep for each in groups.workers().values()))
-    wait_until("its rank is gone", lambda: not is_alive(rank))
-    weft(groups, "wake", "decode-0")
-    groups.wait_for_return(boots, "decode-0")
-    assert is_alive(rank_of(groups))
-    change(groups, "prefill-0", "prefill")
-    assert_exact(groups, prompts(2, 60, 100, salt=97))
+    assert mesh.boots()["prefill-0"] == boots["prefill-0"]
+    return seconds
 
 
 def test_ranks_are_shown(groups: Mesh) -> None:

@@ -248,7 +248,7 @@ def check_cuts(config: ModelConfig, layout: Layout) -> None:
 
 
 def _blocks(how: Quantization, shape: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns at whose multiples a packed matrix can be cut; a whole dimension counts as 1."""
+    """Return the units of rows and columns in which a packed matrix can be cut; a whole dimension counts as 1."""
     rows, columns = (each if each < size else 1 for each, size in zip(full_block(how, shape), shape, strict=True))
     return rows, lcm(columns, INT4_WORD) if how.packing in INT4_KERNELS else columns
 

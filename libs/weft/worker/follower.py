@@ -64,7 +64,7 @@ class FollowerOrder:
 
 
 def main() -> None:
-    """Serve the leader whose process id, sockets and memory are named by the arguments."""
+    """Serve the leader. Arguments: its process id, and descriptors of two sockets and the shared memory."""
     parent, frames_fd, life_fd, memory_fd = map(int, sys.argv[1:])
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C is for the leader, which drains and then ends this process.
@@ -74,7 +74,7 @@ def main() -> None:
     order = _receive_order(link)
     log.setup(f"{order.worker_id}.{order.place}")
     if order.cpus:
-        move_to_cpus(parse_cpus(order.cpus))  # the leader, whose cores this process has inherited, uses others
+        move_to_cpus(parse_cpus(order.cpus))  # This process has inherited the cores of the leader.
     torch.set_num_threads(order.threads)
     disable_malloc_trim()
     size = order.layout[0]
@@ -133,7 +133,7 @@ def read_limits(data: bytes) -> EngineConfig:
 
 
 def _beat(life: socket.socket) -> None:
-    """Tell the leader that this process runs, whatever its main thread waits for; end with the leader."""
+    """Tell the leader that this process runs, also while its main thread waits; end with the leader."""
     try:
         while True:
             life.sendall(b".")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 
+from weft import metrics
 from weft.engine.config import EngineConfig
 from weft.errors import EngineFailed, PeerLost
 from weft.kv.memfd import create_shared_memory, map_file
@@ -75,6 +76,7 @@ class Group:
         """Send a frame to every follower. Raises PeerLost."""
         for each in self.followers:
             each.frames.send(frame)
+        metrics.GROUP_FRAME_BYTES.inc(len(frame))
 
     def await_loaded(self) -> None:
         """Wait until every follower has loaded its part. Raises EngineFailed."""

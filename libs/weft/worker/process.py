@@ -211,6 +211,7 @@ def _group_loss(loaded: LoadedEngine) -> asyncio.Future[None]:
         if not lost.done():
             lost.set_exception(EngineFailed(f"the group is lost: {reason}"))
 
+    metrics.GROUP_RANKS.set(1 if loaded.group is None else loaded.group.comm.size)
     if loaded.group is not None:
         loaded.group.on_lost = lambda reason: loop.call_soon_threadsafe(partial(fail, reason))
     return lost

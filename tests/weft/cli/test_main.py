@@ -102,6 +102,21 @@ def test_up_refuses_timeline_it_cannot_write(tmp_path: Path) -> None:
     refused([*up_drawn, str(tmp_path)], f"--timeline {tmp_path}: this is a folder")
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--tp 3", "--tp: 3 does not divide 4 heads"),
+        ("--tp 2 --ep 2", "--ep: LlamaForCausalLM has no experts"),
+        ("--ep 2", "--ep 2 must not be above --tp 1"),
+        ("--tp 2 --draft mtp", "--draft mtp: draft models do not run with --tp; use --draft ngram"),
+        ("--tp 64", "--tp 64: 64 processes need a core each, and this machine has 8"),
+    ],
+)
+def test_up_refuses_layouts_that_do_not_fit(options: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "usable_cores", lambda: list(range(8)))
+    refused(["up", "--model", str(SHIPPED), *options.split(), *free_options()], says)
+
+
 def test_bench_of_no_request_is_refused() -> None:
     refused(["bench", "--requests", "0"], "0 takes all of a trace")
 

@@ -51,6 +51,11 @@ def test_workers_wait_for_what_they_call_and_end_before_it() -> None:
     assert specs["decode-1"].environ["WEFT_PORT"] == "7"
 
 
+def test_workers_know_their_layout() -> None:
+    worker = read_config(WorkerConfig, specs_of(MeshOptions(ONE, tp=4, ep=2))["decode-0"].environ)
+    assert (worker.layout.tp, worker.layout.ep, worker.layout.short) == (4, 2, "TP4 EP2")
+
+
 def test_workers_for_both_roles_are_counted_and_told_so() -> None:
     options = MeshOptions(ONE, num_prefill=0, num_decode=0, num_both=2)
     assert (options.num_workers, list(options.workers)) == (2, ["worker-0", "worker-1"])
