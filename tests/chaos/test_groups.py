@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import psutil
@@ -36,6 +37,10 @@ def groups() -> Iterator[Mesh]:
         running.stop()
 
 
+def is_gone(process: psutil.Process) -> bool:
+    return not is_alive(process)
+
+
 def answer(mesh: Mesh, prompt: list[int]) -> list[int]:
     body = {"model": "weft-nano", "prompt": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     reply = mesh.client.post("/v1/completions", json=body | {"return_token_ids": True}, timeout=httpx.Timeout(120))
@@ -61,7 +66,7 @@ def test_answers_are_whole_whichever_rank_is_killed(groups: Mesh, group_round: i
             assert found == [expected[each] for each in chosen], f"kill {kill} of {name}"
             groups.wait_for_return(boots, name.split(".")[0])
             seconds.append(time.monotonic() - began)
-            wait_until("the killed rank is gone", lambda process=killed: not is_alive(process))
+            wait_until("the killed rank is gone", partial(is_gone, killed))
     groups.wait_idle()
     left = [each for each in psutil.process_iter(["cmdline"]) if "weft.worker.follower" in (each.info["cmdline"] or [])]
     ours = {each.pid for each in groups.process.children(recursive=True)}

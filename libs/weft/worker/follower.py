@@ -13,9 +13,8 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,7 +45,7 @@ BEAT_SECONDS = 0.5
 class FollowerOrder:
     """What a follower needs to load its part; the leader sends it as JSON.
 
-    `dtype_stored`: that of the checkpoint's plain tensors. `cpus`: see WEFT_CPUS; empty for all.
+    `stored_dtype`: that of the checkpoint's plain tensors. `cpus`: see WEFT_CPUS; empty for all.
     """
 
     worker_id: str
@@ -56,7 +55,7 @@ class FollowerOrder:
     image_bytes: int
     config_json: str
     dtype: str
-    dtype_stored: str
+    stored_dtype: str
     is_resident: bool
     threads: int
     cpus: str
@@ -94,16 +93,12 @@ def _receive_order(link: MessageSocket) -> FollowerOrder:
 
 def _load(order: FollowerOrder, comm: SharedComm) -> Decoder:
     config = config_of(Fields(Path("config.json"), json.loads(order.config_json)))
-    config = config.__class__(**{**_fields(config), "dtype": order.dtype_stored})
+    config = replace(config, dtype=order.stored_dtype)
     began, tensors = time.monotonic(), open_image(order.image, order.image_bytes)
     rank = GroupRank(Shard(Layout(*order.layout), order.place), comm)
     model = Decoder(config, tensors, DTYPES[order.dtype], torch.device("cpu"), order.is_resident, rank=rank)
     logger.info("rank loaded place=%d seconds=%.1f", order.place, time.monotonic() - began)
     return model
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 def _execute(link: MessageSocket, model: Decoder, order: FollowerOrder) -> None:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 
@@ -191,9 +191,3 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
         status = process.wait(END_SECONDS)
         return f"signal {-status}" if status < 0 else f"status {status}"
     return "it still runs"
-
-
-def shared_cpus(cpus: Sequence[int], size: int, place: int) -> str:
-    """Return WEFT_CPUS of one rank: an equal set for each; empty if there is not a core for each."""
-    count = len(cpus) // size
-    return ",".join(map(str, cpus[place * count : (place + 1) * count]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from weft.errors import ConfigError
@@ -33,7 +34,7 @@ def pin_to_cpus(text: str) -> int:
     return len(cpus)
 
 
-def move_to_cpus(cpus: set[int]) -> None:
+def move_to_cpus(cpus: Collection[int]) -> None:
     """Restrict this process to CPUs, also to others than its parent has left to it."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended

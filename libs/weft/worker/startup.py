@@ -18,7 +18,7 @@ import torch
 from weft import log
 from weft.capacity.draft import DraftSize, draft_size
 from weft.capacity.footprint import with_stored_dtype
-from weft.capacity.host_limits import available_bytes, granted_cores
+from weft.capacity.host_limits import available_bytes
 from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.sizes import Machine, MemoryBudget, Sizes, choose_sizes, default_num_blocks, measured_budget
 from weft.engine.config import EngineConfig
@@ -37,18 +37,17 @@ from weft.model.draft_layers import with_draft
 from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.loading import DTYPE_NAMES
-from weft.model.sharding import BadPlan, check_cuts, layout_problem
-from weft.options import MAX_DRAFT_TOKENS, DeviceChoice, DraftChoice, Dtype, has_draft_model, parse_cpus
+from weft.options import MAX_DRAFT_TOKENS, DeviceChoice, DraftChoice, Dtype, has_draft_model
 from weft.request import ModelFingerprint
 from weft.rpc.client import cancelled_on_exit, open_channel
 from weft.weights.image_tensors import open_image
 from weft.worker.config import WorkerConfig
 from weft.worker.draft_head import DraftImage, drafted_hash, load_draft, read_draft_image, scoring_prompts
 from weft.worker.fleet_client import LoadProgress
-from weft.worker.follower import FollowerOrder
-from weft.worker.group import Group, shared_cpus, start_group
+from weft.worker.group import Group
+from weft.worker.group_startup import check_group, start_followers, take_cores
 from weft.worker.memory_profile import cached_peak, free_bytes, measure_peak, peak_identity
-from weft.worker.os_tuning import disable_malloc_trim, pin_to_cpus, set_autogroup_nice
+from weft.worker.os_tuning import disable_malloc_trim, set_autogroup_nice
 from weft_kernels.native.processor import best_isa
 from weft_kernels.sampling import compile_sampling
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
@@ -90,26 +89,21 @@ async def load_engine(
     demands a missing GPU.
     """
     disable_malloc_trim()
-    size = config.layout.stage_gpus
-    cpus = rank_cpus(config, 0)
-    num_cores = pin_to_cpus(cpus) if cpus else max(1, torch.get_num_threads() // size)
-    torch.set_num_threads(
-        max(1, config.threads // size) if config.threads else min(num_cores, granted_cores() or num_cores)
-    )
+    take_cores(config)
     sizes = choose_sizes(config.wanted, _has_cuda(config.device))
     if sizes.machine.device == "cpu":
         set_autogroup_nice(config.niceness)
     if config.model and (config.model / "config.json").is_file():
         # Fail before the weights are read; the check that counts follows once they are loaded.
         model = read_config(config.model)
-        check_group(config, sizes, model)
+        check_group(config, sizes.machine.device, model)
         await asyncio.to_thread(check_room, model, sizes, config.gpu_share)
     progress.set_phase("reading weights")
     images = await _load_images(config, sizes, progress)
     log.startup_phase("weights")
     progress.set_phase("building the engine")
     make_engine = partial(assemble, listener=listener, clock=clock)
-    group = _start_group(config, sizes, images, clock) if config.layout.stage_gpus > 1 else None
+    group = _start_group(config, sizes.machine, images.model, clock)
     try:
         loaded = await asyncio.to_thread(_build, config, sizes, images, make_engine, progress, group)
     except BaseException:
@@ -120,55 +114,13 @@ async def load_engine(
     return loaded
 
 
-def _take_cores(config: WorkerConfig) -> None:
-    """Pin this process to its CPUs and set its threads; the ranks of a group share those of the worker."""
-    size, cpus = config.layout.stage_gpus, rank_cpus(config, 0)
-    num_cores = pin_to_cpus(cpus) * size if cpus else torch.get_num_threads()
-    torch.set_num_threads(max(1, (config.threads or min(num_cores, granted_cores() or num_cores)) // size))
-
-
-def rank_cpus(config: WorkerConfig, place: int) -> str:
-    """Return WEFT_CPUS of one rank of this worker."""
-    if not config.cpus or config.layout.stage_gpus == 1:
-        return config.cpus
-    return shared_cpus(sorted(parse_cpus(config.cpus)), config.layout.stage_gpus, place)
-
-
-def check_group(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
-    """Raise ConfigError or BadPlan if the ranks of WEFT_TP and WEFT_EP cannot divide the model here."""
-    layout = config.layout
-    if layout.stage_gpus == 1:
-        return
-    if sizes.machine.device != "cpu":
-        raise ConfigError(f"WEFT_TP={layout.tp}: several ranks run on CPUs only; set WEFT_TP=1 or WEFT_DEVICE=cpu")
-    if problem := layout_problem(model, layout):
-        raise BadPlan(problem)
-    check_cuts(model, layout)
-
-
-def _start_group(config: WorkerConfig, sizes: Sizes, images: WeightImages, clock: Callable[[], float]) -> Group:
-    ready, machine = images.model, sizes.machine
-    model = parse_config(ready.config_json)
-    check_group(config, sizes, model)
-    stored = _stored_config(model, open_image(ready.shm_name, ready.size_bytes))
-
-    def order(place: int) -> FollowerOrder:
-        return FollowerOrder(
-            worker_id=config.worker_id,
-            layout=(config.tp, 1, config.ep),
-            place=place,
-            image=ready.shm_name,
-            image_bytes=ready.size_bytes,
-            config_json=ready.config_json,
-            dtype=machine.dtype,
-            dtype_stored=stored.dtype,
-            is_resident=machine.is_resident,
-            threads=torch.get_num_threads(),
-            cpus=rank_cpus(config, place),
-            niceness=config.niceness,
-        )
-
-    return start_group(config.layout, order, clock)
+def _start_group(
+    config: WorkerConfig, machine: Machine, image: weights_service_pb2.LoadReady, clock: Callable[[], float]
+) -> Group | None:
+    if config.layout.stage_gpus == 1:
+        return None
+    tensors = open_image(image.shm_name, image.size_bytes)
+    return start_followers(config, machine, image, _stored_config(parse_config(image.config_json), tensors), clock)
 
 
 def _has_cuda(wanted: DeviceChoice) -> bool:

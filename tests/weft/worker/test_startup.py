@@ -21,7 +21,7 @@ from weft.engine.runner import assemble
 from weft.errors import BadCheckpoint, ConfigError, NotFound, Overloaded, PeerLost
 from weft.request import WorkerRole
 from weft.rpc.server import RpcServer
-from weft.worker import startup
+from weft.worker import group_startup, startup
 from weft.worker.config import WorkerConfig
 from weft.worker.fleet_client import LoadProgress
 from weft.worker.startup import WeightImages, load_weights, parse_config
@@ -167,7 +167,7 @@ async def test_a_worker_computes_on_no_more_cores_than_its_container_is_granted(
     num_threads: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", num_threads.append)
-    monkeypatch.setattr(startup, "granted_cores", lambda: granted)
+    monkeypatch.setattr(group_startup, "granted_cores", lambda: granted)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     with pytest.raises(BadCheckpoint, match="the model does not fit"):
         await startup.load_engine(
