@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 from loadtest.engine.cpu_task import Task, read_task, run_task
 from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.runner import build_engine
-from weft.model.config import read_config
+from weft.model.config import ModelConfig, read_config
 from weft.request import RequestKey, SamplingParams
 from weft.worker.os_tuning import disable_malloc_trim
 
@@ -39,7 +40,11 @@ class Weft:
             max_num_seqs=max(task.batches),
         )
         self._outputs: queue.SimpleQueue[tuple[float, StepOutput]] = queue.SimpleQueue()
-        self.engine = build_engine(
+        self.engine = self._build(config, limits, task)
+        self.engine.start()
+
+    def _build(self, config: ModelConfig, limits: EngineConfig, task: Task) -> Engine:
+        return build_engine(
             config,
             load_file(task.model / "model.safetensors"),
             dtype=task.dtype,
@@ -48,7 +53,6 @@ class Weft:
             listener=lambda output: self._outputs.put((task.clock(), output)),
             is_resident=True,  # as on a CPU worker
         )
-        self.engine.start()
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[float], list[int]]:
         """Return the seconds between steps in which every sequence had a token, and the first prompt's tokens."""
